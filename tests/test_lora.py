@@ -36,6 +36,10 @@ def loss(model):
     return -per_token_logps(model, batch(model))[0].mean()
 
 
+def test_adapters_are_scaled_by_alpha_over_r():
+    assert {layer.scaling for layer in adapters(adapted(r=4)).values()} == {8 / 4}
+
+
 def test_kernels_of_a_layer():
     """A decode step has seven such layers in each of 36: two conversions, three products, and the base's."""
     with PretendCuda() as gpu, torch.inference_mode():
