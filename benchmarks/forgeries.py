@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from minivlmrl import generate, grpo, train  # noqa: E402
-from minivlmrl.audit import verify  # noqa: E402
 from minivlmrl.reward_functions.names import REWARDS  # noqa: E402
 from minivlmrl.rows import Processor  # noqa: E402
 from minivlmrl.run.batches import Batches  # noqa: E402
 from minivlmrl.run.hash_chain import text_hash  # noqa: E402
 from minivlmrl.run.resume import _checksum  # noqa: E402
+from minivlmrl.tools import verify  # noqa: E402
 
 import tiny  # noqa: E402
 

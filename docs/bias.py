@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from minivlmrl.advantages import EPSILON, group_advantages
-from minivlmrl.algorithms.baselines import gae, leave_one_out, token_rewards
-from minivlmrl.algorithms.policy_losses import FamilyLoss, LossType, PolicyInputs, policy_loss
-from minivlmrl.algorithms.ppo_loss import PPOLoss, PPORollout, ppo_loss
-from minivlmrl.algorithms.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss
 from minivlmrl.losses import Counts
+from minivlmrl.objectives.baselines import gae, leave_one_out, token_rewards
+from minivlmrl.objectives.policy_losses import FamilyLoss, LossType, PolicyInputs, policy_loss
+from minivlmrl.objectives.ppo_loss import PPOLoss, PPORollout, ppo_loss
+from minivlmrl.objectives.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss
 
 END, T = 2, 3  # the token that ends a completion; tokens of the longest
 PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...

@@ -14,15 +14,15 @@ from torch import Tensor
 from docs.draw import BLUES, INK, ORANGES, SOFT, Picture
 from docs.walkthrough import begin, shade, token
 from minivlmrl.advantages import combine, group_advantages
-from minivlmrl.algorithms.baselines import gae, leave_one_out, token_rewards, whiten
-from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
 from minivlmrl.algorithms.ppo import PPOConfig
-from minivlmrl.algorithms.ppo_loss import PPORollout, ppo_loss
-from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
-from minivlmrl.algorithms.sft_loss import sft_loss
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import PolicyLoss, grpo_loss
+from minivlmrl.objectives.baselines import gae, leave_one_out, token_rewards, whiten
+from minivlmrl.objectives.policy_losses import FamilyLoss, PolicyInputs, policy_loss
+from minivlmrl.objectives.ppo_loss import PPORollout, ppo_loss
+from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss
+from minivlmrl.objectives.sft_loss import sft_loss
 
 SHOWN = (1, 0, 2, 3)  # of the walkthrough's eight: right, wrong, wrong with another thought, without the form
 STEP = 0.05  # length of the step that each method takes

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 
 import torch
 
-from minivlmrl.algorithms.baselines import gae
 from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.hub import qwen3_5
 from minivlmrl.hub.model_config import VisionConfig
 from minivlmrl.losses import PolicyLoss, clipped
+from minivlmrl.objectives.baselines import gae
 from minivlmrl.rope import get_rope_index
 from minivlmrl.vision import window_order
 

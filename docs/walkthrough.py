@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from docs.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
 from minivlmrl import attention, image, logprobs, losses, rewards, rope, train, vision
 from minivlmrl.advantages import EPSILON, group_advantages
-from minivlmrl.audit.replay import go_to
 from minivlmrl.rows import Processor
 from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import finish_gradients
+from minivlmrl.tools.replay import go_to
 
 DOCS = Path(__file__).parent
 PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_threads=1"]

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import sys
 
@@ -39,15 +40,15 @@ TOOLS = {  # name: (module:function, what it does)
     ),
     "plan": ("minivlmrl.run.plan:main", "print what a run needs of each GPU's memory"),
     "replay": (
-        "minivlmrl.audit.replay:main",
+        "minivlmrl.tools.replay:main",
         "train a step of a run again, and show a group of it",
     ),
     "verify": (
-        "minivlmrl.audit.verify:main",
+        "minivlmrl.tools.verify:main",
         "train steps of a run again that you draw, and compare bytes",
     ),
     "audit": (
-        "minivlmrl.audit.audit:main",
+        "minivlmrl_audit.audit:main",
         "check a step that any trainer dumped, and name its bugs",
     ),
 }
@@ -69,6 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if name in ("-h", "--help") else 2
     module, _, function = TOOLS[name][0].partition(":")
     try:
+        if name == "audit" and importlib.util.find_spec("minivlmrl_audit") is None:
+            cure = "pip install minivlmrl-audit, or ./audit of a clone"
+            raise ValueError(f"the audit is a distribution of its own: {cure}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except (ValueError, FloatingPointError) as error:  # what the user has to change
         line = shortened(" ".join(str(error).split()))

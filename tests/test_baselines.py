@@ -4,7 +4,7 @@ import pytest
 import torch
 from by_hand import tensor
 
-from minivlmrl.algorithms.baselines import gae, leave_one_out, normalize_then_sum, token_rewards, whiten
+from minivlmrl.objectives.baselines import gae, leave_one_out, normalize_then_sum, token_rewards, whiten
 
 NAN = float("nan")
 

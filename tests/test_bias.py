@@ -8,10 +8,10 @@ import torch
 from links import ROOT
 
 from docs import bias
-from minivlmrl.algorithms.policy_losses import FamilyLoss
-from minivlmrl.algorithms.preference_losses import DPOLoss
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.objectives.policy_losses import FamilyLoss
+from minivlmrl.objectives.preference_losses import DPOLoss
 from minivlmrl.reward_functions import names
 from minivlmrl.rows import Completion
 from minivlmrl.sampling.sample import RunSampler

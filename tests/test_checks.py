@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from minivlmrl.audit import checks
 from minivlmrl.batch import pack
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
+from minivlmrl.objectives import checks
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 from minivlmrl.vision import window_order

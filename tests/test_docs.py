@@ -25,9 +25,9 @@ from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.preference_losses import DPO_LOSSES
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.image import load_image
+from minivlmrl.objectives.preference_losses import DPO_LOSSES
 from minivlmrl.reward_functions.calls import ask_by_name
 from minivlmrl.reward_functions.names import REWARDS, required_columns
 from minivlmrl.rewards import find_answer

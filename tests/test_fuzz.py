@@ -19,7 +19,6 @@ from talk import CHATML
 from test_lora import adapted
 
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
-from minivlmrl.audit import audit, dump
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.template import ChatTemplate
@@ -30,6 +29,7 @@ from minivlmrl.run.config import RunConfig, load_config, to_yaml
 from minivlmrl.run.resume import Progress, States
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
+from minivlmrl_audit import audit, dump
 
 import tiny
 from stages import ONE

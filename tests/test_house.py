@@ -22,8 +22,8 @@ PROSE += [path for pattern in ("docs/*.md", "recipes/*.yaml", "benchmarks/*.py")
 BOOK = [f"minivlmrl.{name}" for name in house.READING_ORDER]
 # every folder imports those before it; "book" are its chapters 1 to 14, "train" is minivlmrl/train.py
 ORDER = [
-    *("kernels", "book", "hub", "data", "adapters", "scale", "sampling", "reward_functions"),
-    *("environments", "algorithms", "tasks", "run", "train", "tools", "audit"),
+    *("kernels", "book", "hub", "data", "adapters", "scale", "objectives", "sampling", "reward_functions"),
+    *("environments", "algorithms", "tasks", "run", "train", "tools"),
 ]
 LIBRARIES = {"torch", "numpy", "PIL", "tokenizers", "minivlmrl"}  # of the book, besides the standard library
 BANNED = "everyones|everyone's|places|pace|spare|figures|learnt|behind|stand|stands|aside"

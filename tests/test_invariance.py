@@ -11,8 +11,8 @@ import pytest
 import torch
 from talk import assistant, text, user
 
-from minivlmrl.algorithms import policy_losses as policy
-from minivlmrl.algorithms import preference_losses as preference
+from minivlmrl.objectives import policy_losses as policy
+from minivlmrl.objectives import preference_losses as preference
 from minivlmrl.run.batches import Batches
 from minivlmrl.tasks.shapes import Shapes
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.objectives.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.tasks.shapes import Shapes
 
 

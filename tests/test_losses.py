@@ -6,8 +6,8 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.algorithms import policy_losses
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss, kl_term
+from minivlmrl.objectives import policy_losses
 
 from policy_by_hand import OFF_POLICY, policy
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from minivlmrl.algorithms import preference_losses as preference
-from minivlmrl.algorithms import sft_loss as sft
-from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
-from minivlmrl.audit.parity import cases, check, distance
 from minivlmrl.losses import Counts
+from minivlmrl.objectives import preference_losses as preference
+from minivlmrl.objectives import sft_loss as sft
+from minivlmrl.objectives.parity import cases, check, distance
+from minivlmrl.objectives.policy_losses import FamilyLoss, PolicyInputs, policy_loss
 
 
 def my_loss(batch, options):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bugs import FAULTS
+from faults import FAULTS
 from runs import LETTERS
 
 from minivlmrl.rows import Completion

@@ -10,7 +10,8 @@ import torch
 from by_hand import near, tensor
 from parity.policy_cells import policy_batch
 
-from minivlmrl.algorithms.policy_losses import (
+from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, grpo_loss
+from minivlmrl.objectives.policy_losses import (
     CORRECTION_MODES,
     FamilyLoss,
     PolicyInputs,
@@ -19,7 +20,6 @@ from minivlmrl.algorithms.policy_losses import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
-from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, grpo_loss
 
 from policy_by_hand import loss_of, policy
 

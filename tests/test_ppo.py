@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minivlmrl.algorithms import baselines
 from minivlmrl.algorithms.value_model import load_value_model
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import completion_states, per_token_logps
+from minivlmrl.objectives import baselines
 
 from stages import drawn, earned, main, snapshot
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
-from minivlmrl.algorithms.ppo_loss import PPORollout, ppo_loss
+from minivlmrl.objectives.baselines import gae, token_rewards, whiten
+from minivlmrl.objectives.ppo_loss import PPORollout, ppo_loss
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]

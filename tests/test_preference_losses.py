@@ -6,8 +6,8 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.algorithms import preference_losses as losses
-from minivlmrl.algorithms.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss, kto_kl, kto_loss, reward_loss
+from minivlmrl.objectives import preference_losses as losses
+from minivlmrl.objectives.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss, kto_kl, kto_loss, reward_loss
 
 
 def softplus(x):

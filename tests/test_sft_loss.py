@@ -7,7 +7,7 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.algorithms.sft_loss import sft_loss
+from minivlmrl.objectives.sft_loss import sft_loss
 
 
 def test_nll_with_the_tokens_of_the_step():

@@ -16,12 +16,12 @@ from minivlmrl.algorithms.answers import (
     with_answers,
 )
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.data.mix import shuffled
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.losses import row_mean
+from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.rows import Dataset, Row
 
 

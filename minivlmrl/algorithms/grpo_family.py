@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from minivlmrl.advantages import combine, group_advantages, group_std
-from minivlmrl.algorithms import policy_losses
-from minivlmrl.algorithms.baselines import leave_one_out, normalize_then_sum
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.policy_losses import CorrectionMode, FamilyLoss, PolicyInputs, policy_loss
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
+from minivlmrl.objectives import policy_losses
+from minivlmrl.objectives.baselines import leave_one_out, normalize_then_sum
+from minivlmrl.objectives.policy_losses import CorrectionMode, FamilyLoss, PolicyInputs, policy_loss
 from minivlmrl.rows import Row, random_numbers
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]

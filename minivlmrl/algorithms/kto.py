@@ -8,11 +8,11 @@ from torch import Tensor
 
 from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch, pieces
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import Step
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import row_mean
+from minivlmrl.objectives.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.rows import Prompt, Row
 
 

@@ -17,14 +17,14 @@ from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms import value_model
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
 from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
+from minivlmrl.objectives.baselines import gae, token_rewards, whiten
+from minivlmrl.objectives.ppo_loss import PPOLoss, ppo_loss
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import is_sharded
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.preference_losses import RewardLoss, reward_loss
 from minivlmrl.algorithms.value_model import (
     check_value_model_folder,
     copy_as_value_model,
@@ -20,6 +19,7 @@ from minivlmrl.algorithms.value_model import (
     pack_to_end,
     save_value_model,
 )
+from minivlmrl.objectives.preference_losses import RewardLoss, reward_loss
 from minivlmrl.rows import Completion, Prompt, Row
 from minivlmrl.scale.sharding import reshard
 

@@ -6,8 +6,8 @@ from math import log
 import torch
 from by_hand import tensor
 
-from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
 from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, counts_of, grpo_loss
+from minivlmrl.objectives.policy_losses import FamilyLoss, PolicyInputs, policy_loss
 
 OPTIONS, BOOK, INPUTS = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss, PolicyInputs))
 BOOKS_INPUTS = {"old_per_token_logps", "ref_per_token_logps"}

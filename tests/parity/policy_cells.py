@@ -13,7 +13,8 @@ from parity.compare import Cell, Question, Result, loss_cell
 from torch import Tensor
 
 from minivlmrl import advantages, losses
-from minivlmrl.algorithms import baselines, grpo_family, policy_losses
+from minivlmrl.algorithms import grpo_family
+from minivlmrl.objectives import baselines, policy_losses
 
 LEVELS = ("token", "sequence")
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}

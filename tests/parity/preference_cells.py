@@ -8,8 +8,8 @@ from parity.compare import Cell, Question, loss_cell
 from parity.policy_cells import T, policy_batch, trl
 from torch import Tensor
 
-from minivlmrl.algorithms import preference_losses as preference
-from minivlmrl.algorithms import sft_loss as sft
+from minivlmrl.objectives import preference_losses as preference
+from minivlmrl.objectives import sft_loss as sft
 
 
 def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

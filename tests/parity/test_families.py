@@ -14,9 +14,9 @@ from parity.compare import ask, compare, judge, questions
 from parity.families import families
 from parity.record_losses import record
 
-from minivlmrl.algorithms import preference_losses as preference
-from minivlmrl.algorithms import sft_loss as sft
-from minivlmrl.algorithms.policy_losses import AVERAGES
+from minivlmrl.objectives import preference_losses as preference
+from minivlmrl.objectives import sft_loss as sft
+from minivlmrl.objectives.policy_losses import AVERAGES
 
 FAMILIES = families()
 RECORDED = Path(__file__).parents[1] / "recorded" / "trl_1.16.0.json"

@@ -1,4 +1,4 @@
-"""What TRL and transformers answer, for minivlmrl/audit/fixtures/:
+"""What TRL and transformers answer, for minivlmrl/objectives/fixtures/:
 
     PYTHONPATH=tests:tests/helpers python tests/record/record_fixtures.py
 
@@ -21,7 +21,7 @@ from parity.preference_cells import preference_batch
 from safetensors.torch import load_file, save_file
 from transformers.vision_utils import get_vision_window_index
 
-from minivlmrl.algorithms.preference_losses import DPO_LOSSES
+from minivlmrl.objectives.preference_losses import DPO_LOSSES
 
 FOLDER = Path(__file__).parents[2] / "minivlmrl" / "audit" / "fixtures"
 

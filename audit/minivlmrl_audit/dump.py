@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.audit import moves
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import load_tokenizer
+from minivlmrl_audit import moves
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError

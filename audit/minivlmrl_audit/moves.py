@@ -100,11 +100,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 def token_orders(d) -> dict[str, Tensor]:
     """Names and columns (n, S) from which each token takes, S: from none."""
     counted, found = d["completion_mask"].bool(), {}
-    units = {
-        "its row": counted | True,
-        "its completion": d.completion,
-        "its counted tokens": counted,
-    }
+    units = {"its row": counted | True, "its completion": d.completion, "its counted tokens": counted}
     for unit, where in units.items():
         for text, how in TABLE["tokens"].items():
             columns = torch.arange(d.width).repeat(len(where), 1)

@@ -15,9 +15,6 @@ from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.kto import KTO
 from minivlmrl.algorithms.sft import SFT
-from minivlmrl.audit.audit import audit, main, report
-from minivlmrl.audit.dump import read
-from minivlmrl.audit.stages import shown
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.family import hub_name
@@ -27,6 +24,9 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.train import optimizer_step
+from minivlmrl_audit.audit import audit, main, report
+from minivlmrl_audit.dump import read
+from minivlmrl_audit.stages import shown
 
 BUGS = {name: bug.trl for name, bug in bugs.BUGS.items() if bug.trl}
 QUICK = ("kl_reversed", "dropped_gradients", "answers_in_the_loss")

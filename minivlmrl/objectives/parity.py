@@ -5,6 +5,7 @@
 installed.
 """
 
+import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -13,14 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minivlmrl.algorithms.policy_losses import FamilyLoss
-from minivlmrl.algorithms.preference_losses import DPOLoss
-from minivlmrl.audit.audit import Cause, explain, fits
-from minivlmrl.audit.checks import FIXTURES
-from minivlmrl.audit.dump import Dump
+from minivlmrl.objectives.checks import FIXTURES
 
-OPTIONS = {"grpo": FamilyLoss, "dpo": DPOLoss}  # of a kind, as the audit takes them
-SEARCHES = 3  # for a mistake that explains cases: each takes seconds
+AUDIT = "minivlmrl_audit.losses"  # of the distribution minivlmrl-audit
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
@@ -46,7 +42,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
         if not max(errors) <= tolerance:
             of = f"value differs by {errors[0]:.1e}, gradient by {errors[1]:.1e}"
             wrong.append(f"{case} {options}: {of}")
-            steps.append(as_step(batch, options, loss.detach(), gradient))
+            steps.append((batch, options, loss.detach(), gradient))
     head = f"{len(wrong)} of {count} cases differ from TRL"
     assert not wrong, "\n".join([head, *wrong, *mistakes(steps)])
     return count
@@ -71,40 +67,19 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             yield case, options, batch, batch.pop("loss"), batch.pop("gradient")
 
 
-def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
-    """A case with the loss and the gradient that someone's function gave, as the audit takes it."""
-    kind, given = options["kind"], batch | {"logps_gradient": gradient}
-    rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in given.items()}
-    rows["completion_mask"] = mask = rows.pop("mask")
-    rows |= dict.fromkeys(("input_ids", "prompt_mask"), torch.zeros_like(mask, dtype=torch.long))
-    number = torch.arange(len(mask))
-    rows |= {"pair": number // 2, "chosen": 1 - number % 2} if kind == "dpo" else {}
-    rows["loss"] = loss.view(1)
-    known = OPTIONS[kind].__dataclass_fields__ if kind in OPTIONS else ["loss_type"]
-    about = {"kind": kind, "loss": {name: options[name] for name in known if name in options}}
-    if kind == "grpo":
-        about["max_completion_length"] = options["max_completion_length"]
-        about["rollout_tokens"] = options["tokens"]
-    return Dump(about, rows)
+def mistakes(steps: list[tuple]) -> list[str]:
+    """Lines that name the known mistakes which give these losses, or say what has to be installed.
 
-
-def mistakes(steps: list[Dump]) -> list[str]:
-    """Lines that name the known mistakes which give the numbers of these steps."""
-    lines = []
-    while steps and len(lines) < SEARCHES:
-        found = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        best = max(found, key=lambda causes: sum(explains(causes, step) for step in steps))
-        rest = [step for step in steps[1:] if not explains(best, step)]
-        says = " and ".join(f"{cause.says} ({cause.name})" for cause in best)
-        lines.append(f"{len(steps) - len(rest)} of them: {says or 'no known mistake'}")
-        steps = rest
-    return lines
-
-
-def explains(causes: list[Cause], step: Dump) -> bool:
-    """Whether these causes, with a factor if one of them is that, give the numbers of a step."""
-    own = [cause for cause in causes if cause.change]
-    return bool(causes) and fits("loss", step, own, scaled=len(own) < len(causes)) is not None
+    Args:
+        steps: (batch, options, loss, gradient) of each case that differs.
+    """
+    try:
+        audit = importlib.import_module(AUDIT)
+    except ModuleNotFoundError as error:
+        if error.name != AUDIT.partition(".")[0]:
+            raise
+        return ["pip install minivlmrl-audit (./audit of a clone): it names the mistake"]
+    return audit.mistakes(steps)
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 import torch
 
 from minivlmrl import train
-from minivlmrl.audit.replay import compare, run_config, steps_to
 from minivlmrl.hub.folder import json_text, read_json, read_lines
 from minivlmrl.run.completions import Logged
 from minivlmrl.run.hash_chain import HASHES, process_hashes, step_hashes, text_hash
@@ -25,6 +24,7 @@ from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.resume import RUN, tensors
 from minivlmrl.run.state_files import find_pieces, local_rows, read_rows, write_tensors
 from minivlmrl.scale import ranks
+from minivlmrl.tools.replay import compare, run_config, steps_to
 
 # on another machine: how far weights may be from a state, of what the learning rates add up to
 TOLERANCE = 0.05

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.audit.dump import Dump
-from minivlmrl.audit.moves import first, piece, shown_as
-from minivlmrl.audit.stages import Answer, shown
 from minivlmrl.batch import pack
 from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
+from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.moves import first, piece, shown_as
+from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
 
@@ -60,9 +60,7 @@ def of_row(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
     at = holders.nonzero()[: len(owner), 0]
     which[at] = owner[: len(at)]
     there, which, shown_ids, after = torch.isin(i, which[real]), which[real], ids[real], after[real]
-    placed, seen = (
-        there & ~piece(d, change, name, ~there, **names) for name in ("as text", "blind")
-    )
+    placed, seen = (there & ~piece(d, change, name, ~there, **names) for name in ("as text", "blind"))
     none = d.get("pixel_values", torch.zeros(0, 0))[:0]
     pixels = [piece(d, change, "pixels", images[k][0], **names | {"i": k}) for k in i]
     patches = [torch.cat([none, *(pixels[k] for k in i[x])]) for x in (placed, seen)]
@@ -119,10 +117,7 @@ def gradients(d: Dump, change: dict) -> Answer:
         total = {name: x * (not without.search(name)) for name, x in total.items()}
     unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
     none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
-    return {
-        f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit)
-        for name, zero in sorted(none.items())
-    }
+    return {f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit) for name, zero in sorted(none.items())}
 
 
 def of_part(d: Dump, number: int, part: Tensor, slopes: Tensor) -> dict[str, Tensor]:

@@ -12,18 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.algorithms.policy_losses import (
-    AVERAGES,
-    FamilyLoss,
-    PolicyInputs,
-    mean_entropy,
-    policy_terms,
-)
-from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
-from minivlmrl.algorithms.sft_loss import sft_loss
-from minivlmrl.audit.dump import Dump
-from minivlmrl.audit.moves import first, piece, shown_as
 from minivlmrl.losses import Counts
+from minivlmrl.objectives.policy_losses import AVERAGES, FamilyLoss, PolicyInputs, mean_entropy, policy_terms
+from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss
+from minivlmrl.objectives.sft_loss import sft_loss
+from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.moves import first, piece, shown_as
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 Loss = tuple[Tensor, Tensor]

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minivlmrl.audit import stages, updates
-from minivlmrl.audit.dump import DAMAGES, Dump, read
-from minivlmrl.audit.moves import TABLE, formula
 from minivlmrl.hub.checker import naming
+from minivlmrl_audit import stages, updates
+from minivlmrl_audit.dump import DAMAGES, Dump, read
+from minivlmrl_audit.moves import TABLE, formula
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
 LOGPS = {

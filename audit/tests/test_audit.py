@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from minivlmrl.audit import audit as module
-from minivlmrl.audit.audit import CAUSES, EVALUATIONS, TABLE, audit, causes, explain, report
-from minivlmrl.audit.dump import Dump
+from minivlmrl_audit import audit as module
+from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TABLE, audit, causes, explain, report
+from minivlmrl_audit.dump import Dump
 
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
 

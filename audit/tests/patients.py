@@ -12,9 +12,9 @@ from talk import assistant, user
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from minivlmrl.audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
+from minivlmrl_audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 
 import tiny
 

@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from minivlmrl.algorithms.policy_losses import FamilyLoss
-from minivlmrl.algorithms.preference_losses import DPOLoss
-from minivlmrl.audit import dump
+from minivlmrl.objectives.policy_losses import FamilyLoss
+from minivlmrl.objectives.preference_losses import DPOLoss
+from minivlmrl_audit import dump
 
 ROLLOUT = (
     *("num_generations", "scale_rewards", "reward_weights", "multi_objective_aggregation"),
@@ -92,10 +92,7 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
     def generated(result: dict, examples: list):
         images = [e.get("images") or [e.get("image")] for e in examples]
-        keys = [
-            (str(e["prompt"]), *(x and x.tobytes() for x in own))
-            for e, own in zip(examples, images, strict=True)
-        ]
+        keys = [(str(e["prompt"]), *(x and x.tobytes() for x in own)) for e, own in zip(examples, images, strict=True)]
         # a prompt may return
         group = [(key, keys[:i].count(key) // a.num_generations) for i, key in enumerate(keys)]
         record.rollout["group"] = torch.tensor([group.index(key) for key in group])

@@ -1,0 +1,48 @@
+"""Name the mistake of a loss function that `minivlmrl.objectives.parity.check` found to differ."""
+
+import torch
+from torch import Tensor
+
+from minivlmrl.objectives.policy_losses import FamilyLoss
+from minivlmrl.objectives.preference_losses import DPOLoss
+from minivlmrl_audit.audit import Cause, explain, fits
+from minivlmrl_audit.dump import Dump
+
+OPTIONS = {"grpo": FamilyLoss, "dpo": DPOLoss}  # of a kind, as the audit takes them
+SEARCHES = 3  # for a mistake that explains cases: each takes seconds
+
+
+def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
+    """A case with the loss and the gradient that someone's function gave, as the audit takes it."""
+    kind, given = options["kind"], batch | {"logps_gradient": gradient}
+    rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in given.items()}
+    rows["completion_mask"] = mask = rows.pop("mask")
+    rows |= dict.fromkeys(("input_ids", "prompt_mask"), torch.zeros_like(mask, dtype=torch.long))
+    number = torch.arange(len(mask))
+    rows |= {"pair": number // 2, "chosen": 1 - number % 2} if kind == "dpo" else {}
+    rows["loss"] = loss.view(1)
+    known = OPTIONS[kind].__dataclass_fields__ if kind in OPTIONS else ["loss_type"]
+    about = {"kind": kind, "loss": {name: options[name] for name in known if name in options}}
+    if kind == "grpo":
+        about["max_completion_length"] = options["max_completion_length"]
+        about["rollout_tokens"] = options["tokens"]
+    return Dump(about, rows)
+
+
+def mistakes(cases: list[tuple]) -> list[str]:
+    """Lines that name the known mistakes which explain (batch, options, loss, gradient) of each."""
+    steps, lines = [as_step(*case) for case in cases], []
+    while steps and len(lines) < SEARCHES:
+        found = [causes for causes, _ in explain("loss", steps[0])] or [[]]
+        best = max(found, key=lambda causes: sum(explains(causes, step) for step in steps))
+        rest = [step for step in steps[1:] if not explains(best, step)]
+        says = " and ".join(f"{cause.says} ({cause.name})" for cause in best)
+        lines.append(f"{len(steps) - len(rest)} of them: {says or 'no known mistake'}")
+        steps = rest
+    return lines
+
+
+def explains(causes: list[Cause], step: Dump) -> bool:
+    """Whether these causes, with a factor if one of them is that, give the numbers of a step."""
+    own = [cause for cause in causes if cause.change]
+    return bool(causes) and fits("loss", step, own, scaled=len(own) < len(causes)) is not None

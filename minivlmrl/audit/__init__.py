@@ -1,1 +1,0 @@
-"""Our numbers held against TRL's."""

@@ -1,0 +1,1 @@
+"""Losses as pure functions of tensors, and TRL's recorded values to hold a loss against."""

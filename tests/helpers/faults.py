@@ -1,0 +1,152 @@
+"""Mistakes in a recipe or its rows; test_planted_faults.py sees what is said of them before and in a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import PIL.Image
+
+
+@dataclass
+class Fault:
+    """What is changed of a healthy recipe and its rows; and the sentence and cure of what is said of it."""
+
+    overrides: list[str] = field(default_factory=list)
+    change: dict | Callable = field(default_factory=dict)  # columns of each row, or (number, row) -> these
+    check: tuple[str, str] | None = None  # before a run
+    run: tuple[str, str] | None = None  # while it goes on
+    error: tuple[str, str] | None = None  # that ends it
+
+
+def black(image: str) -> str:
+    """Writes a black picture beside one; returns its path."""
+    PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
+    return image + ".black.png"
+
+
+FAULTS = {
+    "a temperature near 0": Fault(
+        ["--sampling.temperature=0.001", "--sampling.top_k=1"],
+        check=("sampling.temperature is 0.001", "take 1.0"),
+        run=("draw the same text again", "take 1.0"),
+    ),
+    "a large learning rate": Fault(
+        ["--grpo.learning_rate=1e6"],
+        check=("grpo.learning_rate is 1e+06: over 0.01", "lower it"),
+        run=("are zero", "lower grpo.learning_rate"),
+    ),
+    "max_new_tokens too small": Fault(
+        ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
+        check=("100% of 24 completions are cut", "raise it, or ask for shorter answers"),
+    ),
+    "rows without pictures": Fault(
+        change={"image": None},
+        check=("no row has an image or video", "name the column image or images"),
+    ),
+    "a template without the form that a reward asks for": Fault(
+        ["--rewards={format: 1, accuracy: 1}"],
+        check=("no prompt does, and no completion", "say the form in data.prompt_template"),
+    ),
+    "a reward that always says 1": Fault(
+        ["--rewards={one.py:one: 1}"],
+        check=("reward one.py:one says 1 of every text that was tried", "look at what it reads"),
+        run=("reward one.py:one says 1", "look at completions.jsonl"),
+    ),
+    "no prompt is of the right difficulty": Fault(
+        ["--rewards={accuracy: 1}"],
+        check=("groups earn the same for all 3 completions", "take easier or harder prompts"),
+    ),
+    "answers are looked for where there are none": Fault(
+        ["--rewards={accuracy: 1}"],
+        check=("have no answer where data.answer (tags) looks", "set data.answer"),
+    ),
+    "all rows have one solution": Fault(
+        change={"solution": "cat"},
+        check=("always writing '<think>hm</think><answer>cat</answer>' earns 1.00", "balance them"),
+    ),
+    "demonstrations that rewards contradict": Fault(
+        ["--stages=[sft, grpo]"], {"completion": "<think>hm</think><answer>dog</answer>"},
+        check=("demonstrations earn 0.00 of reward accuracy", "are the labels shuffled"),
+    ),
+    "demonstrations without the tags in which answers are looked for": Fault(
+        ["--stages=[sft, grpo]"], {"completion": "dog"},
+        check=("demonstrations earn 0.00 of reward accuracy", "set data.answer: whole"),
+    ),
+    "a reward that likes what is no answer": Fault(
+        ["--rewards={one.py:words: 1}"],
+        check=("reward one.py:words gives 1.00 to the same word again", "ask for the answer itself"),
+    ),
+    "a reward that needs no picture": Fault(
+        ["--rewards={one.py:length: 1}"],
+        check=("with grey pictures the completions earn", "check that the right images"),
+    ),
+    "sampler and trainer disagree": Fault(
+        ["--rollout.max_logp_mismatch=1e-12"], error=("nats about a token", "rollout.max_logp_mismatch"),
+    ),
+    "a reward that is no number": Fault(
+        ["--rewards={one.py:nothing: 1}"],
+        error=("reward one.py:nothing returned nan", "or None for 'cannot judge'"),
+    ),
+    # rows
+    "all rows show one file": Fault(
+        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
+        check=("all rows show one picture", "look at what the column image"),
+    ),
+    "all images are black": Fault(
+        change=lambda i, row: {"image": black(row["image"])}, check=("images have one colour", "look at the files"),
+    ),
+    "rows are copies": Fault(
+        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", f"{i % 2}.png"), "solution": "cat"},
+        check=("2 of 8 rows differ", "drop copies"),
+    ),
+    "the prompt holds the answer": Fault(
+        change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
+        check=("8 of 8 questions hold their solution", "take it out of the prompt"),
+    ),
+    "each image is one token": Fault(
+        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("each image is one token", "raise data.max_pixels"),
+    ),
+    "evaluation rows are training rows": Fault(
+        ["--data.eval_file=rows.jsonl"],
+        check=("4 rows of data.eval_file are training rows", "leave them out"),
+    ),
+    "boxes in another unit": Fault(
+        ["--rewards={iou: 1, box_format: 1}"], {"solution": [0.1, 0.2, 0.5, 0.6]},
+        check=("is outside", "in pixels of the file"),
+    ),
+    # answers to learn from
+    "demonstrations without an end token": Fault(
+        ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
+        check=("a completion ends with", "name it in sampling.stop_token_ids, or none"),
+    ),
+    "demonstrations longer than max_new_tokens": Fault(
+        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "raise it"),
+    ),
+    "pairs of equal answers": Fault(
+        ["--stages=[dpo]"], {"chosen": "cat", "rejected": "cat"},
+        error=("column 'rejected' equals column 'chosen'", "drop the row"),
+    ),
+    "labels of one class": Fault(
+        ["--stages=[kto]"], {"label": True}, check=("every label is True", "kto needs good and bad answers"),
+    ),
+    # the recipe
+    "top_k 1": Fault(
+        ["--sampling.top_k=1"],
+        check=("sampling.top_k is 1", "take 0 and 1.0"),
+    ),
+    "beta of GRPO far too high": Fault(
+        ["--grpo.beta=10"], check=("grpo.beta is 10: the policy will not move", "take 0.1"),
+    ),
+    "a small learning rate in bfloat16": Fault(
+        ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
+        check=("bfloat16 rounds updates of 1e-06 away", "take model.dtype float32"),
+    ),
+    "a warmup without an end": Fault(
+        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100: all 3 steps are warmup", "lower it"),
+    ),
+    "more prompts in a step than rows": Fault(
+        ["--grpo.prompts_per_step=64"], check=("a step repeats its 8 rows", "lower grpo.prompts_per_step"),
+    ),
+    "weights of rewards that cancel": Fault(
+        ["--rewards={accuracy: 1, format: -1}"], check=("earns no more than nothing", "see rewards' weights"),
+    ),
+}  # fmt: skip
