@@ -33,7 +33,7 @@ from torch import Tensor
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate
-from minivlmrl.run.plan import Work
+from minivlmrl.run.memory import Work
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes

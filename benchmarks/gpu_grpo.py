@@ -25,7 +25,7 @@ from grpo_step import NUM_GENERATIONS, make_rows, our_side, trl_side
 from sizes import HUB, card_named
 
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.run.plan import RESERVE, Costs, Work, most, plan
+from minivlmrl.run.memory import RESERVE, Costs, Work, most, plan
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
 

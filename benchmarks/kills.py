@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from minivlmrl import train  # noqa: E402
-from minivlmrl.run import page  # noqa: E402
+from minivlmrl.run import report  # noqa: E402
 
 import tiny  # noqa: E402
 
@@ -119,7 +119,7 @@ def files(output: Path) -> dict[str, object]:
     for name in [name for name in found if name.endswith("minivlmrl.yaml")]:
         found[name] = found[name].replace(str(output).encode(), b"RUN")
     summary = json.loads(found.pop("summary.json"))
-    shown = page.collect(output)
+    shown = report.collect(output)
     for line in shown.pop("timings"):
         found[f"timings of {line['stage']}"] = line["step"]
     found["page.html"] = {name: shown[name] for name in ("metrics", "warnings", "evaluations", "completions", "images")}

@@ -34,7 +34,7 @@ from minivlmrl.kernels.rotary import rotary
 from minivlmrl.kernels.swiglu import _forward as fused_swiglu
 from minivlmrl.kernels.window_attention import MOST_TOKENS, batched_attention
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.run.plan import Work, meta_batch
+from minivlmrl.run.memory import Work, meta_batch
 from minivlmrl.sampling import captured
 from minivlmrl.scale.sharding import recompute_blocks
 

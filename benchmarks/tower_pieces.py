@@ -4,7 +4,7 @@
 
 The toy's columns are MB of float32: `tower` what a forward and backward of the tower alone holds at most beside its
 weights and gradients, its pixels, its output and that one's gradient; `step` the same of a whole step, prompt, image
-tokens in the decoder and completions included, and `plan` what run/plan.py says of it.
+tokens in the decoder and completions included, and `plan` what run/memory.py says of it.
 """
 
 import sys
@@ -22,7 +22,7 @@ from minivlmrl.hub.model_config import ModelConfig  # noqa: E402
 from minivlmrl.logprobs import per_token_logps  # noqa: E402
 from minivlmrl.rows import Prompt  # noqa: E402
 from minivlmrl.run.config import RunConfig, load_config  # noqa: E402
-from minivlmrl.run.plan import GB, Costs, LiveBytes, Work, most, plan  # noqa: E402
+from minivlmrl.run.memory import GB, Costs, LiveBytes, Work, most, plan  # noqa: E402
 from minivlmrl.scale.checkpoint import initialize  # noqa: E402
 from minivlmrl.scale.sharding import run_in_pieces  # noqa: E402
 

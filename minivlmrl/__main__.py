@@ -26,7 +26,7 @@ TOOLS = {  # name: (module:function, what it does)
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "merge": ("minivlmrl.tools.merge:main", "add an adapter to its base, as one plain folder"),
     "page": (
-        "minivlmrl.run.page:main",
+        "minivlmrl.tools.page:main",
         "write one HTML file of a run, or of two: curves and completions",
     ),
     "evaluate": (
@@ -38,7 +38,7 @@ TOOLS = {  # name: (module:function, what it does)
         "minivlmrl.tools.check:main",
         "say what will go wrong with a recipe, before any training",
     ),
-    "plan": ("minivlmrl.run.plan:main", "print what a run needs of each GPU's memory"),
+    "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "replay": (
         "minivlmrl.tools.replay:main",
         "train a step of a run again, and show a group of it",

@@ -24,8 +24,8 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
-from minivlmrl.run import page
 from minivlmrl.run.config import RunConfig, load_config, to_yaml
+from minivlmrl.run.report import write_page
 from minivlmrl.run.resume import Progress, States
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
@@ -217,7 +217,7 @@ def runs(folder, name):
     for file, values in files.items():
         (run / file).write_text(json.dumps(values) + "\n")
     (run / "config.yaml").write_text(to_yaml(RunConfig()))
-    return run / name, [(run / name).read_bytes()], lambda: page.write_page([run], folder / "page.html")
+    return run / name, [(run / name).read_bytes()], lambda: write_page([run], folder / "page.html")
 
 
 def states(folder, name):

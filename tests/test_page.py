@@ -9,8 +9,8 @@ import pytest
 from pytest import approx
 from runs import LETTERS, metrics
 
-from minivlmrl.run import page
-from minivlmrl.run.config import load_config, to_yaml
+from minivlmrl.run.report import TEMPLATE, collect
+from minivlmrl.tools import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -54,7 +54,7 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
     assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
-    assert "http" not in page.TEMPLATE.read_text()  # neither server nor network
+    assert "http" not in TEMPLATE.read_text()  # neither server nor network
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_recipe_model_warnings_and_results_come_first(trained, home, tmp_path):
     (trained / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     sft = "".join(json.dumps({"stage": "sft", "step": i, "loss": 1.0}) + "\n" for i in range(7))
     (trained / "metrics.jsonl").write_text(sft + (trained / "metrics.jsonl").read_text())
-    assert page.collect(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
+    assert collect(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
     page.main([str(trained)])
     html = browse(trained / "page.html", "", tmp_path)
     assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
@@ -91,57 +91,8 @@ def test_two_runs_are_beside_each_other(trained, tmp_path):
     assert html.count("data-reward=") == 16 and 'class="run1">other</span>' in html
 
 
-def test_it_knows_what_a_run_changed(trained):
-    ours = load_config("shapes.yaml", ["--seed=3", "--output_dir=elsewhere", "--rewards={format: 1.0}"])
-    (trained / "config.yaml").write_text(f"# recipes/shapes.yaml; not evaluated\n{to_yaml(ours)}")
-    assert page.about(trained)["changes"] == ["rewards.format=1.0", "seed=3"]
-    for text in ("- a list", "[" * 10_000, "a: 1\na: 2"):
-        (trained / "config.yaml").write_text(text)
-        with pytest.raises(ValueError, match=r"config.yaml: (not YAML|the file is \['a list'\])"):
-            page.about(trained)
-
-
-def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "STEPS", 3)
-    (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
-    lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
-    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = page.collect(tmp_path)
-    assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
-    assert len(shown["metrics"]) == 1 and shown["summary"] is None  # the run goes on, and writes a line
-
-
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give the output_dir of a run"):
         page.main([str(tmp_path)])
     with pytest.raises(ValueError, match="one run or two"):
         page.main(["a", "b", "c"])
-
-
-def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tmp_path):
-    """No other file of this machine is embedded, and no text comes where the page writes a number."""
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "secret.txt").write_text("secret")
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "link.webp").symlink_to(tmp_path / "secret.txt")
-    line, evil = {"stage": "grpo", "step": 0, "images": []}, "<img src=x onerror=alert(1)>"
-    for change, message in (
-        *(({"images": [path]}, "is no picture in its images/") for path in (
-            "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
-        )),
-        *(({name: evil}, f"completions.jsonl:1: {name} is '<img src=x") for name in ("step", "row")),
-        ({"completions": [{"reward": evil}]}, "it must be of type float"),
-        ({"truth": [[evil]]}, "it must be of type float"),
-        ({"images": None}, "images is None, it must be of type list"),
-    ):  # fmt: skip
-        (tmp_path / "completions.jsonl").write_text(json.dumps(line | change) + "\n")
-        with pytest.raises(ValueError, match=re.escape(message)):
-            page.write_page([tmp_path], tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
-
-
-def test_a_number_that_json_does_not_have_leaves_the_page_readable(tmp_path):
-    """An older run may have written NaN, which no browser parses."""
-    (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "loss": NaN}\n')
-    page.write_page([tmp_path], tmp_path / "page.html")
-    assert '"loss": null' in (tmp_path / "page.html").read_text()

@@ -19,7 +19,7 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor, uniform_numbers
-from minivlmrl.run.plan import Costs, Work, meta_batch
+from minivlmrl.run.memory import Costs, Work, meta_batch
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import load_model, save_model
 from minivlmrl.tasks import shapes

@@ -14,7 +14,7 @@ from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.page import collect
+from minivlmrl.run.report import collect
 from minivlmrl.run.results import Results, print_table
 from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_model, random_model

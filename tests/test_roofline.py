@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from minivlmrl.run.plan import Work
+from minivlmrl.run.memory import Work
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import roofline

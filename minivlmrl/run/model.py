@@ -16,7 +16,7 @@ from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.config import asked_yaml
-from minivlmrl.run.plan import check_memory
+from minivlmrl.run.memory import check_memory
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, recompute_blocks, run_in_pieces

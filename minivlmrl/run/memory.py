@@ -1,22 +1,15 @@
-"""What a run needs of each GPU's memory, phase by phase, before the first GPU hour.
+"""What a run needs of each GPU's memory, phase by phase, before its weights are read.
 
-python -m minivlmrl plan --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
-
-Of the model only config.json is read. Activations are counted: forward and backward run on the meta
-device, where tensors have shapes but no numbers. The rest is parameters times bytes, divided by the
-shards of the recipe. Not counted: the CUDA context, nccl's buffers and gaps between allocations
-(RESERVE is for them), and evaluations.
+Activations are counted: forward and backward run on the meta device, where tensors have shapes but
+no numbers. The rest is parameters times bytes, divided by the shards of the recipe. Not counted:
+the CUDA context, nccl's buffers and gaps between allocations (RESERVE is for them), and
+evaluations.
 """
 
-import argparse
 import copy
 import math
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import combinations
-from pathlib import Path
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -38,7 +31,7 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig, load_config, recipes_folder
+from minivlmrl.run.config import RunConfig
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
@@ -47,20 +40,6 @@ from minivlmrl.scale.sharding import recompute_blocks, run_in_pieces
 GB = 10**9
 RESERVE = 3 * GB
 TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
-# options that save memory, cheapest first
-SAVINGS = (
-    "model.activation_checkpointing=true",
-    "sharding.enabled=true",
-    "{stage}.micro_batch_size=1",
-    "model.compute_dtype=bfloat16",
-    "rollout.gather_weights=false",
-    "sharding.cpu_offload=true",
-)
-# what LoRA asks for besides, of which the second packs the base
-LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
-LORA = (LORA, [*LORA, "--adapter.quantize=nf4"])
-# by GB of memory: a card, its bytes and FLOPs a second by the data sheet (bfloat16, dense)
-CARDS = {24: ("L4", 0.3e12, 121e12), 48: ("L40S", 0.86e12, 362e12), 80: ("H100", 3.35e12, 989e12)}
 
 
 @dataclass(frozen=True)
@@ -169,7 +148,7 @@ class Costs:
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         layers = self.model.model.layers
         recurrent = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
-        memory = _bytes(x for layer in recurrent for x in layer.empty(rows))
+        memory = bytes_of(x for layer in recurrent for x in layer.empty(rows))
         heads, attending = self.config.num_key_value_heads, len(layers) - len(recurrent)
         prompt = work.text_tokens + work.image_tokens
         tokens = work.prompts * (prompt + work.num_generations * work.completion_tokens)
@@ -189,7 +168,7 @@ class Costs:
         return live.most + logits.nbytes
 
 
-def _bytes(tensors) -> int:
+def bytes_of(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -212,15 +191,17 @@ def plan(
     model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     trained = [p for p in model.parameters() if p.requires_grad]
-    state = 2 * _bytes(trained)
+    state = 2 * bytes_of(trained)
     if run.optimizer.name == "adamw_8bit":
-        state = _bytes(x for p in trained for x in empty_state(p).values())
+        state = bytes_of(x for p in trained for x in empty_state(p).values())
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
-    whole = _bytes([*model.parameters(), *model.buffers()])
+    whole = bytes_of([*model.parameters(), *model.buffers()])
     backbone = costs.backbone * dtype.itemsize
-    adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
+    adapted = bytes_of(
+        adapter_parameters(model)
+    )  # all that a second model adds to one with adapters
     # with FSDP models share nothing
-    copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))
+    copied = whole - (0 if fsdp else bytes_of(shared_parameters(model, layers)))
     copied *= 1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize
     held = {"weights": whole, "optimizer": state}  # all the time
     if getattr(config, "critic", None) == "separate":  # weights, gradients and the two of AdamW
@@ -263,73 +244,16 @@ def plan(
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
-        "gradients": _bytes(trained) * part * (1 + summed),
+        "gradients": bytes_of(trained) * part * (1 + summed),
         "forward and backward": costs.activations(run, micro, True, layers),
         "logits": logits,
     }
     return {name: always | items for name, items in phases.items()}
 
 
-def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) -> str:
-    """Say what a stage needs beside the memory of its GPUs: of the host, of the disk."""
-    kept = replace(run, sharding=replace(run.sharding, cpu_offload=False))
-    moved, items = (plan(r, stage, costs, gpus, *lengths)["train"] for r in (run, kept))
-    shards = gpus // run.sharding.replicas if run.sharding.enabled else 1
-    weights = _bytes(adapter_parameters(costs.build(run))) or items["weights"] * shards
-    others = "optimizer", "value model", "reference", "policy"
-    state = weights + shards * sum(items.get(name, 0) for name in others)
-    host = (sum(items.values()) - sum(moved.values())) / GB
-    said = f"{host:.1f} GB of host memory for each GPU; " * (host > 0)
-    return f"{said}{state / GB:.1f} GB of disk for each of {run.keep_states + 1} states"
-
-
-def least_seconds(
-    run: RunConfig, stage: str, costs: Costs, gpus: int, prompt: int, bandwidth: float, peak: float
-) -> float:
-    """Seconds of a step with this peak of products and this bandwidth, by which decoding reads."""
-    config, algorithm, new = getattr(run, stage), find_algorithm(stage, run), 0
-    G, passes = len(algorithm.answers), 4 if run.adapter.r else 6
-    passes += 2 * run.model.activation_checkpointing
-    if not algorithm.answers:
-        G, new = config.num_generations, run.sampling.max_new_tokens / config.steps_per_generation
-    tokens = passes * (prompt + G * run.sampling.max_new_tokens) + 2 * prompt * (new > 0)
-    size = DTYPES[run.model.compute_dtype or run.model.dtype].itemsize
-    products = costs.backbone * tokens * config.prompts_per_step / gpus
-    return products / peak + new * costs.backbone * size / bandwidth
-
-
 def most(phases: dict[str, dict]) -> float:
     """Bytes of the largest phase."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
-
-
-def smallest_saving(
-    needed: Callable[[list[str]], float], stage: str, memory: float
-) -> list[str] | None:
-    """The fewest of SAVINGS, cheap ones first, whose bytes fit; None if all are not enough."""
-    savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
-    for count in range(len(savings) + 1):
-        for overrides in map(list, combinations(savings, count)):
-            with suppress(ValueError):  # an option that needs another one, which is left out here
-                if needed(overrides) <= memory:
-                    return overrides
-    return None
-
-
-def table(phases: dict[str, dict], memory: float) -> str:
-    """A Markdown table in GB with one column for each phase."""
-    names = dict.fromkeys(name for items in phases.values() for name in items)
-    rows = {name: [items.get(name) for items in phases.values()] for name in names}
-    rows["in reserve"] = [RESERVE] * len(phases)
-    rows["all"] = [most({name: phases[name]}) for name in phases]
-    lines = [f"| GB on each GPU | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
-    for name, row in rows.items():
-        cells = ["" if size is None else f"{size / GB:.1f}" for size in row]
-        if name == "all":
-            marks = (" (too much)" * (size > memory) for size in row)
-            cells = list(map("".join, zip(cells, marks, strict=True)))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def check_memory(run: RunConfig, gpus: int, memory: int):
@@ -346,58 +270,3 @@ def check_memory(run: RunConfig, gpus: int, memory: int):
             cure = "`python -m minivlmrl plan` says which options make it fit"
             anyway = "--check_memory=false starts it as it is"
             raise ValueError(f"{stage} needs {each}: {cure}; {anyway}")
-
-
-def main(arguments: list[str]):
-    """Print the plan that the command line asks for."""
-    usage = "%(prog)s --model MODEL [RECIPE] [--section.name=value ...] [options]"
-    p = argparse.ArgumentParser("python -m minivlmrl plan", usage, __doc__.splitlines()[0])
-    p.add_argument("--model", required=True, help="a folder with a config.json, or that file")
-    p.add_argument("--gpus", type=int, default=1, help="of all nodes together")
-    p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
-    p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt")
-    p.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28 (Qwen3: 32)")
-    p.add_argument("--frames", type=int, default=1, help="that share image_tokens")
-    given, rest = p.parse_known_args(arguments)
-    recipe = recipes_folder() / "own_data.yaml"
-    if rest and not rest[0].startswith("--"):
-        recipe = rest.pop(0)
-    path = Path(given.model)
-    if not path.exists():
-        cure = f"of a repository do: hf download {path} config.json"
-        raise ValueError(f"{path}: no such file or folder; {cure}")
-    config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
-    costs, memory = Costs(config), given.gpu_memory * GB
-    lengths = given.text_tokens, given.image_tokens, given.frames
-    card, *speeds = CARDS[min(CARDS, key=lambda size: abs(size - given.gpu_memory))]
-    gpus = f"{given.gpus} GPUs of {given.gpu_memory:g} GB"
-    print(f"{given.model}: {costs.parameters:,} parameters; {gpus}")
-    config = load_config(recipe, rest)
-    for stage in config.stages:
-        find_algorithm(stage, config)  # refuses an unknown one
-
-        def planned(overrides: list[str], stage=stage) -> tuple[RunConfig, dict[str, dict]]:
-            run = load_config(recipe, [*rest, *overrides])
-            return run, plan(run, stage, costs, given.gpus, *lengths)
-
-        def needed(overrides: list[str]) -> float:
-            return most(planned(overrides)[1])
-
-        def show(overrides: list[str], stage=stage):
-            run, phases = planned(overrides)
-            seconds = least_seconds(run, stage, costs, given.gpus, sum(lengths[:2]), *speeds)
-            print(table(phases, memory), besides(run, stage, costs, given.gpus, *lengths), sep="\n")
-            print(f"over {seconds:.2g} s a step by the data sheet of an {card}")
-
-        print(f"\n{stage}")
-        show([])
-        if needed([]) <= memory:
-            continue
-        if (saving := smallest_saving(needed, stage, memory)) is None:
-            print("does not fit: take more GPUs, shorter prompts or a smaller model")
-        else:
-            print(f"fits with {' '.join(saving)}")
-            show(saving)
-        fitting = (lora for lora in LORA if not config.adapter.r and needed(lora) <= memory)
-        if lora := next(fitting, None):
-            print(f"LoRA fits with {' '.join(lora)}: {needed(lora) / GB:.1f} GB")

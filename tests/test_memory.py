@@ -1,0 +1,226 @@
+"""The memory plan against tensors that are really there, on the CPU."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import tower_pieces
+from minivlmrl import attention
+from minivlmrl.adapters.lora import adapters, dropout
+from minivlmrl.batch import pack
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.kernels import linear_log_softmax
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Prompt
+from minivlmrl.run import memory
+from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.memory import GB, Costs, LiveBytes, Work, plan
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.pieces import pieces
+from minivlmrl.scale.checkpoint import initialize
+from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
+
+import tiny
+from stages import STAGES
+
+BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
+LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
+WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
+MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
+CONFIGS = {
+    "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
+    "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
+}
+WORK = Work(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return ModelConfig.from_dict(CONFIGS[request.param])
+
+
+def real(config, work):
+    """The model and a batch of the planned lengths, with numbers in them."""
+    model = Qwen2_5_VL(config)
+    initialize(model, torch.Generator().manual_seed(0))
+    grid = torch.tensor([[1, 16, 16]])
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (work.text_tokens,))])
+    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), grid)
+    return model, prompt
+
+
+def near(planned, measured):
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+def run_config(**sections):
+    run = RunConfig(stages=["grpo"], sampling=SamplingOptions(max_new_tokens=WORK.completion_tokens), **sections)
+    run.grpo.num_generations, run.grpo.prompts_per_step, run.grpo.micro_batch_size = 3, 2, 2
+    return run
+
+
+FORMS = {
+    "all weights": [],
+    "8-bit AdamW on bfloat16": ["--optimizer.name=adamw_8bit", *BFLOAT16],
+    "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
+    "LoRA with dropout": [*LORA, *BFLOAT16, "--adapter.dropout=0.1"],
+    "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
+    "a group divided": ["--grpo.max_tokens_per_micro_batch=300"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_peak_of_a_step(form, home, monkeypatch):
+    """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
+    monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)
+    config = ModelConfig.from_dict(CONFIGS["tied" if form.startswith("8-bit") else "wider"])
+    sizes = ["--grpo.num_generations=3", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=2"]
+    sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", "--stages=[grpo]"]
+    run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
+    planned = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    _, prompt = real(config, WORK)
+    model = Costs(config).build(run).to_empty(device="cpu")
+    if config.tie_word_embeddings:  # each of the two has got memory of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
+    initialize(model, torch.Generator().manual_seed(0))
+    weights = [*model.parameters(), *model.buffers()]
+    if run.model.activation_checkpointing:
+        recompute_blocks(model)
+    ids = torch.randint(0, 400, (WORK.completion_tokens,))
+    lengths, most = [(len(prompt.input_ids), [len(ids)] * 3)] * 2, run.grpo.max_tokens_per_micro_batch
+    piece = pieces(lengths, 2, most)[0]
+    assert len(piece) == (6 if most is None else 2)
+    prompts = len({i for i, _ in piece})
+    batch = pack([prompt] * prompts, [[ids] * min(3, len(piece))] * prompts, model.config)
+
+    def forward_and_backward():
+        with dropout(model, run.adapter.dropout, "plan"):
+            per_token_logps(model, batch)[0].sum().backward()
+
+    optimizer = build_optimizer(model, run.grpo, run.optimizer)
+    forward_and_backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with LiveBytes([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
+        forward_and_backward()
+    optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    found = {"weights": weights, "gradients": gradients, "optimizer": moments}
+    held = {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
+    assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
+    measured = sum(held.values()) + live.most + batch.pixel_values.nbytes
+    near(sum(size for name, size in planned.items() if name != "logits"), measured)
+
+
+def test_a_tower_in_pieces():
+    """Planned within 10 % of what is measured; a tower in pieces holds no more of 16 frames than of 4."""
+    found = {case: tower_pieces.measure(*case) for case in ((4, None), (4, 32), (16, 32))}
+    for _, measured, planned in found.values():
+        near(planned, measured)
+    towers = {case: tower for case, (tower, *_) in found.items()}
+    assert towers[16, 32] < 1.1 * towers[4, 32] < towers[4, None]
+
+
+def test_sharded_nf4_is_gathered_packed(config, home):
+    """On every rank during a rollout: half a byte a value under adapters, 2 of all others, with blocks filled up."""
+    given = [*LORA, *BFLOAT16, "--adapter.quantize=nf4", "--sharding.enabled=true", "--stages=[grpo]"]
+    run = load_config(home / "recipe.yaml", given)
+    model = Costs(config).build(run)
+    packed = sum(-(-layer.in_features * layer.out_features // 64) * 32 for layer in adapters(model).values())
+    others = sum(p.numel() * 2 for p in model.parameters() if p.is_floating_point())
+    phases = plan(run, "grpo", Costs(config), 2, WORK.text_tokens, WORK.image_tokens)
+    assert phases["rollout"]["gathered"] == packed + others > phases["train"]["gathered"] / 2
+
+
+def test_keys_and_values(config, monkeypatch):
+    sizes, original = [], attention.DecodeAttention.__init__
+
+    def measured(self, *arguments, **options):
+        original(self, *arguments, **options)
+        sizes.append(sum(x.nbytes for layer in (*self.prompt, *self.own) for x in layer))
+
+    monkeypatch.setattr(attention.DecodeAttention, "__init__", measured)
+    model, prompt = real(config, WORK)
+    choose = chooser(SamplingConfig(), [])
+    generate(model, [prompt] * 2, 3, WORK.completion_tokens, choose)
+    near(Costs(config).keys_and_values(torch.float32, WORK), sizes[0])
+
+
+def test_one_draw(config):
+    logits = torch.randn(6, config.vocab_size)
+    uniform = torch.rand(6, dtype=torch.float64)
+    with LiveBytes([logits]) as live:
+        chooser(SamplingConfig(), [], draw_by(uniform[:, None]))(logits, torch.arange(6), 0)
+    near(Costs(config).one_draw(torch.float32, SamplingOptions(), 6), live.most + logits.nbytes)
+
+
+def test_the_piece_of_logits(config):
+    states, head = torch.randn(240, config.hidden_size), torch.randn(config.vocab_size, config.hidden_size)
+    with LiveBytes([states, head]) as live:
+        linear_log_softmax._score_by_rows(states, head, torch.zeros(240, dtype=torch.long), 1.0)
+    near(linear_log_softmax.piece_bytes(240, config.vocab_size, torch.float32, "cpu"), live.most)
+
+
+def test_what_an_option_saves():
+    """By hand, at 1000 parameters a layer or so: what is cut into shards, and what is not there at all."""
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
+    run = run_config(sharding=ShardingSection(enabled=True))
+    shared = plan(run, "grpo", costs, 4, *lengths)["train"]
+    for name in ("weights", "optimizer", "gradients"):
+        assert shared[name] == alone[name] / 4
+    assert "reference" not in alone
+    run = run_config()
+    run.grpo.beta, run.reference.num_shared_layers = 0.1, 1
+    half = plan(run, "grpo", costs, 1, *lengths)
+    assert 0 < half["train"]["reference"] < half["train"]["weights"]
+    assert half["train"]["optimizer"] < alone["optimizer"]
+    run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
+    assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_plan(stage):
+    costs = Costs(ModelConfig.from_dict(MODEL))
+    phases = plan(run_config(), stage, costs, 2, WORK.text_tokens, WORK.image_tokens)
+    assert ("rollout" in phases) == (stage in ("grpo", "ppo")) and phases["train"]["gradients"] > 0
+    assert ("reference" in phases["train"]) == (stage in ("dpo", "kto", "ppo"))
+
+
+def test_a_run_that_does_not_fit_is_refused(checkpoint, home):
+    """By the same numbers as the command; the reserve alone is 3 GB."""
+    run = load_config(home / "recipe.yaml", [f"--model.path={checkpoint}", "--model.config=null"])
+    memory.check_memory(run, 1, 4 * GB)
+    with pytest.raises(
+        ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, and one has 2\.0: .*check_memory"
+    ):
+        memory.check_memory(run, 2, 2 * GB)
+
+
+def test_an_image_has_as_many_tokens_as_its_family_makes_of_it(home, tmp_path, monkeypatch):
+    """One is 28 x 28 pixels, of Qwen3-VL 32 x 32."""
+    vision = tiny.RUN_QWEN3["vision_config"] | {"patch_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(tiny.RUN_QWEN3 | {"vision_config": vision}))
+    given = [f"--model.path={tmp_path}", "--model.config=null", f"--data.max_pixels={50 * 32**2}", "--stages=[sft]"]
+    seen = []
+    monkeypatch.setattr(memory, "plan", lambda *arguments: seen.append(arguments[-1]) or {})
+    monkeypatch.setattr(memory, "most", lambda phases: 0)
+    memory.check_memory(load_config(home / "recipe.yaml", given), 1, GB)
+    assert seen == [50]
+
+
+def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    run = run_config()
+    run.grpo.beta = 0.1
+    plain = plan(run, "grpo", costs, 1, *lengths)["train"]
+    run.model.compute_dtype = "bfloat16"
+    half = plan(run, "grpo", costs, 1, *lengths)["train"]
+    assert all(half[name] == plain[name] for name in ("weights", "optimizer", "gradients"))
+    assert half["reference"] == plain["reference"] / 2
+    assert half["forward and backward"] < plain["forward and backward"]  # norms and the tower's rotary stay float32
+    run.reference.sync_ref_model = True  # a reference that moves needs all its digits
+    assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == plain["reference"]
