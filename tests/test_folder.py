@@ -11,11 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from children import exit_code, fork
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from minivlmrl.hub.folder import find_folder, flush_file, read_json, replacing
+from minivlmrl.hub.folder import find_folder, flush_file, read_json, replacing, save_tensors
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.scale.checkpoint import save_model
@@ -23,6 +24,7 @@ from minivlmrl.tasks import shapes
 
 import tiny
 
+ROOT = Path(__file__).parents[1]
 REPOSITORY, COMMIT, OLDER = "Qwen/tiny", "a" * 40, "b" * 40
 FILES = {
     "config.json": b"{}", "tokenizer.json": b"{}", "preprocessor_config.json": b"{}", "chat_template.json": b"{}",
@@ -257,3 +259,21 @@ def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, num
         flush_file(tmp_path)
     with pytest.raises(OSError):
         flush_file(tmp_path / "file")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_umask_decides_who_reads_weights(tmp_path, umask):
+    """Else a server under another user cannot read an export; a file that is written again is as a new one."""
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            save_tensors({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+            assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+    finally:
+        os.umask(before)
+
+
+def test_all_weights_are_written_by_save_tensors():
+    """safetensors' own function makes them the owner's alone."""
+    files = [path for path in (ROOT / "minivlmrl").rglob("*.py") if "save_file" in path.read_text()]
+    assert files == [ROOT / "minivlmrl" / "hub" / "folder.py"]

@@ -109,8 +109,8 @@ PLACES = {
     "in backward": (torch.Tensor, "backward", {"after": kill}),
     "in the optimizer": (torch.optim.AdamW, "step", {"after": kill}),
     "when metrics are written": (MetricsLog, "step", {"after": kill}),
-    "before the tensors of a state": (state_files, "save_file", {"before": kill}),
-    "after the tensors of a state": (state_files, "save_file", {"after": kill}),
+    "before the tensors of a state": (state_files, "save_tensors", {"before": kill}),
+    "after the tensors of a state": (state_files, "save_tensors", {"after": kill}),
     "before the rename": (Path, "rename", {"before": kill}),
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
@@ -230,11 +230,11 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
     """Of a state, and of the checkpoint."""
     for owner in (state_files, checkpoint_file):
 
-        def slow(*arguments, save=owner.save_file, **options):
+        def slow(*arguments, save=owner.save_tensors, **options):
             time.sleep(5 if os.environ["RANK"] == "0" else 0)
             return save(*arguments, **options)
 
-        monkeypatch.setattr(owner, "save_file", slow)
+        monkeypatch.setattr(owner, "save_tensors", slow)
     options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--state_steps=1"]
     assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
@@ -405,7 +405,7 @@ def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
         resume(recipe, copy, "--resume=auto")
 
 
-@pytest.mark.parametrize("owner, name", [(state_files, "save_file"), (Path, "rename")])
+@pytest.mark.parametrize("owner, name", [(state_files, "save_tensors"), (Path, "rename")])
 def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, monkeypatch, owner, name):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.folder import read_json, save_tensors
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
 
@@ -151,5 +150,5 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     Dump(about, tensors)
     Path(folder).mkdir(parents=True, exist_ok=True)
     own = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    save_file(own, Path(folder) / "step.safetensors")
+    save_tensors(own, Path(folder) / "step.safetensors")
     (Path(folder) / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full, set_parameters, wrap
 from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import hub_name, memory_name
-from minivlmrl.hub.folder import read_json, write_json
+from minivlmrl.hub.folder import read_json, save_tensors, write_json
 
 Form = tuple[int, float, bool]  # see LoRALinear.form
 LAYER = re.compile(r"[\w.]+")
@@ -138,6 +138,6 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
     def write(folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / CONFIG, config)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS)
 
     return write

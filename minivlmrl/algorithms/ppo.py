@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import draw_adapters
@@ -22,6 +21,7 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
+from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states, logps_of_states
 from minivlmrl.objectives.baselines import gae, token_rewards, whiten
 from minivlmrl.objectives.ppo_loss import PPOLoss, ppo_loss
@@ -105,7 +105,7 @@ class PPO(GRPOStage):
         if self.config.critic == "shared":
             head, partial = value_model.full_head(self.critic), folder / "value_head.partial"
             if self.world.is_main:
-                save_file(head, partial)
+                save_tensors(head, partial)
                 # an interrupted save keeps the earlier file
                 partial.replace(folder / "value_head.safetensors")
         else:

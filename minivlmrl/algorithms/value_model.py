@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Completion, Prompt
 from minivlmrl.scale.checkpoint import load_model, read_tensors, save_model
@@ -121,6 +121,6 @@ def save_value_model(folder: Path, model: ValueModel, processor, world):
     head = full_head(model.score)
 
     def more(written: Path):
-        save_file(head, written / HEAD_FILE)
+        save_tensors(head, written / HEAD_FILE)
 
     save_model(folder, model.backbone, processor, world, more)

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from minivlmrl.hub.checker import build, naming
 
@@ -157,6 +159,14 @@ def video_settings(folder: Path) -> tuple[Path, dict]:
 
 def write_json(path: Path, content: dict):
     path.write_text(json_text(content, indent=2) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path):
+    """Write a safetensors file with the umask's mode: save_file alone gives 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for the format
+    path.chmod(mode)
 
 
 @contextmanager

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minivlmrl.hub.checker import require
-from minivlmrl.hub.folder import flush_file
+from minivlmrl.hub.folder import flush_file, save_tensors
 from minivlmrl.scale.checkpoint import check_finite
 from minivlmrl.scale.ranks import World
 
@@ -63,7 +62,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
         content[f"{first}:{name}"] = rows.cpu().contiguous()
         if name == own[-1] or sum(part.nbytes for part in content.values()) >= FILE_SIZE:
             files.append(f"{world.rank:04d}_{len(files):04d}.safetensors")
-            save_file(content, folder / files[-1])
+            save_tensors(content, folder / files[-1])
             flush_file(folder / files[-1])
             content = {}
     return files

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full, plain_weights
@@ -25,6 +24,7 @@ from minivlmrl.hub.folder import (
     image_settings,
     read_json,
     replacing,
+    save_tensors,
     video_settings,
     weight_files,
     write_json,
@@ -258,8 +258,7 @@ def save_model(
 
         def write(file: str, tensors: dict[str, Tensor]):
             check_finite(tensors, folder)
-            # transformers 4 asks for the format
-            save_file(tensors, held.new / file, metadata={"format": "pt"})
+            save_tensors(tensors, held.new / file)
 
         def finish():
             if shards.is_sharded:
