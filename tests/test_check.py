@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minivlmrl.run.config import load_config
+from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.tools import check
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -23,15 +23,15 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():
-    config = SimpleNamespace(rewards={"format": 1.0, "box_format": 0.5, "iou": 1.0})
+    config = RunConfig(rewards={"format": 1.0, "box_format": 0.5, "iou": 1.0})
     processor = SimpleNamespace(answer="tags")
     texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
     [sentence] = check.unread_boxes(config, texts, processor)
     assert sentence.startswith(
         "1 of 4 answers, such as '{\"point_2d\": [1, 2]}', hold nothing that box_format reads; ask"
     )
-    [sentence] = check.unread_boxes(SimpleNamespace(rewards={"point(within=0.1)": 1.0}), texts, processor)
+    [sentence] = check.unread_boxes(RunConfig(rewards={"point(within=0.1)": 1.0}), texts, processor)
     assert sentence.startswith("2 of 4 answers, such as '1 2 3 4', hold nothing that point(within=0.1) reads; ask")
     assert '{"point_2d": [x, y]}' in sentence
     assert not list(check.unread_boxes(config, [*texts, "1 2 3 4", "no answer"], processor))
-    assert not list(check.unread_boxes(SimpleNamespace(rewards={"accuracy": 1.0}), texts, processor))
+    assert not list(check.unread_boxes(RunConfig(rewards={"accuracy": 1.0}), texts, processor))

@@ -28,8 +28,7 @@ from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.image import load_image
 from minivlmrl.objectives.preference_losses import DPO_LOSSES
-from minivlmrl.reward_functions.calls import ask_by_name
-from minivlmrl.reward_functions.names import REWARDS, required_columns
+from minivlmrl.reward_functions.names import REWARDS, get_reward
 from minivlmrl.rewards import find_answer
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.sampling.pieces import PiecesConfig
@@ -252,8 +251,8 @@ def test_the_table_of_rewards():
         columns = {"solution": solution} if solution else {}
         sizes = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
         texts = {"completions": [answer], "answer_texts": [find_answer(answer, "whole")]}
-        assert ask_by_name([name], {**texts, **columns, **sizes}).item() == 1, name
-        assert required_columns([name]) == (["solution"] if solution else []), name
+        assert get_reward(name)(**texts, **columns, **sizes) == [1], name
+        assert get_reward(name).columns == ({"solution"} if solution else set()), name
 
 
 # ---- snippets ------------------------------------------------------------------------------------------------

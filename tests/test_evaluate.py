@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minivlmrl.data.conversations import conversation
+from minivlmrl.reward_functions.names import get_rewards
 from minivlmrl.rows import Row
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
@@ -18,7 +19,8 @@ from minivlmrl.tasks.shapes import Shapes
 
 from stages import ONE
 
-REWARDS = ("iou", "box_format", "acc_0_5")
+REWARDS = get_rewards(["iou", "box_format", "acc_0_5"])
+PLAIN = get_rewards(["accuracy", "format"])
 NAN = float("nan")
 SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
 
@@ -62,7 +64,7 @@ def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monk
 
 
 def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
-    result = evaluate(None, None, ROWS, SAMPLING, ONE, ("box_format", "iou", "acc_0_5"))
+    result = evaluate(None, None, ROWS, SAMPLING, ONE, get_rewards(["box_format", "iou", "acc_0_5"]))
     first = ["sampled", "greedy", "iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
     assert list(result)[:6] == first
     assert [result[name] for name in first[:3]] == [0.25, 0.5, 0.6]
@@ -86,9 +88,9 @@ def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
     rows = Shapes(5, "held out")
     drawn, original = [], RunSampler.__call__
     monkeypatch.setattr(RunSampler, "__call__", lambda *a: drawn.append(original(*a)) or drawn[-1])
-    one = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    one = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE, PLAIN)
     monkeypatch.setattr(file, "BATCH_SIZE", 2)
-    two = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    two = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE, PLAIN)
     assert one == two
     whole, parts = ([c.ids.tolist() for groups in calls for [c] in groups] for calls in (drawn[:2], drawn[2:]))
     assert whole == parts and len(parts) == 10 and len({*map(tuple, parts)}) > 1 and len(drawn) == 2 + 6
@@ -107,9 +109,9 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
 
     monkeypatch.setattr(file, "draw", recorded)
     options = SamplingOptions(max_new_tokens=6)
-    assert "grey" not in evaluate(*model, rows, options, ONE)
+    assert "grey" not in evaluate(*model, rows, options, ONE, PLAIN)
     drawn.clear()
-    values = evaluate(*model, rows, options, ONE, blind=True)
+    values = evaluate(*model, rows, options, ONE, PLAIN, blind=True)
     assert (values["sampled"], values["grey"], values["swapped"]) == (1.0, 3.0, 4.0)
     keys = [f"evaluation/{i}" for i in range(4)]
     assert all([key for _, key in batch] == keys for batch in drawn)
@@ -121,5 +123,5 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
 
 
 def test_a_blind_evaluation_of_a_model(model):
-    values = evaluate(*model, Shapes(3, "held out"), SamplingOptions(max_new_tokens=2), ONE, blind=True)
+    values = evaluate(*model, Shapes(3, "held out"), SamplingOptions(max_new_tokens=2), ONE, PLAIN, blind=True)
     assert values["grey"] == values["swapped"] == 0.0

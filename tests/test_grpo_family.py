@@ -8,6 +8,7 @@ from minivlmrl.algorithms import grpo_family as family_file
 from minivlmrl.algorithms.grpo_family import Family, soft_overlong_punishment
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.reward_functions import names
 from minivlmrl.rows import Processor
 
 from stages import SECOND, drawn, earned, snapshot, without_idle_rows
@@ -131,10 +132,9 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     """Their sums are equal, and still GDPO has something to learn."""
     values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
 
-    def get_reward(name):
-        return lambda completions, **_: values[name] * (len(completions) // 2)
-
-    monkeypatch.setattr("minivlmrl.reward_functions.calls.get_reward", get_reward)
+    for name, pair in values.items():
+        reward = lambda completions, pair=pair, **_: pair * (len(completions) // 2)  # noqa: E731
+        monkeypatch.setitem(names.REWARDS, name, reward)
     options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")

@@ -1,8 +1,212 @@
-"""Names of rewards: options in a name, and functions of one's own in the table. The rest is in test_rewards.py."""
+"""Rewards by name: options in a name, what they are given, TRL's form, what they return, what is said of a failure."""
 
+import asyncio
+import json
+import math
+from fractions import Fraction
+from unittest.mock import Mock
+
+import numpy as np
+import PIL.Image
 import pytest
+import torch
+from on_ranks import ONE
+from runs import metrics
 
-from minivlmrl.reward_functions.names import REWARDS, get_reward, required_columns
+from minivlmrl.image import ImageProcessor
+from minivlmrl.reward_functions import names as file
+from minivlmrl.reward_functions.names import REWARDS, get_reward
+from minivlmrl.rewards import ask_rewards, reward_columns
+from minivlmrl.rows import Completion, Processor, Row
+from minivlmrl.run.config import RunConfig
+from minivlmrl.tasks import shapes
+
+from earnings import earnings
+
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+
+
+def ask(monkeypatch, function, completions, **columns):
+    monkeypatch.setitem(REWARDS, "own", function)
+    return file.get_reward("own")(completions, **columns)
+
+
+def test_rewards_written_for_trl(monkeypatch):
+    """Its two signatures, from its documentation: messages if the prompt is a conversation, text if it is text."""
+
+    def of_chats(completions, **kwargs):
+        return [len(completion[0]["content"]) for completion in completions]
+
+    def of_texts(prompts, completions, completion_ids, **kwargs):
+        return [len(p) + len(c) + len(i) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
+
+    for column in ("prompt", "messages"):
+        assert ask(monkeypatch, of_chats, ["two"], **{column: [CHAT]}) == [3]
+    assert ask(monkeypatch, of_texts, ["two"], problem=["?"], prompts=[CHAT], completion_ids=[[1, 2]]) == [9 + 3 + 2]
+
+
+def test_our_own_rewards_always_see_text():
+    columns = {"prompt": [CHAT], "solution": ["two"], "answer_texts": ["two"]}
+    assert file.get_reward("accuracy")(["<answer>two</answer>"], **columns) == [1.0]
+
+
+def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
+    async def slow(completions, **columns):
+        await asyncio.sleep(0.001)
+        return [float(len(text)) for text in completions]
+
+    async def notebook():
+        return ask(monkeypatch, slow, ["two"])
+
+    assert ask(monkeypatch, slow, ["two"]) == asyncio.run(notebook()) == [3.0]
+
+
+def test_an_error_names_row_reward_and_text(monkeypatch):
+    def strict(completions, **columns):
+        return [{"two": 2}[text] for text in completions]
+
+    rows = ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
+    expected = r"^rows.jsonl:2: reward own raised KeyError\('five'\) in .*test_names.py:\d+ for the completion 'five'$"
+    with pytest.raises(ValueError, match=expected) as caught:
+        ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+
+    def fickle(completions, **columns):
+        if len(completions) > 1:
+            raise OSError("too many")
+        return [0.0]
+
+    expected = r"^reward own raised OSError\('too many'\) in .*:\d+ for 2 completions together, for none alone$"
+    with pytest.raises(ValueError, match=expected):
+        ask(monkeypatch, fickle, ["two", "five"])
+
+
+def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(monkeypatch):
+    with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five'; it must be"):
+        ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
+    columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
+    columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
+    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
+        file.get_reward("iou")(["1 1 2 2"] * 2, **columns)
+
+
+def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
+    """In a whole run, with a row of TRL's conversational form: what the function is given."""
+    row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
+    (home / "chat.jsonl").write_text(json.dumps(row))
+    seen = {}
+
+    def look(completions, prompts, images, tag, completion_ids, **columns):
+        seen.update(locals())
+        return [float(i) for i in range(len(completions))]
+
+    monkeypatch.setitem(REWARDS, "look", look)
+    rows = f"--data.train_file={home / 'chat.jsonl'}"
+    run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
+    n = len(seen["completions"])
+    assert seen["tag"] == ["x"] * n and seen["columns"]["row_names"] == [f"{home / 'chat.jsonl'}:1"] * n
+    assert {type(turns[0]["content"]) for turns in seen["completions"]} == {str}
+    assert seen["prompts"][0][-1]["role"] == "user"
+    assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_reward_that_fails_loses_nothing_and_the_run_says_how_to_go_on(run, tmp_path, monkeypatch):
+    """Mended, the run goes on from the state and ends with the bytes of a run that never failed."""
+    options = ["--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", "--rewards={own: 1}"]
+
+    def own(completions, completion_ids, **columns):
+        calls.append(1)
+        assert len(calls) != fails, "gone"
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    monkeypatch.setitem(REWARDS, "own", own)
+    calls, fails = [], None
+    whole = metrics(run(*options, name="whole"))
+    calls, fails = [], 3  # the first call tries the reward
+    state = "states/000001: mend it, then --resume=auto"
+    said = rf"^reward own raised AssertionError\('gone.* in .*\.py:\d+ for \d+ completions .* state is in .*/{state}$"
+    with pytest.raises(ValueError, match=said):
+        run(*options, name="broken")
+    calls, fails = [], None
+    assert metrics(run(*options, "--resume=auto", name="broken")) == whole
+
+
+@pytest.mark.usefixtures("plain")
+def test_an_evaluation_of_lost_weights_saves_no_state(run, tmp_path, monkeypatch):
+    error = Mock(side_effect=[{}, FloatingPointError("logits are not finite")])
+    monkeypatch.setattr("minivlmrl.run.results.evaluate", error)
+    with pytest.raises(ValueError, match=r"not finite; try a lower learning rate$"):
+        run("--stages=[sft]", "--eval_steps=1", "--state_minutes=0")
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path, monkeypatch):
+    values = iter([0.0])
+
+    def own(completions, **columns):
+        return [next(values, math.nan)] * len(completions)
+
+    monkeypatch.setitem(REWARDS, "own", own)
+    with pytest.raises(ValueError, match=r"it must be a finite number, or None for 'cannot judge'$"):
+        run("--stages=[grpo]", "--rewards={own: 1}")
+    assert not (tmp_path / "run" / "states").exists()
+
+
+def test_a_reward_judges_only_rows_of_files_that_name_it():
+    """data.train may name rewards for a file; no reward sees a row of another file."""
+    rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
+    values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
+    assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
+    assert values[:, 0].tolist()[1:] == [0.0, 1.0]
+
+
+def test_a_recipes_rewards_are_asked_by_name_and_also_know_sizes_of_images():
+    """Each row's first image and what the model saw of it, in pixels; everything else is the book's."""
+    processor, question = Processor(shapes.tokenizer(), ImageProcessor()), {"type": "text", "text": "What is it?"}
+    shown, asked = [{"role": "user", "content": [*more, question]} for more in ([{"type": "image"}], [])]
+    rows = [
+        Row([shown], [PIL.Image.new("RGB", (90, 60))], {"solution": "red square"}),
+        Row([asked], [], {"solution": None}, where="rows.jsonl:2"),
+    ]
+    texts = [["<answer>red square</answer>", "red"], ["<answer>no</answer>", "no"]]
+    ids = [[torch.tensor(processor.tokenizer.encode(text)) for text in group] for group in texts]
+    completions = [[Completion(own, torch.zeros(len(own)), True) for own in group] for group in ids]
+    prompts = [row.prompt(processor) for row in rows]
+    columns = file.recipe_columns(rows, prompts, completions, processor)
+    seen = tuple(14 * side for side in prompts[0].image_grid_thw[0].tolist()[:0:-1])
+    assert columns == reward_columns(rows, completions, processor) | {
+        "image_sizes": [(90, 60)] * 2 + [None] * 2, "answer_extents": [seen] * 2 + [None] * 2,
+        "environments": [None] * 4,
+    }  # fmt: skip
+    rewards = RunConfig(rewards={"format": 0.5, "accuracy": 2.0}).training_rewards
+    expected = torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]])
+    values = ask_rewards([reward.on(ONE) for reward in rewards], columns)
+    torch.testing.assert_close(values, expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_numbers_of_any_kind():
+    for values in ([True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])):
+        assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
+
+
+def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
+    message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
+    for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
+        with pytest.raises(ValueError, match=message):
+            file.checked_values("own", [0.0, value], ["a", "what?"])
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    (None, "returned None; it must be a list"), ([1.0], "returned 1 values, not 2"),
+    (iter([1.0, 0.0, 1.0]), "returned 3 values, not 2"),
+])  # fmt: skip
+def test_another_number_of_values_is_refused(values, says):
+    with pytest.raises(ValueError, match=f"reward own {says}"):
+        file.checked_values("own", values, ["a", "b"])
+
+
+# options in a name, and functions of one's own
 
 
 def near(completions, solution, tolerance=0.0, units=None, **columns):
@@ -10,21 +214,21 @@ def near(completions, solution, tolerance=0.0, units=None, **columns):
 
 
 @pytest.fixture
-def own(monkeypatch):
+def with_near(monkeypatch):
     monkeypatch.setitem(REWARDS, "near", near)
 
 
 @pytest.mark.parametrize("name", ["near", "near()", "near( )", f"{__file__}:near", f"{__name__}:near"])
-def test_without_options(own, name):
-    assert get_reward(name)(["a"], ["b"]) == [0.0] and required_columns([name]) == ["solution"]
+def test_without_options(with_near, name):
+    assert get_reward(name).function(["a"], ["b"]) == [0.0] and get_reward(name).columns == {"solution"}
 
 
 @pytest.mark.parametrize(
     "name", ["near(tolerance=0.5)", "near(units=['(m)'], tolerance=.5,)", f"{__file__}:near(tolerance=0.5)"]
 )
-def test_options_are_named_parameters(own, name):
-    assert get_reward(name)(["a"], ["b"]) == [0.5]
-    assert required_columns([name]) == ["solution"]
+def test_options_are_named_parameters(with_near, name):
+    assert get_reward(name).function(["a"], ["b"]) == [0.5]
+    assert get_reward(name).columns == {"solution"}
 
 
 @pytest.mark.parametrize("name, error", [
@@ -35,7 +239,7 @@ def test_options_are_named_parameters(own, name):
     ("format(strict=True)", "there is no option 'strict'; there are: none$"),
     ("far(tolerance=0.5)", "^unknown reward 'far'; there are: acc_0_5, accuracy, "),
 ])  # fmt: skip
-def test_other_options_are_refused(own, name, error):
+def test_other_options_are_refused(with_near, name, error):
     with pytest.raises(ValueError, match=error):
         get_reward(name)
 

@@ -12,6 +12,7 @@ import torch
 from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
+from minivlmrl.reward_functions.names import get_rewards
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
@@ -149,7 +150,7 @@ def evaluation(folder, overrides, world):
     """Evaluate as many rows as data.eval_rows says; one of them is marked unseen."""
     config = load_config(folder / "recipe.yaml", overrides)
     model, processor = build_model(config, world)
-    rows, rewards = [Uneven()[i] for i in range(config.data.eval_rows)], ["letters", "format"]
+    rows, rewards = [Uneven()[i] for i in range(config.data.eval_rows)], get_rewards(["letters", "format"])
     return evaluate(model, processor, rows, config.sampling, world, rewards, config.rollout.gather_weights)
 
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -55,8 +54,8 @@ def test_what_takes_memory_is_imported_where_it_is_used():
 def test_every_reward_of_the_table_is_tried_on_a_row():
     """With the sizes of its image, but without the model of a reward model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
-    config = SimpleNamespace(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
-    config.data = SimpleNamespace(eval_rewards=["iou", "format"])
+    config = RunConfig(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
+    config.data.eval_rewards = ["iou", "format"]
     try_rewards(config, {"grpo": "prompts"}, {"grpo": Localisation(1, "x"), "eval": Localisation(1, "x")})
     try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]})  # held-out pairs need no solution
     box = Row([{"role": "user", "content": "?"}], [PIL.Image.new("RGB", (8, 8))], {"problem": "?", "solution": "a"})

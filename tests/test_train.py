@@ -94,9 +94,9 @@ def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path
 
 def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
     """What the first run says at its end, a second one that loads the checkpoint says at its start."""
-    said, original = [], evaluate.ask_by_name
-    record = lambda names, columns, _: said.append(columns["completions"]) or original(names, columns)  # noqa: E731
-    monkeypatch.setattr(evaluate, "ask_by_name", record)
+    said, original = [], evaluate.ask_rewards
+    record = lambda rewards, columns: said.append(columns["completions"]) or original(rewards, columns)  # noqa: E731
+    monkeypatch.setattr(evaluate, "ask_rewards", record)
     first = run(name="a")
     run("--model.config=null", f"--model.path={first / 'checkpoint'}", "--stages=[]", name="b")
     assert len(said) == 4 * 2  # sampled and greedy

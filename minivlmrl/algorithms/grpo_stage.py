@@ -8,7 +8,7 @@ from minivlmrl.algorithms.reference import Reference, check_online
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
-from minivlmrl.reward_functions.calls import recipe_columns, recipe_rewards
+from minivlmrl.reward_functions.names import recipe_columns
 from minivlmrl.sampling.pieces import pieces
 
 
@@ -31,7 +31,7 @@ class GRPOStage(Algorithm, GRPO):
         config = self.config
         reference = Reference(model, run.reference) if self.has_reference(config) else None
         sample = build_sampler(model, processor, run.sampling, world, run.rollout.gather_weights)
-        rewards = recipe_rewards(run.rewards, world)
+        rewards = {reward.on(world): run.rewards[reward.name] for reward in run.training_rewards}
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
         self.steps_per_rollout = config.steps_per_generation
         judged = FOLDER in run.rewards

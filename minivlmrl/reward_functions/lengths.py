@@ -3,7 +3,7 @@ Source: arXiv 2502.03373, appendix C, and TRL's rewards."""
 
 import math
 
-from minivlmrl.reward_functions.calls import call_reward
+from minivlmrl.reward_functions.names import get_reward
 
 
 def cosine(
@@ -22,8 +22,9 @@ def cosine(
         of: the reward that says what is right: all that it gives more than 0 for.
         right, wrong: values at length 0 and at max_length; a half cosine lies between them.
     """
-    given, values = columns | {"completion_ids": completion_ids}, []
-    for judged, ids in zip(call_reward(of, completions, given), completion_ids, strict=True):
+    judged_all = get_reward(of)(completions, completion_ids=completion_ids, **columns)
+    values = []
+    for judged, ids in zip(judged_all, completion_ids, strict=True):
         first, last = right if judged > 0 else wrong
         share = (1 + math.cos(math.pi * min(len(ids) / max_length, 1.0))) / 2
         values.append(None if math.isnan(judged) else last + (first - last) * share)

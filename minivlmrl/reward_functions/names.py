@@ -1,17 +1,27 @@
-"""Names of rewards -> functions: of the table, "my_rewards.py:brevity" or "package.module:brevity".
+"""Rewards by name: of the table, "my_rewards.py:brevity" or "package.module:brevity".
 
-Options may follow, named parameters of the function: "number(tolerance=0.05)".
+Options may follow, named parameters of the function: "number(tolerance=0.05)". A recipe's rewards
+are found once; each then checks what it is given and what it returns, and names the row it fails on.
 """
 
-import ast
-import functools
+import asyncio
 import inspect
-import re
-from collections.abc import Callable, Iterable
+import math
+import numbers
+import operator
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import compress, zip_longest
 
 from minivlmrl.data.file_dataset import GIVEN
+from minivlmrl.data.turns import text_of
 from minivlmrl.hub.checker import naming
-from minivlmrl.hub.load import load_name
+from minivlmrl.hub.load import load_name, with_options
+from minivlmrl.reward_functions.box_rewards import box_columns
+from minivlmrl.rewards import reward_columns
+from minivlmrl.scale.ranks import World
 
 FILES = {  # file: its rewards, and the function where a name cannot be one in Python
     "minivlmrl.rewards": "format accuracy",
@@ -29,49 +39,167 @@ REWARDS: dict[str, str | Callable] = {
     for file in FILES
     for name in FILES[file].split()
 }
+# columns that hold turns where a row is a conversation
+CONVERSATIONS = ("prompt", "messages", "conversations")
+LARGEST = 3.4e38  # of float32
 
 
-def get_reward(name: str) -> Callable:
-    """Find the function of a reward (ValueError: there is none, or it has no such option)."""
-    written = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", name, re.DOTALL)
-    target, options = written.groups() if written else (name, "")
-    found = REWARDS.get(target, target)
+class RewardFailed(ValueError):
+    """A reward has failed on one of the ranks: all raise this, and may save what was trained."""
+
+
+@dataclass(eq=False)
+class Reward:
+    """A reward that was found by its name: it has TRL's signature and checks what is returned."""
+
+    name: str
+    function: Callable
+    # (work) -> what it returns, or the error of any rank, see World.together
+    together: Callable = operator.call
+
+    @property
+    def columns(self) -> set[str]:
+        """Name the columns it needs: the function's named parameters without a default."""
+        needed = (p for p in _parameters(self.function) if p.default is p.empty)
+        return {p.name for p in needed if p.kind != p.VAR_KEYWORD} - GIVEN
+
+    def on(self, world: World) -> "Reward":
+        """Return this reward for the ranks of a run, which fail together."""
+        return replace(self, together=world.together)
+
+    def __call__(self, /, completions: list[str], **columns) -> list[float]:
+        """Judge n completions: n numbers, NaN for None (RewardFailed: the row and what is wrong)."""
+        try:
+            return self.together(lambda: self._judge({"completions": completions} | columns))
+        except ValueError as error:
+            raise RewardFailed(*error.args) from error
+
+    def _judge(self, columns: dict[str, list]) -> list[float]:
+        """Ask about the rows that are not of a file with other rewards; of these NaN."""
+        listed = columns.pop("row_rewards", [None] * len(columns["completions"]))
+        judged = [names is None or self.name in names for names in listed]
+        if not any(judged):
+            return [math.nan] * len(judged)
+        columns = {column: list(compress(values, judged)) for column, values in columns.items()}
+        if missing := sorted(self.columns - columns.keys()):
+            have = f"the rows have {sorted(columns.keys() - GIVEN)}"
+            raise ValueError(f"reward {self.name} needs column {missing[0]!r}; {have}")
+        completions = columns["completions"]
+        if not str(getattr(self.function, "func", self.function).__module__).startswith(
+            "minivlmrl."
+        ):
+            columns |= trl_columns(completions, columns)
+        try:
+            values = _call(self.function, columns)
+        except Exception as error:
+            raise self._blamed(completions, columns, error) from error
+        rows = columns.get("row_names", ())
+        values = iter(checked_values(self.name, values, completions, rows))
+        return [next(values) if asked else math.nan for asked in judged]
+
+    def _blamed(self, completions: list[str], columns: dict[str, list], error) -> ValueError:
+        """Find the first completion with which it fails, by asking about one at a time."""
+        for i, text in enumerate(completions):
+            try:
+                _call(self.function, {name: [values[i]] for name, values in columns.items()})
+            except Exception as alone:
+                row = f"{columns['row_names'][i]}: " if "row_names" in columns else ""
+                # one of ours says what is wrong
+                if isinstance(alone, ValueError) and str(alone).startswith("reward "):
+                    return ValueError(f"{row}{alone}")
+                what = f"{row}reward {self.name} raised {alone!r}{line_of(self.function, alone)}"
+                return ValueError(f"{what} for the completion {text!r:.80}")
+        what = f"reward {self.name} raised {error!r}{line_of(self.function, error)}"
+        return ValueError(f"{what} for {len(completions)} completions together, for none alone")
+
+
+def get_reward(name: str) -> Reward:
+    """Find a reward (ValueError: there is none, or its function has no such option)."""
+    function = with_options("reward", name, _find)
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in _parameters(function)):
+        raise ValueError(f"reward {name}: end its arguments with **columns")
+    return Reward(name, function)
+
+
+def _find(name: str) -> Callable:
+    found = REWARDS.get(name, name)
     if not callable(found) and ":" not in found:
-        raise ValueError(f"unknown reward {target!r}; there are: {', '.join(sorted(REWARDS))}")
+        raise ValueError(f"unknown reward {name!r}; there are: {', '.join(sorted(REWARDS))}")
     with naming("reward"):
         function = found if callable(found) else load_name(found)
     if not callable(function):
         raise ValueError(f"reward {name}: it is {function!r:.80}, no function")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-        raise ValueError(f"reward {name}: end its arguments with **columns")
-    if not options.strip():
-        return function
-    return functools.partial(function, **_read_options(name, function, options))
+    return function
 
 
-def required_columns(names: Iterable[str]) -> list[str]:
-    """List the columns that these rewards need: their named parameters without a default."""
-    functions = [inspect.signature(get_reward(name)) for name in names]
-    parameters = [p for function in functions for p in function.parameters.values()]
-    needed = {p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.default is p.empty}
-    return sorted(needed - GIVEN)
+def get_rewards(names: Iterable[str]) -> list[Reward]:
+    """Find several rewards, in order."""
+    return [get_reward(name) for name in names]
 
 
-def _read_options(name: str, function: Callable, text: str) -> dict[str, object]:
-    """Read "tolerance=0.05, units=['cm']": a function's named parameters, as literals."""
+def columns_of(rewards: Iterable[Reward]) -> list[str]:
+    """List the columns that any of these rewards needs."""
+    return sorted(set().union(*(reward.columns for reward in rewards)))
+
+
+def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
+    """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns."""
+    columns = reward_columns(rows, completions, processor)
+    columns["environments"] = [c.environment for group in completions for c in group]
+    return columns | box_columns(rows, prompts, processor, len(completions[0]))
+
+
+def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, list]:
+    """Write completions and prompts as TRL does: messages if a row is a conversation, or text."""
+    asked = columns.get("prompts", [[]] * len(completions))
+    turns = [columns[name] for name in CONVERSATIONS if name in columns]
+    written = {"completions": [], "prompts": []}
+    for i, (text, messages) in enumerate(zip(completions, asked, strict=True)):
+        chat = any(isinstance(column[i], list) for column in turns)
+        last = text_of(messages[-1]) if messages else ""
+        written["completions"].append([{"role": "assistant", "content": text}] if chat else text)
+        written["prompts"].append(messages if chat else last)
+    return written
+
+
+def checked_values(
+    name: str, values, completions: list[str], rows: Sequence[str] = ()
+) -> list[float]:
+    """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        good = isinstance(call.func, ast.Name) and not call.args
-    except (SyntaxError, ValueError):
-        good = False
-    if not good:
-        raise ValueError(f"reward {name}: its options must have the form name=value, name=value")
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.default is not p.empty]
-    for option in options:
-        if option not in known:
-            there = ", ".join(known) or "none"
-            raise ValueError(f"reward {name}: there is no option {option!r}; there are: {there}")
-    return options
+        values = list(values)
+    except TypeError as error:
+        cure = "it must be a list, one number a completion"
+        raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error
+    if len(values) != len(completions):
+        raise ValueError(f"reward {name} returned {len(values)} values, not {len(completions)}")
+    checked = []
+    for value, completion, row in zip_longest(values, completions, rows):
+        if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
+            value = value.item()
+        if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
+            cure = "it must be a finite number, or None for 'cannot judge'"
+            what = f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}"
+            raise ValueError(f"{row}: {what}; {cure}" if row else f"{what}; {cure}")
+        checked.append(math.nan if value is None else float(value))
+    return checked
+
+
+def line_of(function: Callable, error: Exception) -> str:
+    """Say which line of the file that a reward is in has raised an error: " in mine.py:7"."""
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    file = code and code.co_filename
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == file]
+    return f" in {file}:{lines[-1]}" if lines else ""
+
+
+def _parameters(function: Callable) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def _call(function: Callable, columns: dict[str, list]) -> list:
+    values = function(**columns)
+    if inspect.iscoroutine(values):  # in a thread of its own: a notebook's has a running event loop
+        with ThreadPoolExecutor(1) as pool:
+            values = pool.submit(asyncio.run, values).result()
+    return values

@@ -11,8 +11,6 @@ from itertools import chain, compress
 
 import torch
 
-from minivlmrl.reward_functions.names import required_columns
-
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
 # cures that tools/check.py names too
@@ -107,9 +105,9 @@ class Alarms:
         solutions = [solution for some, _ in self.earned for solution in some]
         rewards = [given.view(len(some), -1, given.shape[1]) for some, given in self.earned]
         columns = torch.cat(rewards).unbind(2)
-        for name, values in zip(self.algorithm.run.rewards, columns, strict=True):
+        for reward, values in zip(self.algorithm.run.training_rewards, columns, strict=True):
             judged = ~values.isnan().any(1)  # rows whose completions all were
-            if "solution" not in required_columns([name]) or not judged.any():
+            if "solution" not in reward.columns or not judged.any():
                 continue
             [(always, count)] = Counter(compress(solutions, judged.tolist())).most_common(1)
             values, share = values[judged].double(), count / judged.sum().item()
@@ -118,6 +116,7 @@ class Alarms:
             if low < high and mean <= blind:
                 earns = f"was {mean:.3g}, and always answering {always!r:.80} {blind:.3g}"
                 cure = "are the solutions with the right rows? Else train sft first"
+                name = reward.name
                 yield f"blind {name}", f"in {BLIND} rollouts reward {name} {earns}; {cure}"
 
     def untouched(self) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix, read_mix, shuffled
 from minivlmrl.hub.checker import require
 from minivlmrl.hub.preprocessor import Count
-from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.task import get_task
 
@@ -138,7 +138,8 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
         if unknown := [name for name in section.rewards if name not in run.rewards]:
             lacks = f"the recipe has no reward {unknown[0]!r}; there are: {', '.join(run.rewards)}"
             raise ValueError(f"data.train: {section.file}: {lacks}")
-        own = required_columns(section.rewards) if section.rewards and judged else columns
+        asked = [reward for reward in run.training_rewards if reward.name in section.rewards]
+        own = columns_of(asked) if section.rewards and judged else columns
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         parts.append(_rows(config, section.file, own, None, section.image_root, constants))
     return mix(parts, files)

@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,7 @@ from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
 from minivlmrl.hub.checker import build, naming, parse_yaml
+from minivlmrl.reward_functions.names import Reward, get_rewards
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import OptimizerSection
 from minivlmrl.sampling.filters import SamplingOptions
@@ -142,6 +144,16 @@ class RunConfig:
     def distill(self) -> GRPOSection:
         """The section of the stage `distill`, whose rollouts are GRPO's."""
         return self.grpo
+
+    @cached_property
+    def training_rewards(self) -> list[Reward]:
+        """Find the functions of `rewards`, once for the whole run."""
+        return get_rewards(self.rewards)
+
+    @cached_property
+    def held_out_rewards(self) -> list[Reward]:
+        """Find the functions of `data.eval_rewards`, once for the whole run."""
+        return get_rewards(self.data.eval_rewards)
 
     @property
     def uses_fsdp(self) -> bool:

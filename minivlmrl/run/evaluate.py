@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minivlmrl.algorithms.answers import equal_share, pieces
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
-from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
+from minivlmrl.rewards import ask_rewards
 from minivlmrl.rows import Row
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.sampling.sample import RunSampler
@@ -22,14 +22,7 @@ BATCH_SIZE = 64  # rows that a rank generates together
 
 
 def evaluate(
-    model,
-    processor,
-    rows,
-    sampling,
-    world: World,
-    rewards=("accuracy", "format"),
-    gather=True,
-    blind=False,
+    model, processor, rows, sampling, world: World, rewards: list[Reward], gather=True, blind=False
 ) -> dict[str, float]:
     """Answer held-out rows, once sampled and once greedily; returns means over those judged.
 
@@ -54,16 +47,17 @@ def evaluate(
     for name, (temperature, see) in ways.items():
         options = replace(plain, temperature=temperature)
         sample = build_sampler(model, processor, options, world, gather)
-        said = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe, see)))
-        earned = torch.tensor([values for values, _ in said], dtype=torch.float64)  # (rows, K)
-        unseen = torch.tensor([unseen for _, unseen in said])
+        judged = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe, see)))
+        earned = torch.tensor([values for values, _ in judged], dtype=torch.float64)  # (rows, K)
+        unseen = torch.tensor([unseen for _, unseen in judged])
         means[name] = earned.nanmean(0).tolist()
         means[f"unseen {name}"] = earned[unseen].nanmean(0).tolist()
-    named = rewards[1].endswith("format")  # else the second is one of the further rewards
     values = {name: means[name][0] for name in ways}
-    values |= {"format": means["sampled"][1]} if named else {}
-    for k in range(1 + named, len(rewards)):
-        values |= {f"{rewards[k]} {name}": means[name][k] for name in ("sampled", "greedy")}
+    for k, reward in enumerate(rewards[1:], 1):
+        if k == 1 and reward.name.endswith("format"):
+            values["format"] = means["sampled"][1]
+        else:
+            values |= {f"{reward.name} {name}": means[name][k] for name in ("sampled", "greedy")}
     values |= {name: mean[0] for name, mean in means.items() if name.startswith("unseen")}
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
@@ -93,7 +87,7 @@ def answer_rows(
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
     # a row without one of these is not judged
-    judged_by = dict.fromkeys(required_columns(list(rewards)))
+    judged_by = dict.fromkeys(columns_of(rewards))
     for numbers in pieces(range(len(rows)), BATCH_SIZE * world.size):
         world.leave()
         batch = [replace(rows[i], key=f"{key}/{i}", index=i) for i in equal_share(numbers, world)]
@@ -102,8 +96,8 @@ def answer_rows(
             batch = [replace(row, images=see(row, rows)) for row in batch]
         earned, completions = draw(sample, batch, count, rewards)
         earned = earned.view(len(batch), count, len(rewards)).tolist()
-        found = world.gather_objects(list(map(describe, batch, completions, earned)))
-        yield list(chain(*zip(*found, strict=True)))[: len(numbers)]
+        parts = world.gather_objects(list(map(describe, batch, completions, earned)))
+        yield list(chain(*zip(*parts, strict=True)))[: len(numbers)]
         bar.update(len(numbers))
     bar.close()
 
@@ -115,4 +109,5 @@ def draw(sample: RunSampler, rows, count: int, rewards) -> tuple[Tensor, list]:
         prompt.row = row
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)
-    return ask_by_name(rewards, columns, sample.world.together), completions
+    rewards = [reward.on(sample.world) for reward in rewards]
+    return ask_rewards(rewards, columns), completions

@@ -83,7 +83,7 @@ class Results:
         begin, config = time.perf_counter(), self.config
         of = self.model, self.processor, self.held_out, config.sampling, self.world
         try:
-            how = config.data.eval_rewards, config.rollout.gather_weights, config.data.eval_blind
+            how = config.held_out_rewards, config.rollout.gather_weights, config.data.eval_blind
             values = evaluate(*of, *how)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error

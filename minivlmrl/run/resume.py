@@ -30,7 +30,7 @@ from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.folder import find_folder, flush_file, json_text, read_json, weight_files
-from minivlmrl.reward_functions.calls import RewardFailed
+from minivlmrl.reward_functions.names import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state

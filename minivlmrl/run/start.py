@@ -1,7 +1,7 @@
 """What a run does and says before its first step: tries rewards, counts rows, says what runs."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +14,8 @@ from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.data.row_summary import check_lengths, seen_sizes, summary, without_long
 from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
-from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
-from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
+from minivlmrl.rewards import ask_rewards
 from minivlmrl.rows import Completion, Dataset, Processor, Prompt, Row
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
@@ -40,8 +40,8 @@ def prepare(
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
-    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
-    datasets = load_datasets(config, needs, *judged)
+    judged_by = map(columns_of, (config.training_rewards, config.held_out_rewards))
+    datasets = load_datasets(config, needs, *judged_by)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
     describe_run(config, model, world)
@@ -92,20 +92,20 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
     """
     for stage, rows in datasets.items():
         if stage == "eval":
-            columns = dict.fromkeys(required_columns(config.data.eval_rewards))
-            _try(config.data.eval_rewards, replace(rows[0], columns=columns | rows[0].columns))
+            columns = dict.fromkeys(columns_of(config.held_out_rewards)) | rows[0].columns
+            _try(config.held_out_rewards, replace(rows[0], columns=columns))
         elif needs[stage] == "prompts":
-            _try(config.rewards, rows[0])
+            _try(config.training_rewards, rows[0])
 
 
-def _try(rewards: Collection[str], row: Row):
+def _try(rewards: list[Reward], row: Row):
     patches = [[1, max(1, image.height // 14), max(1, image.width // 14)] for image in row.images]
     grids = torch.tensor(patches, dtype=torch.long).view(-1, 3)
     ids, pixels = torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176)
     prompt = Prompt(ids, pixels, grids, torch.zeros(len(grids)))
     completion = Completion(torch.arange(3), torch.zeros(3), True)
     columns = recipe_columns([row], [prompt], [[completion]], Inventor(None, ImageProcessor()))
-    ask_by_name(rewards, columns | {"reward_model_scores": [0.0]})
+    ask_rewards(rewards, columns | {"reward_model_scores": [0.0]})
 
 
 def fit_rows(

@@ -28,7 +28,7 @@ from minivlmrl.adapters.lora import full
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.hub.preprocessor import write_image_processor
-from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import find_answer, normalize
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
@@ -78,7 +78,8 @@ def run(tool: str, arguments: list[str]):
     names = config.data.eval_rewards if tool == "evaluate" else []
     if not options.recipe:
         check_found(recipe, [*names, config.sampling.environment or ""], overrides)
-    rows = load_datasets(config, {}, (), required_columns(names))["eval"]
+    rewards = config.held_out_rewards if names else []
+    rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
         print(f"recipe: {recipe}", flush=True)
@@ -91,7 +92,7 @@ def run(tool: str, arguments: list[str]):
     home = Path(options.model).resolve().parent if Path(options.model).is_dir() else Path()
     out = Path(options.out or home / f"{tool}.jsonl")
     key, describe = f"{config.seed}/evaluate", partial(line, processor, names)
-    for part in answer_rows(sample, rows, options.num_generations, names, key, describe):
+    for part in answer_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
             with out.open("a" if lines else "w") as file:
                 file.writelines(json_text(one) + "\n" for one in part)

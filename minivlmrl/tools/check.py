@@ -21,9 +21,8 @@ from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
-from minivlmrl.reward_functions.names import get_reward, required_columns
-from minivlmrl.rewards import find_answer
+from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
+from minivlmrl.rewards import ask_rewards, find_answer
 from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
@@ -167,10 +166,10 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
     """Demonstrations must earn the rewards that a later stage gives."""
     some = spread(rows)
     texts = [text_of(as_turns(row.completion)[-1]) for row in some]
-    for name in online_rewards(config):
-        if not set(required_columns([name])) <= set(some[0].columns):
+    for reward in online_rewards(config):
+        if not reward.columns <= some[0].columns.keys():
             continue
-        mean = earned([name], some, texts, processor)[:, 0].nanmean().item()
+        name, mean = reward.name, earned([reward], some, texts, processor).nanmean().item()
         if mean < 0.2:
             cure = "are the labels shuffled, or does the reward ask for another form?"
             tagged = any("<answer>" in text for text in texts)
@@ -183,8 +182,11 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
 
 def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator[str]:
     """Answers with boxes in a notation that no reward knows."""
-    functions = {name: signature(get_reward(name)) for name in online_rewards(config)}
-    judges = [name for name in functions if "answer_extents" in functions[name].parameters]
+    judges = [
+        reward.name
+        for reward in online_rewards(config)
+        if "answer_extents" in signature(reward.function).parameters
+    ]
     answers = [find_answer(text, processor.answer) for text in texts]
     read, form = parse_boxes, '{"bbox_2d": [x1, y1, x2, y2]}'
     if judges and judges[0].startswith("point"):
@@ -198,17 +200,17 @@ def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator
 
 def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """What the rewards give for texts that need no picture."""
-    names = online_rewards(config)
-    weights = torch.tensor([config.rewards[name] for name in names])
-    if not names or not (weights > 0).any():
+    rewards = online_rewards(config)
+    weights = torch.tensor([config.rewards[reward.name] for reward in rewards])
+    if not rewards or not (weights > 0).any():
         return
     solutions = [str(row.columns.get("solution")) for row in rows]
     form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer, "{}\n{}")
     rollouts = [form.format("hm", find_answer(solution) or solution) for solution in solutions]
-    right = earned(names, rows, rollouts, processor)
+    right = earned(rewards, rows, rollouts, processor)
     [(constant, count)] = Counter(rollouts).most_common(1)
     if any(row.columns.get("solution") is not None for row in rows):
-        always = earned(names, rows, [constant] * len(rows), processor)
+        always = earned(rewards, rows, [constant] * len(rows), processor)
         share = combine(always, weights).nanmean() / weights.clamp(min=0).sum()
         if count > 1 and share > 0.8:
             cure = "the rows hardly need their pictures; balance them"
@@ -216,28 +218,29 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
     given = {}  # name of a text: what it earns, (n, K)
     for name, text in HACKS.items():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
-        given[name] = earned(names, rows, texts, processor)
+        given[name] = earned(rewards, rows, texts, processor)
     least = combine(given["nothing"], weights).nanmean()
-    if required_columns(names) and combine(right, weights).nanmean() <= least:
+    if columns_of(rewards) and combine(right, weights).nanmean() <= least:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
-    for k, reward in enumerate(names):
+    for k, reward in enumerate(rewards):
         means = {name: values[:, k].nanmean().item() for name, values in given.items()}
-        if required_columns([reward]):  # it knows the truth
+        if reward.columns:  # it knows the truth
             for name in (name for name, mean in means.items() if mean > 0.3 and weights[k] > 0):
                 what = f"{name} ({HACKS[name]!r:.40})"
                 cure = "a policy finds this; make the reward ask for the answer itself"
-                yield f"reward {reward} gives {means[name]:.2f} to {what}: {cure}"
+                yield f"reward {reward.name} gives {means[name]:.2f} to {what}: {cure}"
         elif {*means.values(), right[:, k].nanmean().item()} == {means["nothing"]} != {0.0}:
             what = f"{means['nothing']:.3g} of every text that was tried, even of nothing"
-            yield f"reward {reward} says {what}: look at what it reads"
+            yield f"reward {reward.name} says {what}: look at what it reads"
 
 
 def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
-    processor, names = sample.processor, online_rewards(config)
+    processor, rewards = sample.processor, online_rewards(config)
+    names = [reward.name for reward in rewards]
     weights = torch.tensor([config.rewards[name] for name in names])
-    rewards, drawn = draw(sample, rows, G, names)
-    total, flat = combine(rewards, weights), [c for group in drawn for c in group]
+    values, drawn = draw(sample, rows, G, rewards)
+    total, flat = combine(values, weights), [c for group in drawn for c in group]
     cut = sum(not c.stopped for c in flat) / len(flat)
     if cut > 0.3:
         limit = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
@@ -248,7 +251,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
         what = f"{equal:.0%} of {len(rows)} groups earn the same for all {G} completions"
         yield f"{what} and would teach nothing; {cure}"
     asked = "<answer>" in "".join(text_of(message) for row in rows for message in row.messages)
-    if "format" in names and not asked and rewards[:, names.index("format")].nanmean() < 0.05:
+    if "format" in names and not asked and values[:, names.index("format")].nanmean() < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
     texts = [processor.decode(c.ids[c.written]) for c in flat]
     unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
@@ -259,7 +262,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
     yield from unread_boxes(config, texts, processor)
     if any(row.images for row in rows):
         grey = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
-        real, blind = total.nanmean(), combine(draw(sample, grey, G, names)[0], weights).nanmean()
+        real, blind = total.nanmean(), combine(draw(sample, grey, G, rewards)[0], weights).nanmean()
         if real > 0 and blind > 0.95 * real and equal < 1:
             what = f"with grey pictures the completions earn {blind:.2f}, else {real:.2f}"
             yield f"{what}: check that the right images are with the right rows"
@@ -269,28 +272,28 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
 def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor) -> Iterator[str]:
     """Completions that fit the solutions of other rows as well as their own."""
     prompts = [row.prompt(processor) for row in rows]
-    for name in online_rewards(config):
-        truth, means = required_columns([name]), []
+    for reward in online_rewards(config):
+        truth, means = reward.columns, []
         for shift in range(len(rows) if truth else 0):  # with what the row so many rows later says
             swapped = []
             for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True):
                 columns = {column: other.columns.get(column) for column in truth}
                 swapped.append(replace(row, columns=row.columns | columns))
             columns = recipe_columns(swapped, prompts, drawn, processor)
-            means.append(ask_by_name([name], columns).nanmean())
+            means.append(ask_rewards([reward], columns).nanmean())
         others = torch.tensor(means[1:])
         if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
             what = f"{means[0]:.2f}, and {others.mean():.2f} with the solutions of other rows"
             cure = "were the solutions shuffled? Else train sft first"
-            yield f"reward {name} is {what}; {cure}"
+            yield f"reward {reward.name} is {what}; {cure}"
 
 
-def earned(names, rows: Sequence[Row], texts, processor: Processor) -> torch.Tensor:
+def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Processor) -> torch.Tensor:
     """What a text for each row earns, (n, K)."""
     prompts = [row.prompt(processor) for row in rows]
     ids = [[*processor.tokenizer.encode(text), processor.stop_token_ids[0]] for text in texts]
     said = [[Completion(torch.tensor(one), torch.zeros(len(one)), True)] for one in ids]
-    return ask_by_name(names, recipe_columns(rows, prompts, said, processor))
+    return ask_rewards(rewards, recipe_columns(rows, prompts, said, processor))
 
 
 def spread(rows: Sequence[Row]) -> list[Row]:
@@ -299,6 +302,6 @@ def spread(rows: Sequence[Row]) -> list[Row]:
     return [rows[len(rows) * i // count] for i in range(count)]
 
 
-def online_rewards(config) -> list[str]:
+def online_rewards(config) -> list[Reward]:
     """The rewards that need no model of their own."""
-    return [name for name in config.rewards if name != "reward_model"]
+    return [reward for reward in config.training_rewards if reward.name != "reward_model"]

@@ -10,7 +10,7 @@ from runs import metrics
 from minivlmrl import train
 from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.grpo import GRPO
-from minivlmrl.reward_functions import calls, names
+from minivlmrl.reward_functions import names
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import load_config
@@ -119,13 +119,13 @@ def script(monkeypatch):
     """script(list or number, ...): what `letters` says of each rollout; a number is for all of its completions."""
 
     def script(*values):
-        left, original = list(values), calls.get_reward
+        left = list(values)
 
         def reward(completions, **columns):
             values = left.pop(0)
             return values if isinstance(values, list) else [values] * len(completions)
 
-        monkeypatch.setattr(calls, "get_reward", lambda name: reward if name == "letters" else original(name))
+        monkeypatch.setitem(names.REWARDS, "letters", reward)
         return left
 
     return script
