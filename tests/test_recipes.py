@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from runs import metrics, summary
 
-from benchmarks.digits import write_digits
 from minivlmrl.scale.checkpoint import load_model
 from recipes import localisation
+from recipes.digits import write_digits
 from recipes.localisation import Localisation, constant_box
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
 """Write scikit-learn's handwritten digits as a user's rows: pictures, demonstrations, training and held-out rows.
 
-python benchmarks/digits.py FOLDER
+python recipes/digits.py FOLDER
 """
 
 import json
