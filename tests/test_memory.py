@@ -115,7 +115,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
 
 
 def step_of_frames(frames, tokens):
-    """Bytes that the tower holds at most in a forward and backward, that a step does, and those of the step by the plan."""
+    """Bytes that a step of the tower holds at most, that a whole step does, and what the plan says of the latter."""
     config, work = ModelConfig.from_dict(MODEL), Work(1, 2, 20, 16 * frames, 8, frames)
     model = Qwen2_5_VL(config)
     initialize(model, torch.Generator().manual_seed(0))
