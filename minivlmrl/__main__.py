@@ -71,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     module, _, function = TOOLS[name][0].partition(":")
     try:
         if name == "audit" and importlib.util.find_spec("minivlmrl_audit") is None:
-            cure = "pip install minivlmrl-audit, or ./audit of a clone"
-            raise ValueError(f"the audit is a distribution of its own: {cure}")
+            cure = "pip install ./audit, in a clone"
+            raise ValueError(f"it is a distribution of its own, minivlmrl-audit: {cure}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except (ValueError, FloatingPointError) as error:  # what the user has to change
         line = shortened(" ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""A wheel contains all that a run needs: it is built without a network and trained from in an empty folder.
+"""What a user's pip makes of a clone, and of its sdist, trains and audits in an environment without the clone.
 
 An sdist contains all that the README speaks of, and what is installed is pinned.
 """
@@ -11,9 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
-import zipfile
+import venv
 from importlib import metadata
 from pathlib import Path
 
@@ -21,71 +22,114 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+STEP = """
+import torch
+from minivlmrl_audit import dump
+
+old = -torch.arange(1, 7).view(2, 3) / 10
+batch = {"old_per_token_logps": old, "advantages": torch.tensor([1.0, -1.0]), "prompt_mask": torch.zeros(2, 3)}
+batch |= {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]), "input_ids": torch.ones(2, 3).long()}
+logps = (old + 0.1).requires_grad_()
+loss = -((logps - old).exp() * batch["advantages"][:, None] * batch["completion_mask"]).mean()
+batch |= {"loss": loss[None], "logps_gradient": torch.autograd.grad(loss, logps)[0], "per_token_logps": logps}
+dump.write("step", {"kind": "grpo", "loss": {"loss_type": "dapo"}}, batch)
+"""
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The folder into which the wheel of this source tree is unpacked."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    for name in ("minivlmrl", "kernels", "recipes"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
-    subprocess.run([sys.executable, "-m", *build], check=True)
-    [wheel] = folder.glob("minivlmrl-*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    shutil.rmtree(source)
-    return folder / "site"
+def clone(tmp_path_factory):
+    """A folder with what git has: what lies about beside it, ignored or not yet added, is not in it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: git does not say what belongs to it")
+    folder = tmp_path_factory.mktemp("clone")
+    for name in files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
-def run(installed, folder, *arguments):
-    """`python -m minivlmrl` with the wheel alone on the path, in a folder of its own."""
-    environment = {"PYTHONPATH": str(installed), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "minivlmrl", *arguments]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def files():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if (ROOT / name).is_file()]
+
+
+def sdist(folder, output):
+    build = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(output)!r}))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True, text=True)
+    return output / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module", params=["clone", "sdist"])
+def sources(clone, request, tmp_path_factory):
+    """What pip is given for the library and for the audit."""
+    folders = clone, clone / "audit"
+    if request.param == "clone":
+        return folders
+    return [sdist(folder, tmp_path_factory.mktemp("dist")) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def python(sources, tmp_path_factory):
+    """The Python of an environment with the library alone; it sees what else is installed here, but no clone."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "here.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+    python = folder / "bin" / "python"
+    install(python, sources[0])
+    return python
+
+
+def install(python, source):
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--ignore-installed", source], check=True)
+
+
+def run(python, folder, *arguments):
+    """(exit status, output) of Python in a folder, with nothing on its path."""
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_recipes_train_from_the_wheel_alone(installed, tmp_path):
-    """The default one, and one whose task lies beside it."""
-    short = ["--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--data.eval_rows=4"]
-    assert "held-out" in run(installed, tmp_path, "train", *short)
+def test_what_is_installed_trains_and_audits(sources, python, tmp_path):
+    """Three steps of the default recipe, one of a recipe whose task lies beside it, and a step with a mistake."""
+    short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
+    assert status == 0 and "held-out" in out, out
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo"]
+    assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "checkpoint" / "model.safetensors").is_file()
-    recipe = str(installed / "minivlmrl" / "recipes" / "localisation.yaml")
-    small = ["--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4", "--data.demonstrations=4"]
-    assert "constant box" in run(installed, tmp_path, "train", recipe, *small)
+    [recipe] = python.parents[1].glob("lib/python*/site-packages/minivlmrl/recipes/localisation.yaml")
+    small = "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4", "--data.demonstrations=4"
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", str(recipe), *small)
+    assert status == 0 and "constant box" in out, out
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
+    assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out
+    install(python, sources[1])
+    assert run(python, tmp_path, "-c", STEP) == (0, "")
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
+    assert status == 1 and "explained by: divided by padded length" in out, out
 
 
 @pytest.mark.slow
-def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(installed):
+def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_script(python):
+    [packages] = python.parents[1].glob("lib/python*/site-packages")
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
-        for path in (ROOT / folder).rglob("*"):
+        for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
             wanted = path.suffix in (".py", ".yaml", ".json", ".html", ".safetensors")
-            if wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py":  # points to kernels/ in a source tree
-                assert (installed / "minivlmrl" / inside / path.relative_to(ROOT / folder)).is_file(), path
-    [scripts] = installed.glob("*.dist-info/entry_points.txt")
-    assert "minivlmrl = minivlmrl.__main__:main" in scripts.read_text()
+            wanted = wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # points to kernels/ in a clone
+            found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
+            assert found.is_file() == wanted, path
+    assert (python.parent / "minivlmrl").is_file()
 
 
 @pytest.mark.slow
-def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(tmp_path):
-    folders = "minivlmrl", "kernels", "recipes", "tests", "benchmarks", "docs", "exercises"
-    for name in folders:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "train.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    expected = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    build = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    [sdist] = tmp_path.glob("dist/*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        assert expected <= {name.partition("/")[2] for name in archive.getnames()}
+def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_path):
+    with tarfile.open(sdist(clone, tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(files()) - names == {".gitignore", ".ci/run"}
 
 
 def test_what_is_installed_is_pinned():

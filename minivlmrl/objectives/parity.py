@@ -78,7 +78,7 @@ def mistakes(steps: list[tuple]) -> list[str]:
     except ModuleNotFoundError as error:
         if error.name != AUDIT.partition(".")[0]:
             raise
-        return ["pip install minivlmrl-audit (./audit of a clone): it names the mistake"]
+        return ["minivlmrl-audit names the mistake: pip install ./audit, in a clone"]
     return audit.mistakes(steps)
 
 
