@@ -142,6 +142,19 @@ def test_folders_are_an_order():
     assert {name: others for name, others in upwards.items() if others} == {}
 
 
+def test_the_library_does_not_know_the_audit():
+    """A distribution of its own, which imports the library; two files ask whether it is installed."""
+    asks = {name for name, path in FILES.items() if "minivlmrl_audit" in path.read_text()}
+    assert asks == {"minivlmrl.__main__", "minivlmrl.objectives.parity"}
+    assert [name for name in FILES if any(other.startswith("minivlmrl_audit") for other in imports(name))] == []
+
+
+def test_every_module_of_the_audit_has_a_test():
+    tests = "".join(path.read_text() for path in (ROOT / "audit" / "tests").glob("*.py"))
+    modules = [path.stem for path in (ROOT / "audit" / "minivlmrl_audit").glob("[a-z]*.py")]
+    assert modules and [name for name in modules if f"minivlmrl_audit.{name} import" not in tests] == []
+
+
 def test_files_import_each_other_in_no_circle():
     graph = {name: ours(name) - {name} for name in FILES}
     while free := [name for name, others in graph.items() if not others & set(graph)]:

@@ -1,11 +1,20 @@
-"""The audit's search on small steps without a model: what is composed, what a step cannot show, how long it looks."""
+"""The audit's search on small steps without a model: what is composed, what a step cannot show, how long it looks.
+
+And the names of mistakes in losses alone, for parity.check.
+"""
 
 import pytest
 import torch
+from test_parity import DAPO, my_loss, usual
 
+from minivlmrl.objectives import parity
 from minivlmrl_audit import audit as module
-from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TABLE, audit, causes, explain, report
+from minivlmrl_audit import stages
+from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TOLERANCE, audit, causes, error, explain, report
 from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.losses import as_step
+from minivlmrl_audit.moves import TABLE, edited, first
+from minivlmrl_audit.updates import schedule
 
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
 
@@ -93,3 +102,51 @@ def test_the_table_is_whole():
                 compile(how.removeprefix("="), cause.name, "eval")
     named = [(cause.name, cause.stages) for cause in CAUSES]
     assert len(set(named)) == len(named) and all(thing["says"] for thing in TABLE["things"])
+
+
+ONE_ROW = {name: torch.ones(1, 1) for name in ("completion_mask", "per_token_logps")} | {
+    "input_ids": torch.ones(1, 1).long()
+}
+
+
+def test_pieces_of_formulas():
+    """The first tokens of runs, and a list that is edited run by run."""
+    x = torch.tensor([[1, 1, 1, 0, 1], [0, 0, 1, 1, 0]]).bool()
+    assert first(x).long().tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 0, 0]]
+    assert first(x, 2).long().tolist() == [[1, 1, 0, 0, 1], [0, 0, 1, 1, 0]]
+    assert edited([1, 2, 3, 4], [1, 1, 0, 0], [True, True, True, False], "x[:1]") == ([1, 3, 4], [1, 0, 0])
+
+
+@pytest.mark.parametrize("kind, step, change, rate", [
+    ("linear", 0, {}, 0.0), ("linear", 1, {}, 0.5), ("linear", 4, {}, 0.75), ("cosine", 6, {}, 0.5),
+    ("constant", 9, {}, 1), ("linear", 1, {"warmup": 0}, 0.9),
+    ("linear", 4, {"type": "constant"}, 1), ("linear", 1, {"step": "2 * x"}, 1),
+])  # fmt: skip
+def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
+    """Two steps of warmup out of ten, and what deviations make of them."""
+    about = {"type": kind, "learning_rate": 1.0, "warmup_steps": 2, "max_steps": 10, "step": step}
+    d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": 0.3}}, ONE_ROW)
+    has, should, _ = schedule(d, change)["learning_rate"]
+    assert has.item() == 0.3 and should.item() == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+def test_recorded_losses_of_trl_are_healthy(kind):
+    for _, options, batch, value, gradient in parity.cases(kind=kind):
+        assert error(stages.loss(as_step(batch, options, value, gradient), {})) < TOLERANCE, options
+
+
+@pytest.mark.parametrize("wrong, says", [
+    ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "2 of them: the average is that of .* grpo"),
+    ({"average": lambda x, mask: x.mean()}, "2 of them: sums are divided by padding too"),
+    ({"kl": lambda d: (-d).exp() + d - 1}, "1 of them: policy and reference are exchanged in the KL"),
+    ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
+])  # fmt: skip
+def test_a_wrong_loss_is_named(wrong, says):
+    with pytest.raises(AssertionError, match=rf"(?s)of 2 cases differ from TRL\n.*\n{says}"):
+        parity.check(lambda batch, options: usual(batch, options, **wrong), whole_step=True, **DAPO)
+
+
+def test_a_factor_is_named_too():
+    with pytest.raises(AssertionError, match="2 of them: all of it is 2 times"):
+        parity.check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")

@@ -6,6 +6,7 @@ installed.
 """
 
 import importlib
+import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -15,8 +16,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from minivlmrl.objectives.checks import FIXTURES
-
-AUDIT = "minivlmrl_audit.losses"  # of the distribution minivlmrl-audit
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
@@ -73,13 +72,9 @@ def mistakes(steps: list[tuple]) -> list[str]:
     Args:
         steps: (batch, options, loss, gradient) of each case that differs.
     """
-    try:
-        audit = importlib.import_module(AUDIT)
-    except ModuleNotFoundError as error:
-        if error.name != AUDIT.partition(".")[0]:
-            raise
+    if importlib.util.find_spec("minivlmrl_audit") is None:  # a distribution of its own
         return ["minivlmrl-audit names the mistake: pip install ./audit, in a clone"]
-    return audit.mistakes(steps)
+    return importlib.import_module("minivlmrl_audit.losses").mistakes(steps)
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
