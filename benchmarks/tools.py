@@ -47,7 +47,7 @@ def main(arguments: list[str]):
     least = {}
     for _ in range(repeats):
         for name, environment in (("with crops", "recipes/zoom.py:Quarters"), ("without", None)):
-            sampling = SamplingOptions(max_new_tokens=TOKENS, min_new_tokens=TOKENS, environment=environment)
+            sampling = SamplingOptions(max_new_tokens=TOKENS, stop_token_ids=[], environment=environment)
             sample = tool_sampler.build_sampler(model, processor, sampling, world)
             begun = time.process_time()
             completions = sample(prompts, GROUP, keys)

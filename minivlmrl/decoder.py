@@ -45,10 +45,18 @@ class Qwen2_5_VL(nn.Module):
             vision_embeds = batch.vision_embeds  # those of a frozen tower are known
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
-            vision_embeds, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
-            x = x.index_copy(0, batch.vision_index, vision_embeds)
+            x, deep = place_images(x, vision_embeds, batch.vision_index)
         attention = attention or GroupAttention(batch.layout)
         return self.model(x, batch.position_ids, attention, select, batch.vision_index, deep)
+
+
+def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Put what the tower made of M tokens at their rows `index` of x (N, hidden_size).
+
+    A tower with DeepStack makes rows several times as wide: the rest is for TextModel's `deep`.
+    """
+    vision_embeds, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
+    return x.index_copy(0, index, vision_embeds), deep
 
 
 class TextModel(nn.Module):

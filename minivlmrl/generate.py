@@ -36,20 +36,33 @@ class SamplingConfig:
 
 
 class Sampler:
-    """Samples by the key of each prompt alone; sampling/sample.py has filters and CUDA graphs."""
+    """Samples by the key of each prompt alone; sampling/sample.py extends both of its steps."""
 
-    def __init__(self, model, processor: Processor, sampling: SamplingConfig):
+    def __init__(self, model, processor: Processor, sampling: SamplingConfig, device=None):
         self.model, self.processor, self.sampling = model, processor, sampling
+        self.device = device or model.lm_head.weight.device
 
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt: B lists of G."""
-        sampling, device = self.sampling, self.model.lm_head.weight.device
+        return self.generate(prompts, num_generations, self.chooser(prompts, num_generations, keys))
+
+    def chooser(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str],
+        warp: Callable | None = None,
+    ) -> Choose:  # fmt: skip
+        """Make the function that chooses tokens, by the numbers of these keys."""
+        sampling, device = self.sampling, self.device
         stop = stop_tokens(sampling, self.processor.stop_token_ids, self.model.config.vocab_size)
         numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        choose = chooser(sampling, stop, draw_by(numbers, device), device=device)
-        return generate(self.model, prompts, num_generations, sampling.max_new_tokens, choose)
+        return chooser(sampling, stop, draw_by(numbers, device), warp, device)
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_generations: int, choose: Choose
+    ) -> list[list[Completion]]:
+        """Sample completions whose tokens `choose` chooses."""
+        return generate(self.model, prompts, num_generations, self.sampling.max_new_tokens, choose)
 
 
 class Decode:

@@ -109,7 +109,7 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
 def test_every_sampling_option_can_be_given_and_says_what_it_does():
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
-        "min_new_tokens": 2, "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
+        "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
         "max_tokens_at_once": 500, "graph": "never", "environment": "zoom",
     }  # fmt: skip
     assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
@@ -148,9 +148,10 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     shown as it, and a stop token not at all."""
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
-    stream, pieces = command.Stream(given, tokenizer, [stop]), []
+    stream, pieces = command.Stream(tokenizer, [stop]), []
+    choose = stream.listen(given)
     for token_id in [*tokenizer.encode(text), *tokenizer.encode("猫")[:-1], stop]:
-        stream(token_id, None, 0)
+        choose(token_id, None, 0)
         pieces.append(capsys.readouterr().out)
     assert pieces == [piece for char in text for piece in [""] * (len(char.encode()) - 1) + [char]] + [""] * 3
     stream.end()

@@ -19,7 +19,7 @@ import tiny
 from draws import STOP, options, prompts, sample
 
 SETTINGS = [
-    {}, dict(temperature=0), dict(temperature=0.7, top_k=5, repetition_penalty=1.3, min_new_tokens=6),
+    {}, dict(temperature=0), dict(temperature=0.7, top_k=5, repetition_penalty=1.3),
     dict(top_p=0.8, min_p=0.05),
 ]  # fmt: skip
 

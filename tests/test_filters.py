@@ -14,15 +14,13 @@ EXTREMES = [
 ]  # fmt: skip
 
 
-def theirs(setting, prompt, scores, banned=None):
+def theirs(setting, prompt, scores):
     """Scores after transformers' processors, in the order in which generate applies them."""
     p = pytest.importorskip(
         "transformers.generation.logits_process", reason="oracle missing: pip install transformers==5.23.0"
     )
     sampling = SamplingOptions(**setting)
     chain = [p.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
-    if banned is not None:
-        chain.append(p.MinNewTokensLengthLogitsProcessor(prompt.shape[1], 1, banned))
     if sampling.temperature:  # else do_sample is off, and then nothing of this
         chain.append(p.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
@@ -44,19 +42,17 @@ def test_filters_equal_transformers_bit_for_bit(setting, rounded):
         scores = (scores * 2).round() / 2 if rounded else scores  # half of all values have equals then
         prompt = torch.randint(0, vocab, (6, 9), generator=generator)
         seen = torch.zeros(6, vocab, dtype=torch.bool).scatter(1, prompt, True)
-        banned = torch.randint(0, vocab, (3,), generator=generator) if seed else None
-        actual = filter_logits(scores, SamplingOptions(**setting), seen, banned)
-        assert torch.equal(actual, theirs(setting, prompt, scores, banned))
+        actual = filter_logits(scores, SamplingOptions(**setting), seen)
+        assert torch.equal(actual, theirs(setting, prompt, scores))
 
 
-@pytest.mark.parametrize("setting", [dict(top_k=1), dict(top_p=0.9), dict(min_p=0.1), dict(repetition_penalty=1.1),
-                                     dict(min_new_tokens=1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("setting", [dict(top_k=1), dict(top_p=0.9), dict(min_p=0.1), dict(repetition_penalty=1.1)],
+                         ids=str)  # fmt: skip
 def test_each_option_asks_for_the_filters(setting):
     assert SamplingOptions(**setting).filtered and not SamplingOptions(0.5, 9, [3], stop_strings=["a"]).filtered
 
 
 @pytest.mark.parametrize("bad, says", [
-    (dict(min_new_tokens=9, max_new_tokens=8), r"from 0 to max_new_tokens \(8\)"),
     (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "without an empty text"),
     (dict(temperature=float("nan")), "0 or more"),
 ], ids=str)  # fmt: skip

@@ -13,7 +13,7 @@ import tiny
 from draws import SETTINGS, STOP, ids_of, logits, options, prompts, sample, seeded, their_tokens
 
 MORE_SETTINGS = [
-    dict(min_new_tokens=6), dict(min_new_tokens=12, temperature=0.6, top_k=3, repetition_penalty=1.1),
+    dict(temperature=0.6, top_k=3, repetition_penalty=1.1),
     dict(top_k=1000), dict(temperature=3.0, min_p=0.5, top_p=0.5), dict(repetition_penalty=0.8, top_p=0.95),
 ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def one_token(scores, sampling, draw=None):
     """What rows that share one empty prompt choose: ids and log-probabilities."""
     filters = None
     if getattr(sampling, "filtered", False):
-        filters = Filters(sampling, [torch.tensor([0])], len(scores), [])
+        filters = Filters(sampling, [torch.tensor([0])], len(scores))
     return chooser(sampling, [], draw, filters)(scores, torch.arange(len(scores)), 0)[:2]
 
 

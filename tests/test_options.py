@@ -112,7 +112,6 @@ OPTIONS = [  # field, another value, base
     ("sampling.min_p", 0.9, GRPO),
     ("sampling.repetition_penalty", 3.0, GRPO),
     ("sampling.max_new_tokens", 3, GRPO),
-    ("sampling.min_new_tokens", 6, GRPO),
     ("sampling.stop_token_ids", "[40, 41, 42, 43, 44]", GRPO),
     ("sampling.stop_strings", "[e, a]", GRPO),
     ("rewards.letters", 0.5, [*GRPO, "--grpo.scale_rewards=none"]),

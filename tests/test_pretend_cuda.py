@@ -116,7 +116,7 @@ SLOW = {
         "--grpo.beta=0.1", "--grpo.top_entropy_quantile=0.5", "--reference.sync_ref_model=true",
         "--reference.ref_model_sync_steps=1", "--grpo.mask_truncated_completions=true", "--grpo.soft_punish_cache=2",
         "--sampling={max_new_tokens: 6, repetition_penalty: 1.1, top_p: 0.9, top_k: 20, min_p: 0.01, "
-        "min_new_tokens: 2, stop_strings: [a]}",
+        "stop_strings: [a]}",
     ],
     "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--reference.num_shared_layers=1",
              "--grpo.max_num_gen_batches=2", "--grpo.num_iterations=2"],

@@ -26,10 +26,11 @@ KEYS = ["a", "b", "c", "d", "e"]
 def sampler(tokenizer_300):
     """sampler(model, world, gather_weights, options of the sampling)."""
 
-    def sampler(model=None, world=ONE, gather_weights=True, **values):
+    def sampler(model=None, world=ONE, gather_weights=True, keeps_vision=False, **values):
         processor = Processor(tokenizer_300, ImageProcessor())
         sampling = options(**{"stop_token_ids": list(STOP)} | values)
-        return RunSampler(model or tiny.model(), processor, sampling, world, gather_weights)
+        model = model or tiny.model()
+        return RunSampler(model, processor, sampling, world, gather_weights, keeps_vision)
 
     return sampler
 
@@ -49,11 +50,13 @@ def test_without_further_options_it_draws_what_the_books_draws(sampler):
 @pytest.mark.parametrize("values", [
     {"max_tokens_at_once": 60},
     {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
-    {"graph": "always"},
+    {"captured": True},
 ], ids=str)  # fmt: skip
 def test_keys_alone_decide(sampler, values):
     """Not the order of the prompts, nor how many there are, nor how many are computed together."""
+    captured = values.pop("captured", False)
     own = sampler(tiny.model(dtype=torch.float64), **values)
+    own.captured = captured
     each = {key: drawn(own, [key]) for key in KEYS}
     for keys in (KEYS, ["e", "a", "d"], KEYS[::-1]):
         assert drawn(own, keys) == [ids for key in keys for ids in each[key]]
@@ -62,7 +65,7 @@ def test_keys_alone_decide(sampler, values):
 
 
 def test_filters_are_those_of_the_options(sampler):
-    model, values = tiny.model(dtype=torch.float64), {"repetition_penalty": 1.5, "min_new_tokens": 3, "top_p": 0.5}
+    model, values = tiny.model(dtype=torch.float64), {"repetition_penalty": 1.5, "top_p": 0.5}
     draw = draw_by(uniform_numbers(KEYS, 2, 12))
     expected = ids_of(sample(model, prompts(5), 2, options(**values), draw=draw))
     assert drawn(sampler(model, **values)) == expected != drawn(sampler(model))
@@ -84,21 +87,21 @@ def decodes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("graph", "kind", "on_a_gpu"), [
-    ("auto", Decode, True), ("never", Decode, False), ("always", CapturedDecode, True),
-])  # fmt: skip
-def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, kind, on_a_gpu):
+@pytest.mark.parametrize(("graph", "on_a_gpu"), [("auto", True), ("never", False)])
+def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, on_a_gpu):
     drawn(sampler(graph=graph))
-    assert set(decodes) == {(kind, False)}
+    assert set(decodes) == {(Decode, False)}
     assert sampler(world=SimpleNamespace(device=torch.device("cuda")), graph=graph).captured == on_a_gpu
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("gather_weights", "graph"), [(True, "always"), (True, "never"), (False, "auto")])
-def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, graph):
+@pytest.mark.parametrize(("gather_weights", "captured"), [(True, True), (True, False), (False, False)])
+def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, captured):
     """Gathered as a whole, in a model without hooks, which a graph needs; or layer by layer."""
-    found = drawn(sampler(sharded_model(), ONE, gather_weights, graph=graph))
-    assert set(decodes) == {(CapturedDecode if graph == "always" else Decode, not gather_weights)}
+    own = sampler(sharded_model(), ONE, gather_weights)
+    own.captured = captured
+    found = drawn(own)
+    assert set(decodes) == {(CapturedDecode if captured else Decode, not gather_weights)}
     assert found == drawn(sampler())
 
 
@@ -106,8 +109,7 @@ def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, graph):
 @pytest.mark.parametrize("gather_weights", [True, False])
 def test_a_frozen_tower_may_be_sharded(sampler, gather_weights):
     """It is the first to run, before any forward of the whole model; layer by layer it keeps nothing."""
-    own, rows = sampler(sharded_model(), ONE, gather_weights), prompts(5)
-    own.keeps_vision = True
+    own, rows = sampler(sharded_model(), ONE, gather_weights, keeps_vision=True), prompts(5)
     assert ids_of(own(rows, 2, KEYS)) == drawn(sampler())
     assert all((row.vision_embeds is not None) == gather_weights for row in rows)
 
@@ -116,8 +118,6 @@ def test_a_frozen_tower_may_be_sharded(sampler, gather_weights):
 def test_layer_by_layer_there_is_no_graph(sampler):
     model, world = sharded_model(), SimpleNamespace(device=torch.device("cuda"))
     assert not sampler(model, world, gather_weights=False).captured
-    with pytest.raises(ValueError, match=r"sampling\.graph is 'always', it needs rollout\.gather_weights: true"):
-        sampler(model, gather_weights=False, graph="always")
 
 
 # what a frozen tower saw

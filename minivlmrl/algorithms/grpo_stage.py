@@ -30,15 +30,17 @@ class GRPOStage(Algorithm, GRPO):
         Algorithm.__init__(self, run, model, processor, world)
         config = self.config
         reference = Reference(model, run.reference) if self.has_reference(config) else None
-        sample = build_sampler(model, processor, run.sampling, world, run.rollout.gather_weights)
+        judged = FOLDER in run.rewards
+        # the reference's tower is the policy's then; other models read the prompts with their own
+        frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
+        sample = build_sampler(
+            *(model, processor, run.sampling, world, run.rollout.gather_weights),
+            keeps_vision=frozen and self.reads_alone and not judged,
+        )
         rewards = {reward.on(world): run.rewards[reward.name] for reward in run.training_rewards}
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
         self.steps_per_rollout = config.steps_per_generation
-        judged = FOLDER in run.rewards
         self.reward_model = RewardModelScores(run, model, world) if judged else None
-        # the reference's tower is the policy's then; other models read the prompts with their own
-        frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
-        sample.keeps_vision = frozen and self.reads_alone and self.reward_model is None
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:
         columns = recipe_columns(rows, prompts, completions, self.processor)

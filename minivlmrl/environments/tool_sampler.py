@@ -12,6 +12,7 @@ from torch import Tensor
 from minivlmrl.chat import IMAGE
 from minivlmrl.data.boxes import extent
 from minivlmrl.data.turns import encode_pieces
+from minivlmrl.decoder import place_images
 from minivlmrl.environments.environment import get_environment, tools_of
 from minivlmrl.environments.tool_calls import answer, find_calls, lay_out
 from minivlmrl.generate import Choose, Decode
@@ -25,9 +26,10 @@ from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
 MAX_TOOL_CALLS = 8  # of a completion, where its environment says no other; more go unanswered
 
 
-def build_sampler(model, processor, sampling, *rest) -> RunSampler:
+def build_sampler(model, processor, sampling, *rest, **options) -> RunSampler:
     """Make the sampler of a recipe, with tools if it names an environment."""
-    return (ToolSampler if sampling.environment else RunSampler)(model, processor, sampling, *rest)
+    kind = ToolSampler if sampling.environment else RunSampler
+    return kind(model, processor, sampling, *rest, **options)
 
 
 class Play:
@@ -37,7 +39,7 @@ class Play:
         self.environment, self.tools = environment, tools_of(environment)
         self.calls_left = getattr(environment, "max_tool_calls", MAX_TOOL_CALLS)
         self.text = b""  # since the last answer
-        self.written, self.pictures, self.cut = [], [], False
+        self.written, self.pictures, self.cut, self.ended = [], [], False, False
         self.shift, self.moved = 0, [0] * 3  # position, less the tokens before it: next and last
         self.queue = deque()  # forced tokens that are not read yet: id, moved
         self.unseen, self.embeds = [], deque()  # pictures, and what the tower made of them
@@ -54,7 +56,8 @@ class Play:
         calls = []
         if self.calls_left > 0 and (ends or b">" in self.text[-16:]):
             calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
-        return token, logp, self.answer(calls, ends, left, sampler) if calls else ends
+        self.ended = self.answer(calls, ends, left, sampler) if calls else ends
+        return token, logp, self.ended
 
     def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
         """Queue the answers of calls; True: they do not fit, and the row ends."""
@@ -77,13 +80,17 @@ class Play:
 
 
 class ToolDecode(Decode):
-    """A decode step that shows a picture where its tokens are forced."""
+    """A decode step that shows a picture where its tokens are forced.
 
-    def __init__(self, image_token: int):
-        self.image_token, self.plays = image_token, []  # of the rows that go on
+    Args:
+        plays: of all rows; a step has those that have not ended.
+    """
+
+    def __init__(self, image_token: int, plays: list[Play]):
+        self.image_token, self.plays = image_token, plays
 
     def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
-        plays, device = self.plays, ids.device
+        plays, device = [play for play in self.plays if not play.ended], ids.device
         asked = [(play, picture) for play in plays for picture in play.unseen]
         if asked:
             _, patches, grids = zip(*(picture for _, picture in asked), strict=True)
@@ -99,8 +106,7 @@ class ToolDecode(Decode):
         x, deep = model.model.embed_tokens(ids), []
         if any(shows):
             shown = [play.embeds.popleft() for play, show in zip(plays, shows, strict=True) if show]
-            shown, *deep = torch.stack(shown).to(x.dtype).split(x.shape[1], dim=-1)
-            x = x.index_copy(0, index, shown)
+            x, deep = place_images(x, torch.stack(shown), index)
         moved = to_device(torch.tensor([play.moved for play in plays]).T, device)  # (3, r)
         hidden = model.model(x, position + moved, attention, None, index, deep)
         attention.advance()
@@ -110,17 +116,19 @@ class ToolDecode(Decode):
 class ToolSampler(RunSampler):
     """Draws completions that may call the tools of the environment of `sampling`."""
 
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.make, sampling = get_environment(self.sampling.environment), self.sampling
-        if sampling.graph == "always" or sampling.stop_strings or not self.gather_weights:
-            refused = "sampling.stop_strings, sampling.graph: always, rollout.gather_weights: false"
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.make = get_environment(self.sampling.environment)
+        if self.sampling.stop_strings or not self.gather_weights:
+            refused = "sampling.stop_strings, rollout.gather_weights: false"
             raise ValueError(f"sampling.environment: leave out {refused}")
 
-    def sample(self, prompts, num_generations, keys) -> list[list[Completion]]:
+    def chooser(self, prompts, num_generations, keys) -> Choose:
         self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
-        self.step = ToolDecode(self.processor.tokenizer.special_tokens[IMAGE])
-        groups = super().sample(prompts, num_generations, keys)
+        return super().chooser(prompts, num_generations, keys)
+
+    def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
+        groups = super().generate(prompts, num_generations, choose)
         for play, completion in zip(self.plays, chain(*groups), strict=True):
             completion.written, completion.pictures = torch.tensor(play.written), play.pictures
             completion.stopped &= not play.cut
@@ -145,17 +153,15 @@ class ToolSampler(RunSampler):
         return plays
 
     def decode(self) -> Decode:
-        return self.step
+        return ToolDecode(self.processor.tokenizer.special_tokens[IMAGE], self.plays)
 
     def forcing(self, choose: Choose) -> Choose:
         limit = self.sampling.max_new_tokens
 
         def force(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-            plays = [self.plays[row] for row in rows.tolist()]
             drawn = zip(*(x.tolist() for x in choose(logits, rows, step)), strict=True)
-            drawn = zip(plays, drawn, strict=True)
-            now = [play.step(own, limit - step - 1, self) for play, own in drawn]
-            self.step.plays = [p for p, (*_, ends) in zip(plays, now, strict=True) if not ends]
+            plays = zip(rows.tolist(), drawn, strict=True)
+            now = [self.plays[row].step(token, limit - step - 1, self) for row, token in plays]
             return tuple(to_device(torch.tensor(x), rows.device) for x in zip(*now, strict=True))
 
         return force

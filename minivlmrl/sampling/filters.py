@@ -1,4 +1,4 @@
-"""Filters on the distribution that a token is drawn from: penalty, ban, top_k, top_p, min_p."""
+"""Filters on the distribution that a token is drawn from: penalty, top_k, top_p, min_p."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from minivlmrl.generate import Choose, SamplingConfig
 from minivlmrl.hub.checker import require
-from minivlmrl.kernels.backend import to_device
 
 
 @dataclass
@@ -23,26 +22,21 @@ class SamplingOptions(SamplingConfig):
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
     # logits of tokens seen before: / if positive, x if negative
     repetition_penalty: Annotated[float, "> 0"] = 1.0
-    min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before this many tokens
     # the token that completes one ends the completion
     stop_strings: list[str] = field(default_factory=list)
     # of prompts and completions, at full length; None: all
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None
     # tools that a completion may call: a built-in name or file.py:NAME, docs/tools.md
     environment: str | None = None
-    # decode steps as a CUDA graph; always: elsewhere without graph
-    graph: Literal["auto", "always", "never"] = "auto"
+    graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
 
     def __post_init__(self):
-        least, most = self.min_new_tokens, self.max_new_tokens
-        require(least <= most, "min_new_tokens", least, f"from 0 to max_new_tokens ({most})")
         require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
 
     @property
     def filtered(self) -> bool:
         """Whether draws need Filters."""
-        chosen = self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.min_new_tokens
-        return chosen != (0, 1, 0, 1, 0)
+        return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
 
 
 class Filters:
@@ -50,15 +44,10 @@ class Filters:
 
     Args:
         prompts: (P,) int64 ids of each prompt.
-        stop: ids that end a completion.
     """
 
-    def __init__(
-        self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int,
-        stop: Sequence[int], device="cpu",
-    ):  # fmt: skip
+    def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling, self.prompts, self.num_generations = sampling, prompts, num_generations
-        self.stop = to_device(torch.tensor(stop, dtype=torch.long), device)
         self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
@@ -70,8 +59,7 @@ class Filters:
                 row[ids.to(row.device)] = True
             self.seen = seen.repeat_interleave(self.num_generations, 0)
         seen = None if self.seen is None else self.seen[rows]
-        banned = self.stop if step < self.sampling.min_new_tokens else None
-        return filter_logits(logits, self.sampling, seen, banned)
+        return filter_logits(logits, self.sampling, seen)
 
     def remembering(self, choose: Choose) -> Choose:
         """Make a `choose` that remembers what each row has drawn."""
@@ -85,23 +73,20 @@ class Filters:
         return remember
 
 
-def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=None) -> Tensor:
-    """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; dropped is -inf.
+def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tensor:
+    """Apply penalty, temperature, top_k, top_p and min_p, in this order; dropped is -inf.
 
-    With temperature 0 only penalty and ban. Equals transformers' generate bit for bit, with ties.
+    With temperature 0 only the penalty. Equals transformers' generate bit for bit, with ties.
 
     Args:
         logits: (r, V) float32.
         seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a
             repetition penalty.
-        banned: (b,) int64, ids that are not to be drawn.
     """
     scores = logits
     if (penalty := sampling.repetition_penalty) != 1:
         penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(seen, penalised, scores)
-    if banned is not None:
-        scores = scores.index_fill(-1, banned, float("-inf"))
     if sampling.temperature == 0:
         return scores
     scores = scores / sampling.temperature

@@ -51,35 +51,36 @@ def main(arguments: list[str]):
     processor.add_vision_id = data.add_vision_id
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    sampler = build_sampler(model, processor, params, World(device=device))
+    prompt.row = Row(messages, images)
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    chooser, streams, prompt.row = sampler.chooser, [], Row(messages, images)
-
-    def streaming(*given) -> Stream:
-        streams.append(Stream(chooser(*given), processor.tokenizer, hidden))
-        return streams[-1]
-
-    sampler.chooser, sampler.captured = streaming, False  # each token is printed when it is there
+    stream = Stream(processor.tokenizer, hidden)
+    params.graph = "never"  # each token is printed when it is there
+    sampler = build_sampler(model, processor, params, World(device=device), listen=stream.listen)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
-    streams[-1].end()
+    stream.end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
 
 
 class Stream:
-    """Choose as `choose` does, and print the only row's tokens, a character with its last byte."""
+    """Prints the tokens of the only row, a character with its last byte."""
 
-    def __init__(self, choose: Choose, tokenizer: Tokenizer, hidden: Collection[int] = ()):
-        self.choose, self.tokenizer, self.hidden = choose, tokenizer, hidden
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int] = ()):
+        self.tokenizer, self.hidden = tokenizer, hidden
         # keeps the first bytes of a character
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def __call__(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        ids, logps, ends = self.choose(logits, rows, step)
-        if ids.item() not in self.hidden:
-            said = token_bytes(self.tokenizer, ids.item()) or b""
-            print(self.decoder.decode(said), end="", flush=True)
-        return ids, logps, ends
+    def listen(self, choose: Choose) -> Choose:
+        """Make a `choose` that prints what is chosen."""
+
+        def choose_and_print(logits: Tensor, rows: Tensor, step: int):
+            ids, logps, ends = choose(logits, rows, step)
+            if ids.item() not in self.hidden:
+                text = token_bytes(self.tokenizer, ids.item()) or b""
+                print(self.decoder.decode(text), end="", flush=True)
+            return ids, logps, ends
+
+        return choose_and_print
 
     def end(self):
         """End the line; an incomplete character is printed as the replacement character."""

@@ -46,7 +46,7 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
-        filters = Filters(sampling, [row.input_ids for row in rows], num_generations, stop, device)
+        filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
     choose = chooser(sampling, stop, draw, filters, device)
     choose = filters.remembering(choose) if filters else choose
     choose = wrap(choose) if wrap else choose
