@@ -9,11 +9,12 @@ torchrun train.py --help [SECTION]             # every option with its default
 import math
 
 from minivlmrl.algorithms.base import Algorithm
-from minivlmrl.algorithms.table import find_algorithm
+from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.batch import Step
 from minivlmrl.hub.folder import locked
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
+from minivlmrl.run.memory import check_memory
 from minivlmrl.run.metrics import MetricsLog, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import Results, check_outputs
@@ -28,9 +29,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     config = load_config(arguments[0], arguments[1:])
-    algorithms = {stage: find_algorithm(stage, config) for stage in config.stages}
-    for algorithm in algorithms.values():
-        algorithm.check(config)
+    algorithms = find_algorithms(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
         run(config, algorithms, world, signals)
@@ -41,6 +40,7 @@ def main(arguments: list[str]) -> int:
 def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
     check_outputs(config)
+    check_memory(config, world)
     model, processor, datasets = prepare(config, algorithms, world)
     states = States(config, world, signals)
     progress = states.to_resume()

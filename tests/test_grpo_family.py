@@ -41,7 +41,7 @@ def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkey
     """The same bits: metrics of four steps and every weight after them."""
     found = []
     for algorithm in (GRPOStage, Family):
-        monkeypatch.setattr("minivlmrl.train.find_algorithm", lambda *_, algorithm=algorithm: algorithm)
+        monkeypatch.setattr("minivlmrl.algorithms.table.find_algorithm", lambda *_, algorithm=algorithm: algorithm)
         run = stage("grpo", *options, dtype=torch.float32)
         assert type(run.algorithm) is algorithm
         found.append((run.go(4), snapshot(run.model)))

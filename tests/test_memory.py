@@ -1,6 +1,7 @@
 """The memory plan against tensors that are really there, on the CPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import pieces
 from minivlmrl.scale.checkpoint import initialize
+from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks, run_in_pieces
 
 import tiny
@@ -212,17 +214,33 @@ def test_every_stage_has_a_plan(stage):
     assert ("reference" in phases["train"]) == (stage in ("dpo", "kto", "ppo"))
 
 
-def test_a_run_that_does_not_fit_is_refused(checkpoint, home):
+@pytest.fixture
+def gpus(monkeypatch):
+    """A World of so many GPUs with so many GB each."""
+
+    def gpus(count, size):
+        properties = SimpleNamespace(total_memory=size * GB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return World(0, count, torch.device("cuda", 0))
+
+    return gpus
+
+
+def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
     """By the same numbers as the command; the reserve alone is 3 GB."""
-    run = load_config(home / "recipe.yaml", [f"--model.path={checkpoint}", "--model.config=null"])
-    memory.check_memory(run, 1, 4 * GB)
+    given = [f"--model.path={checkpoint}", "--model.config=null"]
+    run = load_config(home / "recipe.yaml", given)
+    memory.check_memory(run, gpus(1, 4))
     with pytest.raises(
         ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, and one has 2\.0: .*check_memory"
     ):
-        memory.check_memory(run, 2, 2 * GB)
+        memory.check_memory(run, gpus(2, 2))
+    memory.check_memory(load_config(home / "recipe.yaml", [*given, "--check_memory=false"]), gpus(2, 2))
+    memory.check_memory(load_config(home / "recipe.yaml", []), gpus(2, 2))  # random weights are as small as one likes
+    memory.check_memory(run, World())
 
 
-def test_an_image_has_as_many_tokens_as_its_family_makes_of_it(home, tmp_path, monkeypatch):
+def test_an_image_has_as_many_tokens_as_its_family_makes_of_it(home, tmp_path, monkeypatch, gpus):
     """One is 28 x 28 pixels, of Qwen3-VL 32 x 32."""
     vision = tiny.RUN_QWEN3["vision_config"] | {"patch_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(tiny.RUN_QWEN3 | {"vision_config": vision}))
@@ -230,7 +248,7 @@ def test_an_image_has_as_many_tokens_as_its_family_makes_of_it(home, tmp_path, m
     seen = []
     monkeypatch.setattr(memory, "plan", lambda *arguments: seen.append(arguments[-1]) or {})
     monkeypatch.setattr(memory, "most", lambda phases: 0)
-    memory.check_memory(load_config(home / "recipe.yaml", given), 1, GB)
+    memory.check_memory(load_config(home / "recipe.yaml", given), gpus(1, 1))
     assert seen == [50]
 
 

@@ -1,7 +1,6 @@
 """The model that a recipe asks for."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
-from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -63,22 +61,6 @@ def test_activations_are_recomputed(build):
         per_token_logps(model, batch)[0].sum().backward()
         calls.append(len(count))
     assert calls == [1, 2]
-
-
-@pytest.mark.parametrize("option", ["true", "false"])
-def test_memory_is_checked_before_weights_are_read(home, own, monkeypatch, option):
-    """On a GPU of 2 GB: the reserve of the plan alone is 3."""
-    small = SimpleNamespace(total_memory=2 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
-    monkeypatch.setattr("minivlmrl.run.model.load_model", lambda *_: pytest.fail("read"))
-    config = load_config(home / "recipe.yaml", [*own, f"--check_memory={option}"])
-    world = World(device=torch.device("cuda", 0))
-    if option == "true":
-        with pytest.raises(ValueError, match=r"sft needs about .* --check_memory=false starts it as it is"):
-            build_model(config, world)
-    else:
-        with pytest.raises(pytest.fail.Exception, match="read"):
-            build_model(config, world)
 
 
 def test_random_weights_on_rows_of_ones_own(home, rows):

@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -230,6 +231,13 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
 
 
 # numbers that are no numbers
+
+
+def test_memory_is_checked_before_rows_and_weights_are_read(run, monkeypatch):
+    monkeypatch.setattr("minivlmrl.train.prepare", None)  # calling it would fail
+    monkeypatch.setattr("minivlmrl.train.check_memory", Mock(side_effect=ValueError("sft needs more")))
+    with pytest.raises(ValueError, match="sft needs more"):
+        run("--stages=[sft]")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch):

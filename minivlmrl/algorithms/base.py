@@ -80,7 +80,8 @@ class Algorithm:
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""
-        save_model(folder / "checkpoint", self.policy, self.processor, self.world)
+        base = self.run.model.path
+        save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
 
     def evaluate(self, rows) -> dict[str, float]:
         """Measure what held-out rows say besides answers: `pairs` or `loss`."""

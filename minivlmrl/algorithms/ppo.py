@@ -109,7 +109,8 @@ class PPO(GRPOStage):
                 # an interrupted save keeps the earlier file
                 partial.replace(folder / "value_head.safetensors")
         else:
-            value_model.save_value_model(folder / "critic", self.critic, self.processor, self.world)
+            critic = folder / "critic", self.critic, self.processor
+            value_model.save_value_model(*critic, self.world, self.run.model.path)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}

@@ -49,7 +49,8 @@ class RewardModel(PairAlgorithm):
         return super().modules() | {"trained": self.trained}
 
     def save(self, folder: Path):
-        save_value_model(folder / FOLDER, self.trained, self.processor, self.world)
+        base = self.run.model.path
+        save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base)
 
     def micro_batch(self, rows: Sequence[Row]) -> AnswerBatch:
         prompts, answers = self.encode(rows)

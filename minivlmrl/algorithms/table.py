@@ -32,3 +32,11 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
     if stage == "grpo" and needs_family(config.grpo):
         return Family
     return ALGORITHMS[stage]
+
+
+def find_algorithms(config) -> dict[str, type[Algorithm]]:
+    """Find the class of each stage of a recipe, and let it check the recipe (ValueError)."""
+    algorithms = {stage: find_algorithm(stage, config) for stage in config.stages}
+    for algorithm in algorithms.values():
+        algorithm.check(config)
+    return algorithms

@@ -116,11 +116,11 @@ def full_head(head: nn.Linear) -> dict[str, Tensor]:
     return {"score.weight": full(head.weight).cpu()}
 
 
-def save_value_model(folder: Path, model: ValueModel, processor, world):
+def save_value_model(folder: Path, model: ValueModel, processor, world, base=None):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
     head = full_head(model.score)
 
     def more(written: Path):
         save_tensors(head, written / HEAD_FILE)
 
-    save_model(folder, model.backbone, processor, world, more)
+    save_model(folder, model.backbone, processor, world, base, more)

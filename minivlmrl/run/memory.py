@@ -35,6 +35,7 @@ from minivlmrl.run.config import RunConfig
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
+from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import recompute_blocks, run_in_pieces
 
 GB = 10**9
@@ -256,8 +257,11 @@ def most(phases: dict[str, dict]) -> float:
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
-def check_memory(run: RunConfig, gpus: int, memory: int):
-    """Refuse a run (ValueError) that does not fit GPUs of these bytes, at data.max_pixels."""
+def check_memory(run: RunConfig, world: World):
+    """Refuse a run (ValueError) that does not fit the GPUs of its ranks, at data.max_pixels."""
+    if not run.check_memory or not run.model.path or world.device.type != "cuda":
+        return
+    gpus, memory = world.size, torch.cuda.get_device_properties(world.device).total_memory
     costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
     vision = costs.config.vision_config
     token = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of it

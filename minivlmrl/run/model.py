@@ -1,10 +1,10 @@
 """The model and processor that a recipe asks for."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from minivlmrl.adapters.lora import draw_adapters
@@ -16,7 +16,6 @@ from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.config import asked_yaml
-from minivlmrl.run.memory import check_memory
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, recompute_blocks, run_in_pieces
@@ -36,11 +35,7 @@ def build_model(
         computed, pieces = DTYPES.get(section.compute_dtype), section.tower_pieces
         sharding = Sharding(config.sharding, world, dtype, recompute, computed, pieces)
     if section.path:
-        # before the weights: it may not fit
         processor = load_processor(section.path, *bounds)
-        if config.check_memory and world.device.type == "cuda":
-            card = torch.cuda.get_device_properties(world.device)
-            check_memory(config, world.size, card.total_memory)
         model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
     elif data.task is None and not datasets:
         raise ValueError("model.config needs an embedded task or rows to train on; set model.path")
@@ -57,18 +52,22 @@ def build_model(
     draw_adapters(model, config.seed)
     if config.adapter.path:
         begin_with(model, config.adapter.path)
-    model.adapter_base = section.path
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
     if sharding is None:
         run_in_pieces(model, section.tower_pieces)
+    images = processor.image_processor
     if isinstance(data.resize, str):
-        processor.image_processor.resize = RESIZE[data.resize]
-    processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
-    processor.box_space = data.box_space or processor.box_space
+        images = replace(images, resize=RESIZE[data.resize])
     processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
-    return model, processor
+    return model, replace(
+        processor,
+        image_processor=images,
+        add_vision_id=data.add_vision_id,
+        answer=data.answer,
+        box_space=data.box_space or processor.box_space,
+    )
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:

@@ -113,7 +113,8 @@ class Results:
         if algorithm is not None:
             algorithm.save(self.folder)
         if algorithm is None or not algorithm.trains_policy:
-            save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
+            base = self.config.model.path
+            save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 
 
 def print_table(summary: dict, chance_name: str, rows: int):

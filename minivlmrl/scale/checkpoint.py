@@ -231,17 +231,24 @@ def default_template(family: Family) -> ChatTemplate | None:
 
 
 def save_model(
-    folder, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
+    folder,
+    model: nn.Module,
+    processor: Processor,
+    world=None,
+    base: str | None = None,
+    more=None,
+    max_shard_size=5 * 10**9,
 ):
     """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
 
     Args:
         world: all its ranks call this and the first one writes; None: this process alone.
+        base: the folder or repository that adapters are on, which PEFT's folder names.
         more: (folder) -> writes what else belongs into it.
         max_shard_size: bytes of one file of weights.
     """
     reshard(model)
-    weights, base = plain_weights(model), getattr(model, "adapter_base", None)
+    weights = plain_weights(model)
     if FAMILIES[model.config.model_type].memory_names:
         weights = {memory_name(name): weight for name, weight in weights.items()}
     write_adapter = gather_adapter(model, base) if adapters(model) else lambda folder: None

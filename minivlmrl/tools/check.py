@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 
 from minivlmrl.advantages import combine, group_std
-from minivlmrl.algorithms.table import find_algorithm
+from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
@@ -27,6 +27,7 @@ from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import BLIND, draw
+from minivlmrl.run.memory import check_memory
 from minivlmrl.run.start import prepare
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
@@ -57,11 +58,10 @@ def main(arguments: list[str]) -> int:
 
 def check(config) -> Iterator[str]:
     """Sentences about a recipe, each with the cause and what to do."""
-    stages = {stage: find_algorithm(stage, config) for stage in config.stages}
-    for algorithm in stages.values():
-        algorithm.check(config)
+    stages = find_algorithms(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    model, processor, datasets = prepare(config, stages, world)  # refuses what does not fit the GPU
+    check_memory(config, world)
+    model, processor, datasets = prepare(config, stages, world)
     online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
     yield from check_settings(config, model, datasets, online)
     for stage, algorithm in stages.items():

@@ -29,6 +29,5 @@ def main(arguments: list[str]):
         quantize_base(model)
     if (adapter / ASKED).is_file():
         processor.tokenizer.files[ASKED] = asked_yaml(load_config(adapter / ASKED)).encode()
-    model.adapter_base = options.model
-    save_model(options.out, model, processor)
+    save_model(options.out, model, processor, base=options.model)
     print(f"written: {options.out}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from minivlmrl import train
-from minivlmrl.algorithms.table import find_algorithm
+from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
 from minivlmrl.hub.folder import json_text, parse_json, read_lines
@@ -84,7 +84,7 @@ def steps_to(config, stage: str, number: int) -> Iterator[tuple]:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     wanted = config.stages.index(stage)
-    algorithms = {name: find_algorithm(name, config) for name in config.stages}
+    algorithms = find_algorithms(config)
     model, processor, datasets = prepare(config, algorithms, world)
     lengths = [getattr(config, name).max_steps for name in config.stages]
     if not 0 <= number < lengths[wanted]:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from minivlmrl import train
+from minivlmrl.algorithms import table
 from minivlmrl.environments import tool_sampler
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.names import REWARDS
@@ -118,7 +119,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stages
     model, processor = build_model(config, world)
-    algorithm = train.find_algorithm(stage, config)(config, model, processor, world)
+    algorithm = table.find_algorithm(stage, config)(config, model, processor, world)
     assert is_sharded(algorithm.trained) == config.uses_fsdp
     result, settings = Result(), getattr(config, stage)
     if hasattr(algorithm, "roll_out"):

@@ -9,6 +9,7 @@ from runs import metrics
 
 from minivlmrl import train
 from minivlmrl.adapters.lora import draw_adapters
+from minivlmrl.algorithms import table
 from minivlmrl.grpo import GRPO
 from minivlmrl.reward_functions import names
 from minivlmrl.rows import Processor
@@ -67,7 +68,7 @@ class Stage:
     ):
         options = [f"--output_dir={folder / 'out'}", f"--stages={stage}", *overrides]
         config = load_config(folder / "recipe.yaml", options)
-        algorithm = train.find_algorithm(stage, config)
+        algorithm = table.find_algorithm(stage, config)
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
