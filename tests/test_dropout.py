@@ -29,10 +29,9 @@ def test_a_share_p_is_0_and_the_mean_stays(p):
     assert abs(product.mean().item()) < 5 / 1000
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_a_layer_is_pefts(dora):
+def test_a_layer_is_pefts():
     """In float64 with the same mask: what it computes and its gradients."""
-    layer, _, x = check_peft(dora, 0.4, lambda x: drop(0.4, 1, x))
+    layer, _, x = check_peft(0.4, lambda x: drop(0.4, 1, x))
     with_it = layer(x)
     layer.drop = None
     assert not torch.allclose(with_it, layer(x))
@@ -73,7 +72,7 @@ def test_gradients_given_the_masks():
 
 
 def test_recomputed_blocks_have_the_same_masks():
-    plain, model = adapted(dora=True), adapted(dora=True)
+    plain, model = adapted(), adapted()
     recompute_blocks(model)
     losses = []
     for each in (plain, model):

@@ -15,10 +15,10 @@ import tiny
 EVERYTHING = ["language", "vision", "merger"]
 
 
-def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True, dora=False):
+def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
     """A model with adapters, whose B are not 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
-    LoRAConfig(r=r, alpha=8.0, target=list(target), dora=dora).place(model)
+    LoRAConfig(r=r, alpha=8.0, target=list(target)).place(model)
     draw_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
     for layer in adapters(model).values() if lively else ():
@@ -49,13 +49,13 @@ def test_kernels_of_a_layer():
         assert layer(x).dtype == torch.bfloat16 and gpu.launches.total() == 6
 
 
-def check_peft(dora, p=0.0, drop=None):
+def check_peft(p=0.0, drop=None):
     """Hold one layer in float64 against PEFT's: what it computes and its gradients; returns both and their input."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     torch.manual_seed(4)
     theirs, x = torch.nn.Sequential(torch.nn.Linear(5, 3)).double(), torch.randn(6, 5, dtype=torch.float64)
-    layer = LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5, dora)
-    config = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=p, use_dora=dora, target_modules=["0"])
+    layer = LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5)
+    config = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=p, target_modules=["0"])
     theirs = peft.get_peft_model(theirs, config).double().train()
     if drop:
         layer.drop = theirs.base_model.model[0].lora_dropout["default"].forward = drop
@@ -72,15 +72,13 @@ def check_peft(dora, p=0.0, drop=None):
     return layer, theirs, x
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_a_layer_is_pefts(dora):
-    layer, theirs, _ = check_peft(dora)
+def test_a_layer_is_pefts():
+    layer, theirs, _ = check_peft()
     torch.testing.assert_close(layer.merged(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_new_adapters_change_nothing_and_are_drawn_as_pefts(dora):
-    plain, model = tiny.model(), adapted(dtype=torch.float32, lively=False, dora=dora)
+def test_new_adapters_change_nothing_and_are_drawn_as_pefts():
+    plain, model = tiny.model(), adapted(dtype=torch.float32, lively=False)
     with torch.no_grad():
         assert torch.equal(plain(batch(plain)), model(batch(model)))
     for layer in adapters(model).values():

@@ -17,11 +17,10 @@ from minivlmrl.tools import merge
 
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
 def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
-    """LoRA on tied ones, DoRA on the others."""
     processor = Processor(shapes.tokenizer(), ImageProcessor())  # has other ids than the tiny models of random prompts
     monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
     base(tmp_path, model_type, tied)
-    gather_adapter(adapted(EVERYTHING, model_type=model_type, dtype=torch.float32, dora=not tied))(tmp_path / "adapter")
+    gather_adapter(adapted(EVERYTHING, model_type=model_type, dtype=torch.float32))(tmp_path / "adapter")
     options = {"model": "base", "adapter": "adapter", "out": "merged"}
     assert main(["merge", *(f"--{name}={tmp_path / folder}" for name, folder in options.items())]) == 0
     ours = load_model(tmp_path / "base")

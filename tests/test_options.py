@@ -122,7 +122,7 @@ OPTIONS = [  # field, another value, base
     ("model.freeze", "[vision]", SFT),
     *[
         (f"adapter.{name}", value, [*SFT, "--adapter.r=4"])
-        for name, value in {"r": 2, "alpha": 8, "target": "merger", "dora": "true"}.items()
+        for name, value in {"r": 2, "alpha": 8, "target": "merger"}.items()
     ],
     ("adapter.dropout", 0.3, [*SFT, "--adapter.r=4"]),
     ("data.demonstrations", 5, SFT),

@@ -102,7 +102,7 @@ SMALL = [
 GRPO = ["--stages=[grpo]"]
 SHARDED = ["--sharding.enabled=true", "--model.activation_checkpointing=true"]
 OFFLOADED = [*SHARDED, "--sharding.cpu_offload=true"]
-ADAPTER = ["--adapter.r=4", "--adapter.dora=true", "--adapter.target=[language, vision, merger]"]
+ADAPTER = ["--adapter.r=4", "--adapter.target=[language, vision, merger]"]
 DROPOUT, LAYERS = "--adapter.dropout=0.1", "--rollout.gather_weights=false"
 ADAPTED = ["--stages=[ppo]", "--ppo.critic=separate", *ADAPTER, "--adapter.quantize=nf4", DROPOUT]
 QUICK = {

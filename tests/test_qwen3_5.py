@@ -172,7 +172,7 @@ def test_a_completion_begins_where_the_prompt_of_either_template_ends(published,
 
 @pytest.mark.slow
 def test_adapters_are_on_the_new_projections(stage):
-    options = ["--adapter.r=2", "--adapter.dora=true", "--adapter.quantize=nf4", "--adapter.target=[language, vision]"]
+    options = ["--adapter.r=2", "--adapter.quantize=nf4", "--adapter.target=[language, vision]"]
     run = stage("grpo", *options, model="qwen3_5")
     before = snapshot(run.model)
     run.go(2)

@@ -171,7 +171,7 @@ EIGHT_BITS = "--optimizer.name=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
 # the policy's adapters, those of a critic, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.critic=separate", "--ppo.max_steps=2", "--adapter.r=4",
-           "--adapter.dora=true", "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
+           "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 NF4 = "--adapter.quantize=nf4"
 QUICK = {

@@ -137,7 +137,7 @@ def test_a_value_model_has_its_own_adapters_on_the_same_base():
 
 
 def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it_trains(run, plain, checkpoint, capsys):
-    adapter = [*ADAPTERS, "--adapter.dora=true", "--model.freeze=vision", "--state_steps=3"]
+    adapter = [*ADAPTERS, "--model.freeze=vision", "--state_steps=3"]
     folder = run("--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter)
     out = capsys.readouterr().out
     assert "trained: " in out and "model.layers.*.mlp.up_proj" in out and "visual.merger.mlp.0" in out
@@ -179,7 +179,7 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
 
 def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
     """From the adapter of a run, also sharded; the reference of DPO is that adapter."""
-    given = [*own, "--adapter.r=4", "--adapter.alpha=7", "--adapter.dora=true"]
+    given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)
     load_adapter(start, folder / "adapter")
@@ -197,9 +197,8 @@ def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
 
 
 @pytest.mark.parametrize(("option", "says"), [
-    ("r=2", r"has r 4, scaling 8, dora False on model\.\S+, the recipe says r 2, scaling 16, dora False: change"),
-    ("alpha=5", "has r 4, scaling 8, .* the recipe says r 4, scaling 1.25,"),
-    ("dora=true", "has r 4, .* dora False on .* dora True"),
+    ("r=2", r"has r 4, scaling 8 on model\.\S+, the recipe says r 2, scaling 16: change"),
+    ("alpha=5", "has r 4, scaling 8 on .* the recipe says r 4, scaling 1.25:"),
     ("target=merger", r"has r 4, .* on model\.\S+, the recipe says no adapter|has no adapter on visual.merger"),
 ])  # fmt: skip
 def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):

@@ -1,1 +1,1 @@
-"""Low-rank adapters: from outside, PEFT's files both ways, merge."""
+"""Low-rank adapters, weights packed in 4 bits under them, AdamW with moments of 8 bits."""

@@ -21,7 +21,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
+    """List bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -41,7 +41,7 @@ def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, 
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """The (rows, n) float32 values that quantize's result means."""
+    """Compute the (rows, n) float32 values that quantize's result means."""
     return code[indices.int()] * scales.repeat_interleave(BLOCK, 1)[:, : indices.shape[1]]
 
 
@@ -97,7 +97,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Moments of 0, sharded as the parameter is."""
+    """Make moments of 0, sharded as the parameter is."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -113,6 +113,6 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as (rows, n); a number as it is."""
-    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    return own.view(len(own), -1) if own.dim() else own
+    """View what this rank holds of a tensor as (rows, n); a number as it is."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return local.view(len(local), -1) if local.dim() else local

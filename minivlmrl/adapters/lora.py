@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from minivlmrl.adapters.nf4 import NF4Linear
 from minivlmrl.rows import random_numbers
 
-# what a recipe calls parts of the model, as names of linear layers
-TARGETS = {
-    "language": r"model\.layers\..+",
-    "vision": r"visual\.blocks\..+",
-    "merger": r"visual\.(merger|deepstack_merger_list)\..+",
+PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
+    "merger": ("visual.merger.", "visual.deepstack_merger_list."),
+    "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
+    "vision": "visual.",
+    "language": "model.",
 }
+Part = Literal["vision", "merger", "language", "embeddings"]
 
 
 @dataclass
@@ -40,7 +41,6 @@ class LoRAConfig:
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # also vision, merger, or a regex of layers' names
     target: list[str] = field(default_factory=lambda: ["language"])
-    dora: bool = False  # rows of W + scaling B A have trained lengths (arXiv 2402.09353)
     # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
     quantize: Literal["nf4"] | None = None
 
@@ -49,7 +49,7 @@ class LoRAConfig:
         model.requires_grad_(not self.r)
         chosen = [target_layers(model, target) for target in self.target if self.r]
         for name in {name: None for names in chosen for name in names}:
-            wrap(model, name, self.r, self.alpha / self.r, self.dora)
+            wrap(model, name, self.r, self.alpha / self.r)
         if self.quantize:
             quantize_base(model)
 
@@ -57,10 +57,10 @@ class LoRAConfig:
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter, which is in float32 on a base of less, as PEFT's.
 
-    With B = 0 it changes nothing. DoRA gives rows of W + scaling B A the lengths lora_magnitude.
+    With B = 0 it changes nothing.
     """
 
-    def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
+    def __init__(self, base: nn.Linear, r: int, scaling: float):
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias, self.scaling = base.weight, base.bias, scaling
@@ -68,8 +68,6 @@ class LoRALinear(nn.Linear):
         options = {"device": base.weight.device, "dtype": dtype}
         self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
-        lengths = torch.zeros(self.out_features, **options)
-        self.lora_magnitude = nn.Parameter(lengths) if dora else None
         self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,52 +76,35 @@ class LoRALinear(nn.Linear):
         if self.drop is not None:
             dropped = self.drop(dropped)
         low, wide = F.linear(dropped, self.lora_A), result.to(self.lora_A.dtype)
-        if self.lora_magnitude is None:  # scaled and added by the product itself
-            return torch.addmm(wide, low, self.lora_B.T, alpha=self.scaling).to(result.dtype)
-        added = F.linear(low, self.lora_B) * self.scaling
-        rows = row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
-        lengths = self.lora_magnitude / rows
-        product = result if self.drop is None else super().forward(dropped.to(x.dtype))
-        product = product if self.bias is None else product - self.bias
-        added = (lengths - 1) * product + lengths * added  # exactly 0 at first
-        return (wide + added).to(result.dtype)
+        # scaled and added by the product itself
+        return torch.addmm(wide, low, self.lora_B.T, alpha=self.scaling).to(result.dtype)
 
     @property
-    def form(self) -> tuple[int, float, bool]:
-        """Rank, scaling, and whether it is DoRA: what `wrap` asks for."""
-        return self.lora_A.shape[0], self.scaling, self.lora_magnitude is not None
+    def form(self) -> tuple[int, float]:
+        """Rank and scaling: what `wrap` asks for."""
+        return self.lora_A.shape[0], self.scaling
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Add up W + scaling B A, DoRA's rows scaled, in the dtype of W; all ranks call this."""
+        """Add up W + scaling B A in the dtype of W; all ranks call this."""
         A, B = full(self.lora_A), full(self.lora_B)
         weight = full(self.weight).to(A.device)
-        moved = weight + self.scaling * (B @ A)
-        if self.lora_magnitude is not None:
-            lengths = full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling)
-            moved = moved * lengths[:, None]
-        return moved.to(weight.dtype)
+        return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):
     """The same on a packed weight."""
 
 
-@torch.no_grad()
-def row_lengths(weight: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-    """(out_features,): the lengths of the rows of W + scaling B A."""
-    return torch.linalg.vector_norm(weight + scaling * (B @ A), dim=1)
-
-
 def full(tensor: Tensor | LoRALinear) -> Tensor:
-    """A tensor without gradient, gathered if it is sharded; of a layer its merged weight."""
+    """Gather a tensor if it is sharded, without gradient; of a layer its merged weight."""
     if isinstance(tensor, LoRALinear):
         return tensor.merged()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """The layers that have an adapter, by name; empty without any."""
+    """List the layers that have an adapter, by name; empty without any."""
     return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
 
 
@@ -143,18 +124,18 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:
-    """(N, in_features) with a share p set to 0 and the rest divided by 1 - p."""
+    """Set a share p of (N, in_features) to 0, and divide the rest by 1 - p."""
     generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Tell whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
 def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoRALinear]:
-    """What `full` makes a plain model's weights of: parameters, or packed or merged layers."""
+    """Name each weight of the plain model and what `full` computes it from."""
     kind = LoRALinear if merged else NF4LoRALinear
     named = model.named_parameters()
     weights = {name: p for name, p in named if not is_adapter(name) and p.is_floating_point()}
@@ -163,12 +144,12 @@ def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoR
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of all adapters, in the order of the layers."""
+    """List the parameters of all adapters, in the order of the layers."""
     return [parameter for name, parameter in model.named_parameters() if is_adapter(name)]
 
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The base of a model's adapters, as a memo for deepcopy; empty without any."""
+    """Collect the base of a model's adapters, as a memo for deepcopy; empty without any."""
     base = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
     return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
 
@@ -184,8 +165,7 @@ class AdapterCopy(nn.Module):
 
     @contextmanager
     def computing(self) -> Iterator[nn.Module]:
-        """Yield the model with these adapters instead of its own.
-        A sharded one must not be gathered at the ends."""
+        """Yield the model with these adapters; a sharded one must not be gathered at the ends."""
         self._exchange()
         try:
             yield self.models[0]
@@ -194,11 +174,11 @@ class AdapterCopy(nn.Module):
 
     @torch.no_grad()
     def _exchange(self):
-        for own, theirs in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
-            value = theirs.detach().clone()
+        for copy, parameter in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
+            value = parameter.detach().clone()
             # unseen by autograd: what an older graph has saved is there again when it is used
-            theirs.data.copy_(own)
-            own.copy_(value)
+            parameter.data.copy_(copy)
+            copy.copy_(value)
 
 
 def place_like(model: nn.Module, other: nn.Module):
@@ -217,27 +197,24 @@ def quantize_base(model: nn.Module):
 
 
 def draw_adapters(model: nn.Module, seed: int):
-    """Draw A as nn.Linear does (B stays 0), measure what DoRA scales to; all ranks call this."""
+    """Draw A as nn.Linear does; B is 0."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
         numbers = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
         weights[f"{name}.lora_A"] = torch.from_numpy(numbers)
         weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
-        if layer.lora_magnitude is not None:
-            base = full(layer.weight).to(layer.lora_A.dtype)
-            weights[f"{name}.lora_magnitude"] = base.norm(dim=1)
     set_parameters(model, weights)
 
 
 def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
     """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
     sharding, device = getattr(model, "sharding", None), model.lm_head.weight.device
-    parameters, own = dict(model.named_parameters()), {}
+    parameters, parts = dict(model.named_parameters()), {}
     for name, tensor in weights.items():
         like = parameters[name]
-        own[name] = sharding.part(tensor, like) if sharding else tensor.to(device, like.dtype)
-    model.load_state_dict(own, strict=False, assign=True)
+        parts[name] = sharding.part(tensor, like) if sharding else tensor.to(device, like.dtype)
+    model.load_state_dict(parts, strict=False, assign=True)
 
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
@@ -245,14 +222,19 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
     linear = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
     names = [name for name in linear if name != "lm_head"]
     try:
-        found = [name for name in names if re.fullmatch(TARGETS.get(target, target), name)]
+        chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    if not found:
+    if not chosen:
         words = f"a regular expression of whole names of linear layers, such as {names[-1]}"
-        asked = f"it must be {', '.join(TARGETS)} or {words}"
+        asked = f"it must be language, vision, merger or {words}"
         raise ValueError(f"target is {target!r}, which fits no layer; {asked}")
-    return found
+    return chosen
+
+
+def part_of(name: str) -> Part:
+    """Tell which part a parameter or layer of this name belongs to."""
+    return next(part for part, beginnings in PARTS.items() if name.startswith(beginnings))
 
 
 def wrap(model: nn.Module, name: str, *form):

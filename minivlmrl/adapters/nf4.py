@@ -21,14 +21,14 @@ NF4 = (  # the appendix of the paper, in float32
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# kept there: a GPU would wait, a graph refuses it
+# cached on the device: a copy in each call would synchronise, and a CUDA graph forbids it
 _table = cache(lambda device: torch.tensor(NF4).to(device))
 _pairs = cache(lambda device: torch.cartesian_prod(_table(device), _table(device)))  # of each byte
 _scale_code = cache(lambda device: dynamic_code(True).to(device))
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Two indices a byte; indices and scales of the blocks' scales, and the mean of these."""
+    """Pack two indices a byte; indices and scales of the blocks' scales, and the mean of these."""
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     nearest, scales = quantize(values[None], torch.tensor(NF4, device=weight.device), BLOCK)
     offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
@@ -40,7 +40,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
 def unpack(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """The (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
+    """Compute the (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
     code, table = _scale_code(packed.device), _table(packed.device)
     if backend_for(offset) == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, code, table, dtype)

@@ -16,11 +16,11 @@ from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
 
-Form = tuple[int, float, bool]  # see LoRALinear.form
+Form = tuple[int, float]  # see LoRALinear.form
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # fields of PEFT's config that would change the result, unless they say nothing
-REFUSED = ["use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save"]
+REFUSED = ["use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save"]
 REFUSED += ["layer_replication", "trainable_token_indices", "target_parameters"]
 REFUSED += ["alora_invocation_tokens"]
 
@@ -32,7 +32,6 @@ class PeftConfig:
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    use_dora: bool = False
     # of some layers: name or end of a name -> alpha; PEFT's regular expressions are refused
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
@@ -48,19 +47,22 @@ def load_adapter(model: nn.Module, folder: str | Path):
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
     forms, weights = _read(model, Path(folder))
-    own = {name: layer.form for name, layer in adapters(model).items()}
-    text = "r {}, scaling {:g}, dora {}"
-    for name in sorted(forms.keys() | own.keys()):
-        given = [text.format(*x[name]) if name in x else "no adapter" for x in (forms, own)]
-        theirs, ours = given
+    placed = {name: layer.form for name, layer in adapters(model).items()}
+    for name in sorted(forms.keys() | placed.keys()):
+        theirs, ours = in_words(forms.get(name)), in_words(placed.get(name))
         if theirs != ours:
-            cure = f"the recipe says {ours}: change adapter.r, alpha, target or dora"
+            cure = f"the recipe says {ours}: change adapter.r, alpha or target"
             raise ValueError(f"adapter.path: {folder} has {theirs} on {name}, {cure}")
     set_parameters(model, weights)
 
 
+def in_words(form: Form | None) -> str:
+    """Describe the adapter of a layer, or that there is none."""
+    return "r {}, scaling {:g}".format(*form) if form else "no adapter"
+
+
 def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
-    """The form of the adapter of each layer of a model, and all weights."""
+    """Read the form of the adapter of each layer of a model, and all weights."""
     values = read_json(folder / CONFIG)
     config = build(PeftConfig, values, str(folder / CONFIG), json=True)
     with naming(folder / CONFIG):
@@ -84,33 +86,32 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
         if not pairs:
             raise ValueError("there is no adapter in it")
         forms = {name: _form(model, name, pair, config) for name, pair in pairs.items()}
-    own = ((name, which, x) for name, pair in pairs.items() for which, x in pair.items())
-    return forms, {f"{name}.lora_{which}": tensor for name, which, tensor in own}
+    weights = {
+        f"{name}.lora_{which}": x for name, pair in pairs.items() for which, x in pair.items()
+    }
+    return forms, weights
 
 
 def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
-    found = dict(model.named_modules()).get(name)
-    if not isinstance(found, nn.Linear) or name == "lm_head":
+    """Check the tensors of a layer's adapter; its rank and scaling."""
+    base = dict(model.named_modules()).get(name)
+    if not isinstance(base, nn.Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {which: tuple(tensor.shape) for which, tensor in pair.items()}
-    r, rows, columns = (*shapes.get("A", ()), 0)[0], found.out_features, found.in_features
-    expected = {"A": (r, columns), "B": (rows, r)}
-    expected |= {"magnitude": (rows,)} if config.use_dora else {}
-    if shapes != expected or not r:
+    r, rows, columns = (*shapes.get("A", ()), 0)[0], base.out_features, base.in_features
+    if shapes != {"A": (r, columns), "B": (rows, r)} or not r:
         there = ", ".join(f"lora_{which} {shape}" for which, shape in shapes.items())
         asked = f"lora_A (r, {columns}) and lora_B ({rows}, r)"
-        asked += f" and lora_magnitude ({rows},)" * config.use_dora
         raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
-    patterns, own = (config.alpha_pattern or {}).items(), f".{memory_name(name)}"
-    fits = [alpha for end, alpha in patterns if own.endswith(f".{end}")]  # PEFT takes the first
+    patterns, whole = (config.alpha_pattern or {}).items(), f".{memory_name(name)}"
+    fits = [alpha for end, alpha in patterns if whole.endswith(f".{end}")]  # PEFT takes the first
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
-    return r, [*fits, config.lora_alpha][0] / divisor, config.use_dora
+    return r, [*fits, config.lora_alpha][0] / divisor
 
 
 def _our_name(name: str) -> tuple[str, str]:
     """Tell the layer of a tensor in the file, by any of transformers' names, and which of it."""
-    name = name.replace(".lora_magnitude_vector", ".lora_magnitude")
-    form = r"(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?"
+    form = r"(.+)\.lora_(A|B)(?:\.default)?\.weight"
     if not (match := re.fullmatch(re.escape(PREFIX) + form, name)):
         raise ValueError(f"unexpected tensor {name:.80}; an adapter has lora_A and lora_B alone")
     return hub_name(match[1]), match[2]
@@ -119,11 +120,10 @@ def _our_name(name: str) -> tuple[str, str]:
 def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path], None]:
     """Return what writes a model's adapters as they are now into a folder; all ranks call this."""
     layers = {memory_name(name): layer for name, layer in adapters(model).items()}
-    tensors, kinds = {}, {"A.weight": "A", "B.weight": "B", "magnitude_vector": "magnitude"}
+    tensors = {}
     for name, layer in layers.items():
-        for kind, own in kinds.items():
-            if (weight := getattr(layer, f"lora_{own}")) is not None:
-                tensors[f"{PREFIX}{name}.lora_{kind}"] = full(weight).cpu().contiguous()
+        for kind, weight in (("A", layer.lora_A), ("B", layer.lora_B)):
+            tensors[f"{PREFIX}{name}.lora_{kind}.weight"] = full(weight).cpu().contiguous()
     ranks = {name: layer.form[0] for name, layer in layers.items()}
     # also where alpha / sqrt(r) was it
     alphas = {name: layer.scaling * ranks[name] for name, layer in layers.items()}
@@ -131,9 +131,8 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
     config |= {"base_model_name_or_path": base, "target_modules": sorted(ranks)}
     config |= {"r": r, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none"}
-    config["rank_pattern"] = {name: own for name, own in ranks.items() if own != r}
-    config["alpha_pattern"] = {name: own for name, own in alphas.items() if own != alpha}
-    config["use_dora"] = any(layer.form[2] for layer in layers.values())
+    config["rank_pattern"] = {name: rank for name, rank in ranks.items() if rank != r}
+    config["alpha_pattern"] = {name: value for name, value in alphas.items() if value != alpha}
 
     def write(folder: Path):
         folder.mkdir(parents=True, exist_ok=True)

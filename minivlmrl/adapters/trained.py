@@ -1,46 +1,35 @@
 """Which parameters are trained: all, or those of adapters, less frozen parts; as a table too."""
 
 import re
-from typing import Literal
 
 from torch import nn
 
-from minivlmrl.adapters.lora import adapters, is_adapter, plain_weights
-
-PART = {  # what a recipe calls the parts of a model, as beginnings of names
-    "vision": "visual.",  # without the mergers, whose names are longer
-    "merger": ("visual.merger.", "visual.deepstack_merger_list."),
-    "language": "model.",  # without the embeddings
-    "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
-}
-Part = Literal["vision", "merger", "language", "embeddings"]
-
-
-def part_of(name: str) -> Part:
-    """The part that a parameter of this name belongs to."""
-    names = "merger", "embeddings", "vision", "language"
-    return next(part for part in names if name.startswith(PART[part]))
+from minivlmrl.adapters.lora import Part, adapters, is_adapter, part_of, plain_weights
 
 
 def select_trained(model: nn.Module, freeze: list[Part]):
-    """Choose what an optimizer takes: adapters where there are some, no parameter of frozen parts.
-
-    Of a value model its head too, and not the head that predicts tokens.
-    """
-    has_adapters, trained = bool(adapters(model)), 0
+    """Choose what an optimizer takes (ValueError: nothing)."""
+    adapted = bool(adapters(model))
     for name, parameter in model.named_parameters():
-        own, chosen = name.removeprefix("backbone."), is_adapter(name) >= has_adapters
-        chosen = own == "score.weight" or (
-            name != "backbone.lm_head.weight" and part_of(own) not in freeze and chosen
-        )
-        trained += parameter.requires_grad_(chosen).requires_grad
-    if not trained:
-        why = "adapter.target names no other part" if has_adapters else "these are all parts"
+        parameter.requires_grad_(is_trained(name, freeze, adapted))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        why = "adapter.target names no other part" if adapted else "these are all parts"
         raise ValueError(f"model.freeze is [{', '.join(freeze)}], nothing is left to train: {why}")
 
 
+def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:
+    """Tell whether to train a parameter: of an adapter where there are some, and of no frozen part.
+
+    Of a value model its head too, and not the head that predicts tokens.
+    """
+    if name in ("score.weight", "backbone.lm_head.weight"):
+        return name == "score.weight"
+    frozen = part_of(name.removeprefix("backbone.")) in freeze
+    return not frozen and (is_adapter(name) or not adapted)
+
+
 def table(model: nn.Module) -> str:
-    """What is trained, a line a part or kind of layer: name, layers, rank, parameters, share."""
+    """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
     layers, kinds, weights = adapters(model), {}, plain_weights(model).values()
     base = sum(
         w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights
