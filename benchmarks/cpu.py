@@ -1,8 +1,7 @@
-"""Three parts of a training step on one CPU thread, each beside the ways that others do it.
+"""Two parts of a training step on one CPU thread, each beside the ways that others do it.
 
 python benchmarks/cpu.py logprobs    # log-probabilities and entropies from hidden states; three minutes
 python benchmarks/cpu.py group       # each prompt once for its G completions, or once for every completion; two minutes
-python benchmarks/cpu.py windows     # the vision tower on one large image; a minute
 python benchmarks/cpu.py group --toy --json FILE
 
 The ways are compared in float64 (of log-probabilities: float32 against float64). Then they run in turn, each once to
@@ -11,11 +10,8 @@ warm up, and the median of their CPU time counts: of one forward and backward, w
     logprobs    2,048 tokens, 32,000 words, states of 256 numbers, float32, in a process for each way. Peak: the most
                 memory held during the first call, above what the process held before, without the inputs.
     group       peer: the layout of other trainers, a row for each completion with a prompt and an image of its own,
-                through the same model code. --tower large spends 3.5 times as much on an image token as the decoder on
-                any token, as in a VLM with a small decoder; --tower small .4 times, as Qwen2.5-VL-7B does (3B: .8).
-    windows     4,064 patches: 62 windows of 64 and 2 of 48, heads of 80 as on the hub, but fewer heads and blocks.
-                Peers: loops over windows with torch's scaled_dot_product_attention. `split` is transformers'; the
-                gradient of each of the `slices` is as large as q; `in place` copies the gradient once for each window.
+                through the same model code. The tower spends 3.5 times as much on an image token as the decoder on any
+                token, as in a VLM with a small decoder (Qwen2.5-VL-3B: .8, 7B: .4).
 """
 
 import argparse
@@ -29,20 +25,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivlmrl import vision
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.model_config import ModelConfig, VisionConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
-from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import initialize, random_model
@@ -56,10 +49,9 @@ ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("logprobs", "group", "windows"))
+    parser.add_argument("part", choices=("logprobs", "group"))
     parser.add_argument("--toy", action="store_true", help="one small cell")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way")
-    parser.add_argument("--tower", choices=TOWERS, default="large", help="of `group`: size of the vision tower")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--way", help=argparse.SUPPRESS)  # of `logprobs`: the one that this process is for
     o = parser.parse_args()
@@ -68,7 +60,7 @@ def main():
         print(json.dumps(one_way(o.way, o.toy, o.repeats)))
         return
     print(f"torch {torch.__version__}, one thread, median of {o.repeats}", flush=True)
-    rows = list({"logprobs": logprobs_rows, "group": group_rows, "windows": windows_rows}[o.part](o))
+    rows = list({"logprobs": logprobs_rows, "group": group_rows}[o.part](o))
     if o.json:
         about = {"part": o.part, "toy": o.toy, "repeats": o.repeats, "torch": torch.__version__}
         about |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
@@ -186,16 +178,13 @@ def one_way(name: str, toy: bool, repeats: int) -> dict:
 
 IMAGE_SIDES = {64: 6, 128: 10, 312: 16}  # prompt tokens -> merged image tokens a side (84, 140 and 224 pixels)
 TEXT_TOKENS = 256  # ids below are text, not control tokens
-TOWERS = {  # see the module's docstring
-    "large": {"depth": 4, "hidden_size": 96, "intermediate_size": 256},
-    "small": {"depth": 1, "hidden_size": 48, "intermediate_size": 96},
-}
+TOWER = {"depth": 4, "hidden_size": 96, "intermediate_size": 256}
 
 
 def group_rows(o):
     """The default recipe's model with 4 decoder layers instead of 3, and another vision tower."""
     config = random_model(RECIPE_MODEL, shapes.tokenizer(), seed=0)[0].config
-    tower = dataclasses.replace(config.vision_config, **TOWERS[o.tower])
+    tower = dataclasses.replace(config.vision_config, **TOWER)
     model = Qwen2_5_VL(dataclasses.replace(config, num_hidden_layers=4, vision_config=tower))
     initialize(model, torch.Generator().manual_seed(0))
     difference = farthest(layouts(model.double(), 64, 4, 16))
@@ -231,56 +220,6 @@ def make_prompt(config: ModelConfig, tokens: int, generator: torch.Generator) ->
     pixels = torch.randn((side * merge) ** 2, config.vision_config.patch_dim, generator=generator)
     grid = torch.tensor([[1, side * merge, side * merge]])
     return Prompt(torch.cat([before, torch.tensor(image), after]), pixels, grid)
-
-
-# ---- windows -------------------------------------------------------------------------------------------------------
-
-
-def split(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    lengths = segments.cu_seqlens.diff().tolist()
-    return torch.cat([attend(*window) for window in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
-
-
-def slices(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    return torch.cat([attend(q[a:b], k[a:b], v[a:b]) for a, b in pairwise(segments.cu_seqlens.tolist())])
-
-
-def in_place(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    out = torch.empty_like(q)
-    for a, b in pairwise(segments.cu_seqlens.tolist()):
-        out[a:b] = attend(q[a:b], k[a:b], v[a:b])
-    return out
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One window, (L, H, D)."""
-    return F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)))[0].transpose(0, 1)
-
-
-def windows_rows(o):
-    yield show({"float64 max difference": farthest(towers(1, 2, 12, torch.float64))})
-    heads, depth, width = (1, 1, 12) if o.toy else (2, 4, 254)
-    spent = in_turn(towers(heads, depth, width, torch.float32), o.repeats)
-    for way, milliseconds in spent.items():
-        yield show({"way": way, "milliseconds": milliseconds, "times batched": milliseconds / spent["batched"]})
-
-
-def towers(heads: int, depth: int, columns: int, dtype: torch.dtype) -> dict[str, Call]:
-    """A tower with random weights in the hub's proportions, on one image of 16 x columns patches."""
-    size = 80 * heads
-    sizes = {"hidden_size": size, "intermediate_size": round(2.67 * size), "out_hidden_size": round(1.6 * size)}
-    config = VisionConfig(depth=depth, num_heads=heads, fullatt_block_indexes=(), **sizes)
-    torch.manual_seed(0)
-    tower, grid = vision.VisionTransformer(config).to(dtype), torch.tensor([[1, 16, columns]])
-    pixels = torch.randn(16 * columns, config.patch_dim, dtype=dtype)
-
-    def call(function) -> list[Tensor]:
-        with mock.patch.object(vision, "window_attention", function):
-            out = tower(pixels, grid)
-        return gradients_of(tower, out, out.square().mean())
-
-    ways = {"batched": window_attention, "split": split, "slices": slices, "in place": in_place}
-    return {name: lambda function=function: call(function) for name, function in ways.items()}
 
 
 if __name__ == "__main__":

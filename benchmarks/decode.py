@@ -2,24 +2,19 @@
 
 python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; without one the default recipe's model on the CPU
 python benchmarks/decode.py --toy            # at toy size in float32, on a CPU too: that it runs
-python benchmarks/decode.py --ways vllm      # vLLM, if it is installed; alone, it takes the whole card
 python benchmarks/decode.py --uneven --tokens 256 --ways ours "ours, eager" transformers   # a few rows are long
 
 1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8. On a GPU, in bfloat16, each prompt has an
 image of 1,000 tokens and 100 tokens of text, and each completion exactly 256 tokens; on a CPU, in float32, prompts and
 completions are those of grpo_step.py. Both sides share random weights. Seconds are from the prompt to the last token,
 prefill included, medians of calls in turn. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager`
-kernel by kernel, as on a CPU. `predicted` is roofline.py's. vLLM reads as many tokens of text alone: its processor
-needs files of the hub. With --uneven the rows of a call end as in a rollout: lengths are exponential with a mean
-of 2 in 7 of the longest, and tokens that are drawn after a row's end do not count.
+kernel by kernel, as on a CPU. `predicted` is roofline.py's. With --uneven rows end as in a rollout: lengths
+are exponential with a mean of 2 in 7 of the longest, and tokens that are drawn after a row's end do not count.
 """
 
 import argparse
-import importlib.util
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as 
 import roofline
 import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
-from sizes import HUB, card_named
+from sizes import card_named
 from torch import Tensor
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
@@ -39,6 +34,7 @@ from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
+COLUMNS = ("prompt_tokens", "rows", "way", "seconds", "tokens_per_second", "times_transformers", "predicted")
 
 
 def main():
@@ -49,22 +45,19 @@ def main():
     parser.add_argument("--tokens", type=int, help="of the longest completion")
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
     on_cpu = ["ours, eager", "transformers"]
-    parser.add_argument("--ways", nargs="+", choices=("ours", *on_cpu, "vllm"), help="by default all but vllm")
+    parser.add_argument("--ways", nargs="+", choices=("ours", *on_cpu), help="by default all of the device")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     o = parser.parse_args()
     small = CARD.type == "cpu" and not o.toy
     o.ways = o.ways or (on_cpu if small else ["ours", *on_cpu])
-    if "vllm" in o.ways and (len(o.ways) > 1 or importlib.util.find_spec("vllm") is None):
-        sys.exit("vLLM is not installed" if len(o.ways) == 1 else "--ways vllm runs alone")
     if small:
         torch.set_num_threads(o.threads)
     rows = []
-    print("| prompt tokens | rows | way | seconds | tokens/s | times transformers | predicted tokens/s |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     for case in small_cases() if small else [make_case(o.toy, peer_rows=1)]:
         if o.tokens:
             case.completions = list(torch.zeros(len(case.completions), o.tokens))
-        calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, small or o.toy, "transformers" in o.ways)
+        calls = model_calls(case, small or o.toy, "transformers" in o.ways)
         for prompts, generations in SIZES:
             lengths = lengths_of(prompts * generations, len(case.completions[0]), o.uneven)
             ways = {way: partial(calls[way], prompts, generations, lengths) for way in o.ways if way in calls}
@@ -78,16 +71,7 @@ def main():
                     row["times_transformers"] = peer and peer / row["seconds"]
                 if way.startswith("ours") and not small and not o.uneven:
                     row["predicted"] = predicted(case, prompts, generations, way.replace("ours", "decode"))
-                names = (
-                    "prompt_tokens",
-                    "rows",
-                    "way",
-                    "seconds",
-                    "tokens_per_second",
-                    "times_transformers",
-                    "predicted",
-                )
-                shown = (f"{x:.4g}" if isinstance(x, float) else str(x or "") for x in map(row.get, names))
+                shown = (f"{x:.4g}" if isinstance(x, float) else str(x or "") for x in map(row.get, COLUMNS))
                 print(f"| {' | '.join(shown)} |", flush=True)
                 rows.append(row)
     if o.json:
@@ -145,25 +129,6 @@ def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
 
     peers = {"transformers": decode_with_transformers} if theirs else {}
     return {"ours": decode, "ours, eager": partial(decode, step=Decode)} | peers
-
-
-def vllm_calls(case: Case) -> dict[str, Callable]:
-    """As model_calls; vLLM draws weights of its own."""
-    from vllm import LLM, SamplingParams
-
-    folder = Path(tempfile.mkdtemp())
-    hub = HUB["3b"] | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(case.config.to_dict() | hub))
-    text = {"skip_tokenizer_init": True, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_model_len": 2048}
-    model, tokens = LLM(str(folder), load_format="dummy", dtype="bfloat16", **text), len(case.completions[0])
-
-    def decode(prompts, generations, lengths):
-        ids = [{"prompt_token_ids": [7 + i] * len(case.prompt.input_ids)} for i in range(prompts)]
-        assert set(lengths.tolist()) == {tokens}, "--uneven is for the others"
-        sampling = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
-        model.generate(ids, SamplingParams(n=generations, temperature=1.0, **sampling), use_tqdm=False)
-
-    return {"vllm": decode}
 
 
 def predicted(case: Case, prompts: int, generations: int, decode: str) -> float:

@@ -1,142 +1,90 @@
-"""The day a card is there: everything that wants to be measured on it, in order of value and on one page.
+"""The day a card is there: what wants to be measured on it, in order of value and on one page.
 
 python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # again until no part is left for later
-python benchmarks/first_gpu_hour.py                         # all of it, 43 minutes at most; runs/gpu/gpu.md
-python benchmarks/first_gpu_hour.py --only decode vllm      # these parts, also those that were done
 python benchmarks/first_gpu_hour.py --toy                   # every part at toy size, on a CPU too: that it runs
 
-The parts run one after the other, each in a process of its own with a limit of minutes. A part that fails or takes too
-long is reported with its last lines, and the next one goes on. What a part prints is in DIR/PART.txt as it is printed,
-and the page grows after each; a part with a section DIR/PART.md is done. With --minutes no part begins whose limit no
-longer fits. Nothing is downloaded: weights are random, of the real size. docs/gpu.md has the prediction.
+Each part is a process with a limit of minutes; what it prints is in DIR/PART.txt. After each the page DIR/gpu.md is
+written anew. A part with a section DIR/PART.md is done, failed or not, and a later call begins with the next. With
+--minutes no part begins whose limit no longer fits. Nothing is downloaded: weights are random, of the real size.
 """
 
 import argparse
-import datetime
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = 120  # of a part's output that the page shows
 
 
-@dataclass
-class Part:
-    """A command; {out} in it is the folder of the page."""
+class Part(NamedTuple):
+    """A command; {out} in it is the folder of the page, `toy` is what it has in addition at toy size."""
 
-    title: str
     minutes: float
-    command: list[str]
-    toy: list[str]  # what the command has in addition at toy size
+    command: str
+    toy: str
 
 
-def script(name: str, *arguments: str) -> list[str]:
-    return [f"benchmarks/{name}.py", *arguments]
-
-
-SHORT = ["--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--data.eval_rows=2"]
-STEPS = ["--sft.max_steps=60", "--grpo.max_steps=20", "--data.eval_rows=32"]
-NF4 = ["--adapter.r=8", "--adapter.quantize=nf4", "--model.dtype=bfloat16", "--rollout.max_logp_mismatch=.inf"]
+SHORT = "--sft.max_steps=1 --grpo.max_steps=1 --grpo.prompts_per_step=2 --data.eval_rows=2"
+RUN = "train.py --resume=never --sft.max_steps=60 --grpo.max_steps=20 --data.eval_rows=32 --output_dir={out}/run_"
+NF4 = "--adapter.r=8 --adapter.quantize=nf4 --model.dtype=bfloat16 --rollout.max_logp_mismatch=.inf"
+FILES = " ".join(f"tests/test_{name}.py" for name in ("attention", "window_attention", "backend", "captured"))
 PARTS = {
-    "tests": Part(
-        "Tests that need a GPU", 4,
-        ["-m", "pytest", "-m", "slow or not slow", "-k", "gpu", "tests/test_attention.py",
-         "tests/test_window_attention.py", "tests/test_decode_attention.py", "tests/test_backend.py",
-         "tests/test_captured.py"], ["--collect-only"],
-    ),
-    **{
-        f"run_{name}": Part(
-            f"A run of a tiny model, {name}", 1.5,
-            ["train.py", "--output_dir={out}/run_" + name, "--resume=never", *STEPS, *options], SHORT,
-        )
-        for name, options in {"bfloat16": ["--model.compute_dtype=bfloat16"], "float32": [], "nf4": NF4}.items()
-    },
-    "step": Part(
-        "Qwen2.5-VL-3B: rollout, scoring and step of one prompt, beside transformers", 6,
-        script("gpu_step", "--repeats=3", "--json={out}/step.json"), ["--toy", "--repeats=1"],
-    ),
-    "profile": Part("Where the time goes: the kernels of each phase", 3.5, script("gpu_profile"), ["--toy"]),
-    "ours": Part(
-        "Qwen2.5-VL-3B: a GRPO step, beside the roofline and `plan`", 3,
-        script("gpu_grpo", "ours", "--json={out}/ours.json"), ["--toy", "--steps=1"],
-    ),
-    "decode": Part(
-        "Qwen2.5-VL-3B: tokens a second, as a graph and eager, beside transformers and the roofline", 5,
-        script("decode", "--json={out}/decode.json"), ["--toy", "--repeats=1"],
-    ),
-    "kernels": Part(
-        "Kernels against their peers", 8, script("gpu_kernels", "--minutes=7", "--json={out}/kernels.json"), ["--toy"]
-    ),
-    "vllm": Part("vLLM, as many tokens", 4, script("decode", "--ways=vllm", "--json={out}/vllm.json"), ["--toy"]),
-    "trl": Part(
-        "Qwen2.5-VL-3B: the same step with TRL", 5,
-        script("gpu_grpo", "trl", "--json={out}/trl.json"), ["--toy", "--steps=1"],
-    ),
-}  # fmt: skip
+    "tests": Part(4, f"-m pytest -m 'slow or not slow' -k gpu {FILES}", "--collect-only"),
+    "run_bfloat16": Part(1.5, f"{RUN}bfloat16 --model.compute_dtype=bfloat16", SHORT),
+    "run_float32": Part(1.5, f"{RUN}float32", SHORT),
+    "run_nf4": Part(1.5, f"{RUN}nf4 {NF4}", SHORT),
+    "step": Part(6, "benchmarks/gpu_step.py --repeats=3 --json={out}/step.json", "--toy --repeats=1"),
+    "profile": Part(3.5, "benchmarks/gpu_profile.py", "--toy"),
+    "grpo": Part(3, "benchmarks/gpu_grpo.py --json={out}/grpo.json", "--toy --steps=1"),
+    "decode": Part(5, "benchmarks/decode.py --json={out}/decode.json", "--toy --repeats=1"),
+    "kernels": Part(8, "benchmarks/gpu_kernels.py --minutes=7 --json={out}/kernels.json", "--toy"),
+}
 
 
 def main() -> int:
-    """Returns the number of parts that failed."""
+    """Return the number of parts that failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts, also those that were done")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no part that may end later")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the page")
     o = parser.parse_args()
     out, failed, ends = o.out.resolve(), 0, time.monotonic() + 60 * o.minutes
     out.mkdir(parents=True, exist_ok=True)
-    for name in o.only or [name for name in PARTS if not (out / f"{name}.md").exists()]:
-        if time.monotonic() + 60 * PARTS[name].minutes > ends:
-            print(f"later   {PARTS[name].title}")
+    for name, part in PARTS.items():
+        if (out / f"{name}.md").exists():
             continue
-        ok, text = run(PARTS[name], o.toy, out / f"{name}.txt")
+        if time.monotonic() + 60 * part.minutes > ends:
+            print(f"later   {name}")
+            continue
+        ok = run(name, part, o.toy, out)
         failed += not ok
-        (out / f"{name}.md").write_text(f"## {PARTS[name].title}\n\n{text}")
-        print(f"{'done  ' if ok else 'FAILED'}  {PARTS[name].title}", flush=True)
-        sections = [out / f"{name}.md" for name in PARTS]
-        head = f"# A GPU, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC\n\n```text\n{card()}\n```\n"
-        text = "\n".join([head, *(section.read_text() for section in sections if section.exists())])
-        (out / "gpu.md").write_text(text)
+        print(f"{'done  ' if ok else 'FAILED'}  {name}", flush=True)
+        sections = [out / f"{other}.md" for other in PARTS]
+        (out / "gpu.md").write_text("\n".join(path.read_text() for path in sections if path.exists()))
     print(out / "gpu.md")
     return failed
 
 
-def run(part: Part, toy: bool, printed: Path) -> tuple[bool, str]:
-    """Whether a part's process succeeded, and its part of the page; what it prints goes to a file."""
-    command = [word.format(out=printed.parent) for word in part.command + part.toy * toy]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    options = {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}
-    begin = time.monotonic()
-    with (
-        printed.open("w") as file,
-        subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.PIPE, **options) as process,
-    ):
-        try:
-            _, errors = process.communicate(timeout=60 * part.minutes)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
-            _, errors = process.communicate()
-            errors += f"\nstopped after {part.minutes} minutes"
-    ok = process.returncode == 0
-    shown = printed.read_text().splitlines()[-LINES:] + ([] if ok else errors.splitlines()[-LINES // 4 :])
-    state = f"{time.monotonic() - begin:.0f} s" + ("" if ok else ", **failed**")
-    lines = "\n".join(shown)
-    return ok, f"`python {shlex.join(command)}`: {state}\n\n```text\n{lines}\n```\n"
-
-
-def card() -> str:
-    """What nvidia-smi says, or why it does not."""
-    try:
-        return subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        return f"no GPU: {error}"
+def run(name: str, part: Part, toy: bool, out: Path) -> bool:
+    """Run a part, write its section, and return whether it succeeded."""
+    command = shlex.split(f"{part.command} {part.toy if toy else ''}".format(out=out))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
+    begin, printed = time.monotonic(), out / f"{name}.txt"
+    limit = ["timeout", "--kill-after=1", f"{60 * part.minutes}"]  # it ends what the process has started, too
+    with printed.open("w") as file:
+        both = {"stdout": file, "stderr": subprocess.STDOUT}
+        code = subprocess.run([*limit, sys.executable, *command], cwd=ROOT, env=environment, **both).returncode
+    state = f"{time.monotonic() - begin:.0f} s"
+    if code:
+        state += f", **failed**: {f'stopped after {part.minutes} minutes' if code in (124, 137) else f'exit {code}'}"
+    lines = "\n".join(printed.read_text().splitlines()[-LINES:])
+    (out / f"{name}.md").write_text(f"## {name}\n\n`python {shlex.join(command)}`: {state}\n\n```text\n{lines}\n```\n")
+    return code == 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Seconds and memory of one GRPO step of Qwen2.5-VL-3B on one GPU: this project's, or TRL's.
+"""Seconds and memory of one GRPO step of Qwen2.5-VL-3B on one GPU, beside the predictions of roofline.py and `plan`.
 
-python benchmarks/gpu_grpo.py ours --json FILE    # beside what roofline.py and `python -m minivlmrl plan` predict
-python benchmarks/gpu_grpo.py trl                 # the two do not fit one card together: each has its process
-python benchmarks/gpu_grpo.py ours --toy          # at toy size in float32, on a CPU too: that it runs
+python benchmarks/gpu_grpo.py --json FILE
+python benchmarks/gpu_grpo.py --toy          # at toy size in float32, on a CPU too: that it runs
 
-Random weights of the real size, since nothing can be downloaded; all in bfloat16, AdamW too, on both sides. A step has
-8 prompts with an image of 1,024 tokens and 8 completions of exactly 256 tokens for each; a prompt with its completions
-is a micro-batch here, 4 rows are one there. No reference (beta 0). grpo_step.py has the reward, and compares what both
-sides compute.
+Random weights of the real size, since nothing can be downloaded; all in bfloat16, AdamW too. A step has 8 prompts with
+an image of 1,024 tokens and 8 completions of exactly 256 tokens for each; a prompt with its completions is a
+micro-batch. No reference (beta 0). grpo_step.py has the reward.
 """
 
 import argparse
@@ -20,43 +18,20 @@ from pathlib import Path
 
 import roofline
 import torch
-from gpu_step import CARD, build, card, synchronize, twin, versions
-from grpo_step import NUM_GENERATIONS, make_rows, our_side, trl_side
+from gpu_step import CARD, build, card, synchronize, versions
+from grpo_step import NUM_GENERATIONS, make_rows, our_side
 from sizes import HUB, card_named
 
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.memory import RESERVE, Costs, Work, most, plan
-from minivlmrl.scale.checkpoint import random_model, save_model
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 WARMUP = 1  # steps that are not counted
-PEER_ROWS = 4  # of TRL's forward and backward: 8 rows with an image each may not fit 80 GB
-
-
-def timing():
-    """Make the callback of TRL's trainer that times its steps."""
-    import transformers
-
-    class Seconds(transformers.TrainerCallback):
-        """Times TRL's steps, from generation to update."""
-
-        def __init__(self):
-            self.spent = []
-
-        def on_step_begin(self, *args, **kwargs):
-            synchronize()
-            self.begin = time.perf_counter()
-
-        def on_step_end(self, *args, **kwargs):
-            synchronize()
-            self.spent.append(time.perf_counter() - self.begin)
-
-    return Seconds()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("side", choices=("ours", "trl"))
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--json", type=Path, help="write the numbers here")
@@ -64,14 +39,14 @@ def main():
     if CARD.type == "cpu" and not o.toy:
         sys.exit("no GPU here: --toy runs everything at toy size")
     with tempfile.TemporaryDirectory() as folder:
-        numbers = measure(o.side, o.toy, o.steps, Path(folder))
-    print(f"{o.side}: " + ", ".join(f"{name} {x:.3f}" for name, x in numbers.items() if isinstance(x, float)))
-    print("predicted: " + ", ".join(f"{name} {x:.3f} s" for name, x in numbers.get("predicted_seconds", {}).items()))
+        numbers = measure(o.toy, o.steps, Path(folder))
+    print(", ".join(f"{name} {x:.3f}" for name, x in numbers.items() if isinstance(x, float)))
+    print("predicted: " + ", ".join(f"{name} {x:.3f} s" for name, x in numbers["predicted_seconds"].items()))
     if o.json:
         o.json.write_text(json.dumps(numbers | {"card": card(), "versions": versions()}, indent=1) + "\n")
 
 
-def measure(side: str, toy: bool, steps: int, folder: Path) -> dict:
+def measure(toy: bool, steps: int, folder: Path) -> dict:
     """Seconds of each step and their median, and on a GPU the peak memory."""
     pixels, prompts, new_tokens = (56, 2, 4) if toy else (896, 8, 256)
     dtype, rows = torch.float32 if toy else torch.bfloat16, make_rows(pixels, prompts)
@@ -83,23 +58,14 @@ def measure(side: str, toy: bool, steps: int, folder: Path) -> dict:
     options = {"beta": 0.0, "learning_rate": 1e-6}
     if CARD.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    if side == "ours":
-        trainer = our_side(ours, processor, rows, new_tokens, micro_batch_size=1, **options)
-        spent = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
-    else:
-        save_model(folder / "model", small, processor)
-        options["per_device_train_batch_size"], callback = PEER_ROWS, timing()
-        options["gradient_accumulation_steps"] = prompts * NUM_GENERATIONS // PEER_ROWS
-        trl_side(twin(ours), folder / "model", rows, WARMUP + steps, callback, new_tokens, **options).train()
-        spent = callback.spent
-    numbers = {"side": side, "seconds": statistics.median(spent[WARMUP:]), "all_seconds": spent}
+    trainer = our_side(ours, processor, rows, new_tokens, micro_batch_size=1, **options)
+    spent = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
+    numbers = {"seconds": statistics.median(spent[WARMUP:]), "all_seconds": spent}
     if CARD.type == "cuda":
         numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    if side == "ours":
-        run, tokens = trainer.algorithm.run, len(processor(rows[0].messages, rows[0].images).input_ids)
-        run.model.dtype = str(dtype).removeprefix("torch.")
-        numbers |= predictions(run, config, tokens, (pixels // 28) ** 2)
-    return numbers
+    run, tokens = trainer.algorithm.run, len(processor(rows[0].messages, rows[0].images).input_ids)
+    run.model.dtype = str(dtype).removeprefix("torch.")
+    return numbers | predictions(run, config, tokens, (pixels // 28) ** 2)
 
 
 def seconds_of(step) -> float:

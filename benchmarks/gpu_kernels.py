@@ -1,4 +1,4 @@
-"""The kernels on one NVIDIA GPU: results first, then time and memory, beside the peers that are installed.
+"""The kernels on one NVIDIA GPU: results first, then time and memory, beside PyTorch's own ways.
 
 python benchmarks/gpu_kernels.py --json FILE     # tables and numbers, under eight minutes
 python benchmarks/gpu_kernels.py --toy           # everything once at toy size, on a CPU too: that it runs, not how fast
@@ -10,21 +10,14 @@ with NaN; one that is wrong is not timed. Times are the median of triton.testing
 repetitions) with the 20th and 80th percentile, taken twice; the JSON has the second median too, to judge the spread.
 `share` is the time that the ceilings allow, divided by the median: for bytes that have to be read and written once, or
 operations that have to be done. Peak memory is that of one call, without its inputs.
-
-Peers run where they can be imported; a line says which could not.
 """
 
 import argparse
 import contextlib
 import datetime
-import importlib.metadata
-import importlib.util
 import json
-import platform
-import subprocess
 import sys
 import time
-import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,35 +26,29 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_step import CARD, card, versions
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
 from minivlmrl.kernels.backend import triton
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
-from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 from minivlmrl.rope import _cos_sin, apply_rotary
 from minivlmrl.sampling.captured import StaticDecodeAttention
 
-CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEMPERATURE = 0.9
 CHECKED = 64  # rows, and ids of the head's gradient
 
 
 @dataclass
 class Way:
-    """One implementation: a call without gradients, a call that returns gradients, or both.
-
-    Args:
-        peer: somebody else's: when it fails, the line says how and the others go on.
-    """
+    """One implementation: a call without gradients, a call that returns gradients, or both."""
 
     name: str
     forward: Callable[[], list[Tensor]] | None = None
     both: Callable[[], list[Tensor]] | None = None
-    peer: bool = False
 
 
 @dataclass
@@ -102,10 +89,10 @@ class Run:
             for phase in ("forward", "both"):
                 if call := getattr(way, phase):
                     row = {"table": title, "way": way.name, "phase": phase, "floor_ms": floors[phase]}
-                    self.rows.append(row | self.measure(way, call, partial(error, phase), tolerance, floors[phase]))
+                    self.rows.append(row | self.measure(call, partial(error, phase), tolerance, floors[phase]))
                     show(self.rows[-1])
 
-    def measure(self, way: Way, call: Callable, error: Callable, tolerance: float, floor: float) -> dict:
+    def measure(self, call: Callable, error: Callable, tolerance: float, floor: float) -> dict:
         if time.monotonic() > self.deadline:
             return {"skipped": "no time left"}
         try:
@@ -118,9 +105,7 @@ class Run:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"skipped": "out of memory"}
-        except Exception as exception:
-            if not way.peer:
-                raise
+        except Exception as exception:  # the other ways go on
             return {"skipped": f"{type(exception).__name__}: {exception}".splitlines()[0][:100]}
         median, p20, p80 = first
         return {
@@ -162,102 +147,34 @@ def main():
         options.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
-# ------------------------------------------------------------------------------------------------ log-probabilities
-
-
-def logits_table(run: Run) -> None:
-    """selective_log_softmax: log-probability and entropy of given logits; backward of both."""
-    for rows, vocab in [(50, 700)] if run.toy else [(8192, 151936), (2048, 151936), (32768, 151936)]:
-        torch.manual_seed(rows)
-        logits = (3 * torch.randn(rows, vocab, device=CARD, dtype=torch.bfloat16)).requires_grad_()
-        ids = torch.randint(0, vocab, (rows,), device=CARD)
-        upstream = torch.randn(2, rows, device=CARD)
-        ways = [
-            gradient_way("ours", selective, logits, ids, upstream),
-            gradient_way("torch, float32", naive, logits, ids, upstream),
-            gradient_way("torch.compile", compiled(naive), logits, ids, upstream),
-            *peers(load_trl_logits, load_liger_logits, arguments=(logits, ids, upstream)),
-        ]
-        pick = torch.randperm(rows, device=CARD)[:CHECKED]
-        expected = exact_rows(logits[pick], ids[pick], upstream[:, pick])
-        size = logits.numel() * logits.element_size()
-        floors = {"forward": run.ceilings.milliseconds(size), "both": run.ceilings.milliseconds(3 * size)}
-        title = f"logits {rows} x {vocab}"
-        run.table(title, ways, lambda phase, got, e=expected, p=pick: off_rows(phase, got, e, p), 0.02, floors)
-
-
-def selective(logits, ids):
-    return selective_log_softmax(logits, ids, temperature=TEMPERATURE, entropy=True)
-
-
-def naive(logits, ids):
-    log_p = (logits.float() / TEMPERATURE).log_softmax(-1)
-    return log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def load_trl_logits(logits, ids, upstream) -> Way:
-    needs_gpu("TRL's selective_log_softmax_and_entropy")
-    kernel = load_trl("logprob_entropy").selective_log_softmax_and_entropy
-    return gradient_way("TRL", lambda z, y: kernel(z, y, TEMPERATURE), logits, ids, upstream)
-
-
-def load_liger_logits(logits, ids, upstream) -> Way:
-    needs_gpu("Liger's fused_selective_log_softmax")
-    from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
-
-    def forward():
-        """It takes sequences, and leaves out the last position of each: here a sequence has one that counts."""
-        sequences = torch.cat([logits.detach(), logits.detach()[-1:]])[None]
-        return [fused_selective_log_softmax(sequences, ids[None], TEMPERATURE)[0]]
-
-    return Way("Liger (copies its input)", forward)
-
-
-def exact_rows(logits: Tensor, ids: Tensor, upstream: Tensor) -> dict[str, Tensor]:
-    """log-probabilities, entropies and gradients of some rows, in float64."""
-    z = logits.detach().double().requires_grad_()
-    log_p = (z / TEMPERATURE).log_softmax(-1)
-    values = torch.stack([log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
-    return {"forward": values.detach(), "both": torch.autograd.grad((values * upstream).sum(), z)[0]}
-
-
-def off_rows(phase: str, got: list[Tensor], expected: dict[str, Tensor], pick: Tensor) -> float:
-    """Relative to the norm; a forward may return log-probabilities alone."""
-    mine = torch.stack(list(got))[:, pick] if phase == "forward" else got[0][pick]
-    return relative(mine, expected[phase][: len(mine)])
-
-
 # ------------------------------------------------------------------------------------------------ hidden states
 
 
 def states_table(run: Run) -> None:
-    """linear_log_softmax: the same from hidden states; backward of log-probabilities."""
+    """linear_log_softmax: log-probability and entropy from hidden states; backward of log-probabilities."""
     sizes = [(8192, 151936, 2048), (2048, 151936, 2048), (32768, 151936, 2048), (8192, 152064, 3584)]
     for rows, vocab, width in [(50, 700, 32)] if run.toy else sizes:
-        for share in (0.0, 0.5) if rows in (50, 8192) and width != 3584 else (0.0,):
-            states_of_size(run, rows, vocab, width, share)
+        states_of_size(run, rows, vocab, width)
 
 
-def states_of_size(run: Run, rows: int, vocab: int, width: int, without: float) -> None:
-    """`without`: the share of rows with advantage 0."""
+def states_of_size(run: Run, rows: int, vocab: int, width: int) -> None:
     torch.manual_seed(rows)
     hidden = torch.randn(rows, width, device=CARD, dtype=torch.bfloat16).requires_grad_()
     weight = (3 * width**-0.5 * torch.randn(vocab, width, device=CARD)).bfloat16().requires_grad_()
     ids = torch.randint(0, vocab, (rows,), device=CARD)
-    advantages = torch.randn(rows, device=CARD) * (torch.rand(rows, device=CARD) >= without)
+    advantages = torch.randn(rows, device=CARD)
     inputs = (hidden, weight, ids, advantages)
     ways = [
         states_way("ours", lambda h, w, y: linear_log_softmax(h, w, y, TEMPERATURE), inputs),
         states_way("torch, float32", naive_states, inputs),
         states_way("torch.compile", compiled(naive_states), inputs),
         states_way("torch, checkpointed 1024 rows", checkpointed, inputs),
-        *peers(load_trl_states, load_trl_narrow, load_liger_states, load_cce, load_torch, arguments=inputs),
     ]
     pick, some = (torch.randperm(n, device=CARD)[:CHECKED] for n in (rows, vocab))
     expected = exact_states(*inputs, pick, some)
     products = 2 * rows * vocab * width
     floors = {"forward": run.ceilings.milliseconds(0, products), "both": run.ceilings.milliseconds(0, 3 * products)}
-    title = f"states {rows} x {width}, head {vocab}" + (f", {without:.0%} of the advantages 0" if without else "")
+    title = f"states {rows} x {width}, head {vocab}"
     run.table(title, ways, lambda phase, got: off_states(phase, got, expected, pick, some), 0.05, floors)
 
 
@@ -277,63 +194,14 @@ def states_way(name: str, function: Callable, inputs: tuple[Tensor, ...]) -> Way
 
 
 def naive_states(hidden, weight, ids):
-    return naive(hidden @ weight.T, ids)
+    log_p = ((hidden @ weight.T).float() / TEMPERATURE).log_softmax(-1)
+    return log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def checkpointed(hidden, weight, ids):
     pieces = zip(hidden.split(1024), ids.split(1024), strict=True)
     scored = [checkpoint(naive_states, h, weight, y, use_reentrant=False) for h, y in pieces]
     return [torch.cat(part) for part in zip(*scored, strict=True)]
-
-
-def load_trl_states(*inputs, tile: int = 32768) -> Way:
-    function = load_trl("chunked_logprob").ChunkedLogProbFunction
-
-    def trl(hidden, weight, ids):
-        return function.apply(hidden, weight, None, ids, TEMPERATURE, tile, None, 1.0, ("entropy",))[:2]
-
-    return states_way(f"TRL, tiles of {tile} ids", trl, inputs)
-
-
-def load_trl_narrow(*inputs) -> Way:
-    return load_trl_states(*inputs, tile=4096)
-
-
-def load_liger_states(hidden, weight, ids, advantages) -> Way:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo", temperature=TEMPERATURE)
-    tokens = ids[:, None]
-
-    def both():
-        """Rows as sequences of one token; its loss is -mean(advantage * ratio) with a ratio of 1."""
-        mask = torch.ones_like(tokens)
-        value = loss(hidden[:, None], weight, tokens, mask, -len(ids) * advantages)[0]
-        return torch.autograd.grad(value, (hidden, weight))
-
-    loss.chunk_size = 1024
-    return Way("Liger (no entropy)", both=both)
-
-
-def load_cce(*inputs) -> Way:
-    needs_gpu("CCE")
-    from cut_cross_entropy import linear_cross_entropy
-
-    def cce(hidden, weight, ids):
-        """It has no temperature: the states carry it, rounded again."""
-        return [-linear_cross_entropy(hidden / TEMPERATURE, weight, ids, reduction="none")]
-
-    return states_way("CCE (no entropy)", cce, inputs)
-
-
-def load_torch(*inputs) -> Way:
-    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
-
-    def torch_chunked(hidden, weight, ids):
-        options = LinearCrossEntropyOptions()
-        return [-F.linear_cross_entropy(hidden / TEMPERATURE, weight, ids, reduction="none", options=options)]
-
-    return states_way("F.linear_cross_entropy (no entr.)", torch_chunked, inputs)
 
 
 @torch.no_grad()
@@ -379,8 +247,7 @@ def windows_table(run: Run) -> None:
             windows_way("ours", window_attention, inputs, segments, grad),
             windows_way("ours, torch path", batched_attention, inputs, segments, grad),
             windows_way("loop, as in transformers", split_loop, inputs, segments, grad),
-            windows_way("padded, one call", padded_attention, inputs, segments, grad),
-            *peers(load_varlen, load_flex, arguments=(inputs, segments, grad)),
+            windows_way("torch's varlen_attn", varlen, inputs, segments, grad),
         ]
         pick = sorted({0, len(lengths) - 1, *torch.randperm(len(lengths))[: CHECKED // 8].tolist()})
         expected, rows = exact_windows(inputs, grad, segments.cu_seqlens.tolist(), pick)
@@ -409,46 +276,15 @@ def split_loop(q, k, v, segments):
     return torch.cat([sdpa(*(x[None] for x in window))[0] for window in windows])
 
 
-def padded_attention(q, k, v, segments):
-    """All windows as long as the longest: shorter ones are filled up with zeros, which a mask hides."""
-    positions = torch.arange(segments.longest, device=q.device)
-    inside = positions < segments.cu_seqlens.diff()[:, None]  # (windows, longest)
-    index = torch.where(inside, segments.cu_seqlens[:-1, None] + positions, 0)
-    mask = None if inside.all() else inside[:, None, None]
-    return sdpa(*(F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]) for x in (q, k, v)), mask)[inside]
-
-
 def sdpa(q, k, v, mask=None):
     """(S, L, H, D) -> (S, L, H, D)."""
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask).transpose(1, 2)
 
 
-def load_varlen(inputs, segments, grad) -> Way:
-    needs_gpu("varlen_attn")
-    from torch.nn.attention.varlen import varlen_attn
+def varlen(q, k, v, segments):
+    from torch.nn.attention.varlen import varlen_attn  # it needs flash attention, which a CPU lacks
 
-    def attend(q, k, v, segments):
-        return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest)
-
-    return windows_way("torch's varlen_attn", attend, inputs, segments, grad)
-
-
-def load_flex(inputs, segments, grad) -> Way:
-    """The block mask is not timed: it is made once for all blocks of the tower."""
-    needs_gpu("FlexAttention's gradients")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    lengths = segments.cu_seqlens.diff()
-    window = torch.arange(len(lengths), device=CARD).repeat_interleave(lengths)
-    block_mask = create_block_mask(
-        lambda b, h, i, j: window[i] == window[j], None, None, len(window), len(window), CARD
-    )
-    call = compiled(flex_attention)
-
-    def attend(q, k, v, segments):
-        return call(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=block_mask)[0].transpose(0, 1)
-
-    return windows_way("FlexAttention, compiled", attend, inputs, segments, grad)
+    return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest)
 
 
 def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], pick: list[int]) -> tuple[dict, Tensor]:
@@ -566,68 +402,10 @@ def off_element_wise(phase: str, got: list[Tensor], expected: dict) -> float:
     return max(relative(a, b) for a, b in zip(got, expected[phase], strict=True))
 
 
-TABLES = {
-    "logits": logits_table,
-    "states": states_table,
-    "windows": windows_table,
-    "decode": decode_table,
-    "element-wise": element_wise_table,
-}
+TABLES = {"states": states_table, "windows": windows_table, "decode": decode_table, "element-wise": element_wise_table}
 
 
 # ------------------------------------------------------------------------------------------------ shared
-
-
-def gradient_way(name: str, function: Callable, x: Tensor, ids: Tensor, upstream: Tensor) -> Way:
-    """function (x, ids) -> log-probabilities and entropies."""
-
-    def both():
-        outputs = function(x, ids)
-        return torch.autograd.grad(outputs, x, list(upstream))
-
-    @torch.no_grad()
-    def forward():
-        return function(x, ids)
-
-    return Way(name, forward, both)
-
-
-def peers(*loaders: Callable[..., Way], arguments: tuple) -> list[Way]:
-    """Those that can be imported and run here; the others are named."""
-    ways = []
-    for load in loaders:
-        try:
-            ways.append(way := load(*arguments))
-            way.peer = True
-        except ImportError as error:
-            print(f"left out ({load.__name__}): {error}")
-    return ways
-
-
-def needs_gpu(name: str) -> None:
-    if CARD.type != "cuda":
-        raise ImportError(f"{name} runs on a GPU alone")
-
-
-def load_trl(name: str):
-    """TRL's kernels/<name>.py without the package around it, which imports datasets and accelerate.
-
-    What that file itself imports of the package, when it runs, gathers a sharded head: nothing to do here.
-    """
-    found = importlib.util.find_spec("trl")
-    if found is None:
-        raise ImportError("no module named trl")
-    file = Path(found.origin).parent / "kernels" / f"{name}.py"
-    if not file.exists():
-        raise ImportError(f"this version of TRL has no kernels/{name}.py")
-    for package in ("trl_alone", "trl_alone.kernels", "trl_alone.trainer", "trl_alone.trainer.utils"):
-        sys.modules[package] = types.ModuleType(package)
-        sys.modules[package].__path__ = []
-    sys.modules["trl_alone.trainer.utils"].maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()
-    spec = importlib.util.spec_from_file_location(f"trl_alone.kernels.{name}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def compiled(function: Callable) -> Callable:
@@ -680,28 +458,6 @@ def measure_ceilings(toy: bool) -> Ceilings:
     a, b = (torch.randn(side, side, device=CARD).to(torch.bfloat16) for _ in range(2))
     product = milliseconds(lambda: a @ b, toy)[0]
     return Ceilings(2 * source.nbytes / copy * 1e3, 2 * side**3 / product * 1e3)
-
-
-def card() -> str:
-    """Name, driver and clocks."""
-    if CARD.type != "cuda":
-        return platform.processor() or platform.machine()
-    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return torch.cuda.get_device_name()
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "trl", "transformers", "liger_kernel", "cut_cross_entropy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
 python benchmarks/kernels_aot.py --arch 90 --only "log-softmax forward"
-python benchmarks/kernels_aot.py --arch gfx942     # AMD's MI300: registers, spills and shared memory alone
 
 The compiler, the assembler and the disassembler are all inside the triton package. Columns:
 
@@ -151,7 +150,7 @@ def builds() -> list[Build]:
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 2, and a line on stderr, where nothing can be compiled."""
     parser = argparse.ArgumentParser(prog="python benchmarks/kernels_aot.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten, or gfx...")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten")
     parser.add_argument("--only", default="", help="compile only builds with names that begin with this")
     parser.add_argument("--json", type=Path, help="add the numbers to this file, under the version of Triton")
     options = parser.parse_args(arguments)
@@ -162,10 +161,8 @@ def main(arguments: list[str]) -> int:
     rows = {}
     for build in [build for build in builds() if build.name.startswith(options.only)]:
         for arch in options.arch:
-            gfx = arch.startswith("gfx")
-            row = inspect_amd(build, arch) if gfx else inspect(build, arch)
-            rows[f"{build.name}, {arch if gfx else 'sm_' + arch}"] = row
-            cells = ("" if row.get(name) is None else row[name] for name in COLUMNS)
+            row = rows[f"{build.name}, sm_{arch}"] = inspect(build, arch)
+            cells = ("" if row[name] is None else row[name] for name in COLUMNS)
             print(f"{build.name:44} {arch:>6}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else {}
@@ -177,7 +174,7 @@ def main(arguments: list[str]) -> int:
 def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
     """Compile for one NVIDIA architecture and count in the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        compiled = compile_ahead(build, "cuda", int(arch), 32)
+        compiled = compile_ahead(build, int(arch))
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = disassemble("--dump-resource-usage", file.name)
@@ -197,15 +194,7 @@ def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
     }
 
 
-def inspect_amd(build: Build, arch: str) -> dict[str, int]:
-    """Compile with AMD's compiler, which notes its numbers in the assembly; ROCm need not be installed."""
-    compiled = compile_ahead(build, "hip", arch, 64)
-    notes = {"registers": "vgpr_count", "spills": "vgpr_spill_count"}
-    found = {name: int(re.search(rf"\.{note}:\s+(\d+)", compiled.asm["amdgcn"])[1]) for name, note in notes.items()}
-    return found | {"shared": compiled.metadata.shared}
-
-
-def compile_ahead(build: Build, backend: str, arch: int | str, warp_size: int):
+def compile_ahead(build: Build, arch: int):
     """Compile one kernel for one architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -216,7 +205,7 @@ def compile_ahead(build: Build, backend: str, arch: int | str, warp_size: int):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=build.constexprs, attrs=attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    return triton.compile(source, target=GPUTarget(backend, arch, warp_size), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def disassemble(flag: str, cubin: str) -> str:

@@ -95,6 +95,7 @@ PLAN = [
 ]
 THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json", "--data.task=recipes/localisation.py:PIXELS"]
 THOUSANDTHS += ["--data.rescale_boxes=true", "--sampling.max_new_tokens=36"]  # a demonstrated answer has 31
+BOX, TWICE = ("TASK", "Boxes", "zoom_box.py"), ("TASK", "Twice", "zoom_twice.py")
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),
     Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),
@@ -106,18 +107,8 @@ LONG = [
     zoom("no thought", "SILENT", most_sampled_gain=0.1),
     zoom("dark squares", "OTHERS", sampled_gain=0.5),
     zoom("a third informed", "INFORMED", sampled_gain=0.5),
-    zoom(
-        "a box", "TASK", "Boxes", "zoom_box.py", "--sampling.max_new_tokens=56", looks("zoom_box.py"), sampled_gain=0.3
-    ),
-    zoom(
-        "two looks",
-        "TASK",
-        "Twice",
-        "zoom_twice.py",
-        "--sampling.max_new_tokens=72",
-        looks("zoom_twice.py"),
-        sampled_gain=0.3,
-    ),
+    zoom("a box", *BOX, "--sampling.max_new_tokens=56", looks(BOX[2]), sampled_gain=0.3),
+    zoom("two looks", *TWICE, "--sampling.max_new_tokens=72", looks(TWICE[2]), sampled_gain=0.3),
     Entry("zoom, shuffled rewards", "zoom.yaml", [*SHORT, "--grpo.shuffle_rewards=true"], most_sampled_gain=0.1),
 ]
 
