@@ -14,21 +14,24 @@ from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_a
 SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
 
 
-def rectangles(length: int, starts: list[int], rows: list[tuple]) -> tuple[Tensor, Tensor, Tensor]:
+def rectangles(
+    prompts: list[range], completions: list[list[range]]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out groups whose prompts have one length: only completions are padded.
 
     Args:
-        length: P, tokens of each prompt. starts: where each of the b prompts begins in the run.
-        rows: of each of the r completions (number of its prompt, where it begins, its tokens).
+        prompts: where each of the b prompts, P tokens, is in the run.
+        completions: where each completion of each prompt is, r in all.
     Returns:
         indices in the run: prompts (b, P), completions (r, C), -1 after the end of a shorter one;
         (r,) prompt of each completion.
     """
-    prompts = torch.tensor(starts)[:, None] + torch.arange(length)
-    prompt_index, begins, tokens = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-    offset = torch.arange(int(tokens.max()) if rows else 0)  # (C,)
-    completions = (begins[:, None] + offset).masked_fill(offset >= tokens[:, None], -1)
-    return prompts, completions, prompt_index
+    rows = [(i, span.start, len(span)) for i, group in enumerate(completions) for span in group]
+    prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
+    offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
+    block = (starts[:, None] + offset).masked_fill(offset >= lengths[:, None], -1)
+    first = torch.tensor([prompt.start for prompt in prompts])
+    return first[:, None] + torch.arange(len(prompts[0])), block, prompt_index
 
 
 class PromptSlots:

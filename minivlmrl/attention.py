@@ -37,40 +37,34 @@ class GroupLayout:
     """
 
     def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu"):
-        self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
+        self.prompt_lengths = prompt_lengths
         self.row_lengths = [n for group in completion_lengths for n in group]  # R, they sum to M
-        starts, rows, end = [], [], 0  # rows: (prompt, start, tokens in the run) of each completion
-        for prompt, completions in enumerate(completion_lengths):
-            starts.append(end)
-            end += prompt_lengths[prompt]
-            for n in completions:
-                rows.append((prompt, end, n - 1))
-                end += n - 1
-        self.num_tokens, self.row_starts = end, [start for _, start, _ in rows]  # N; R of them
-        last = [start + length - 1 for start, length in zip(starts, prompt_lengths, strict=True)]
+        self.prompts, self.completions, self.num_tokens = spans(prompt_lengths, completion_lengths)
+        last = [prompt[-1] for prompt in self.prompts]
         self.last_index = to_device(torch.tensor(last), device)  # (B,) last token of each prompt
         # (M,) index of the token that predicts each completion token: the one before it, which for
         # the first token of a completion is the last token of its prompt
-        predict = [i for prompt, start, n in rows for i in (last[prompt], *range(start, start + n))]
+        groups = zip(last, self.completions, strict=True)
+        predict = [i for end, group in groups for span in group for i in (end, *span)]
         self.predict_index = to_device(torch.tensor(predict, dtype=torch.long), device)
         longest = max(self.row_lengths, default=0)  # T
         cells = [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
         self.row_index = to_device(torch.tensor(cells, dtype=torch.long), device)  # (M,) in (R, T)
         blocks, self.slots = [], []  # blocks: prompts and completions of each length of prompts
         for length in dict.fromkeys(prompt_lengths):
-            prompts = [i for i, other in enumerate(prompt_lengths) if other == length]
-            number = {prompt: i for i, prompt in enumerate(prompts)}
-            own = [(number[prompt], *span) for prompt, *span in rows if prompt in number]
-            *indices, prompt_index = rectangles(length, [starts[i] for i in prompts], own)
+            same = [i for i, other in enumerate(prompt_lengths) if other == length]
+            *indices, prompt_index = rectangles(
+                [self.prompts[i] for i in same], [self.completions[i] for i in same]
+            )
             blocks += indices
-            slots = PromptSlots(prompt_index, len(prompts), device) if indices[1].numel() else None
+            slots = PromptSlots(prompt_index, len(same), device) if indices[1].numel() else None
             self.slots.append(slots)
         self.shapes = [block.shape for block in blocks]
-        # the tokens of all blocks, laid end to end, and (N,) where these have each of the run
+        # the token in each cell of the blocks, laid end to end, -1 in an empty one; and the inverse
         order = torch.cat([block.flatten() for block in blocks])
-        inverse = torch.empty(end, dtype=torch.long)
+        inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,): the cell of each token
         inverse[order[order >= 0]] = (order >= 0).nonzero()[:, 0]
-        self.in_order = torch.equal(order, torch.arange(end))
+        self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order, self.inverse = (to_device(x, device) for x in (order.clamp(min=0), inverse))
 
     def blocks(self, x: Tensor) -> list[Tensor]:
@@ -80,17 +74,28 @@ class GroupLayout:
         return [part.unflatten(0, shape).transpose(1, 2) for part, shape in parts]
 
 
+def spans(
+    prompt_lengths: list[int], completion_lengths: list[list[int]]
+) -> tuple[list[range], list[list[range]], int]:
+    """Find where each prompt and each of its completions is in the run, and how long the run is."""
+    prompts, completions, end = [], [], 0
+    for length, group in zip(prompt_lengths, completion_lengths, strict=True):
+        prompts.append(range(end, end := end + length))
+        completions.append([range(end, end := end + n - 1) for n in group])
+    return prompts, completions, end
+
+
 def visible(layout: GroupLayout) -> Tensor:
     """Write down the rule at the top of this file: (N, N) bool, token i attends to token j."""
-    spans = []  # (group, 0 for its prompt or the number of its completion) of each token
-    for group, prompt in enumerate(layout.prompt_lengths):
-        spans += [(group, 0)] * prompt
-        for row, length in enumerate(layout.completion_lengths[group], start=1):
-            spans += [(group, row)] * (length - 1)
-    group, row = torch.tensor(spans).unbind(1)  # each (N,)
+    groups = zip(layout.prompts, layout.completions, strict=True)
+    tokens = []  # (group, 0 for its prompt or the number of its completion) of each token
+    for number, (prompt, completions) in enumerate(groups):
+        for row, span in enumerate([prompt, *completions]):
+            tokens += [(number, row)] * len(span)
+    group, row = torch.tensor(tokens).unbind(1)  # each (N,)
     index = torch.arange(layout.num_tokens)
-    prompt_or_own = (row == 0) | (row == row[:, None])
-    return (group == group[:, None]) & prompt_or_own & (index <= index[:, None])
+    prompt_or_same_row = (row == 0) | (row == row[:, None])
+    return (group == group[:, None]) & prompt_or_same_row & (index <= index[:, None])
 
 
 class GroupAttention:
