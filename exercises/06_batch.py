@@ -1,20 +1,27 @@
 TASK = """
-Inside the loop, for one prompt and its completions: add the ids of the run to `ids`, the (3, n) positions of the
-prompt, position_ids, and of its completions to `positions`, to `vision_index` where in the run the prompt's
-image tokens are, and move `start` to where the next prompt begins. The last token of a completion is predicted but
-predicts nothing: it is not in the run.
+Inside the loop, for one prompt and its completions: add their ids to `ids`, and their (3, n) positions to `positions`;
+those of the prompt are position_ids. Add to `masked` the ids too, but -1 for what the policy wrote (c.written, bool for
+each token of c.ids): image tokens are looked for there. The last token of a completion is predicted but predicts
+nothing: it is not in the run. What the book does with pictures of completions may be left out.
 """
 
 HINT = """
 An image takes fewer positions than tokens, so a completion's first position is one past the largest of its prompt, and
-all completions of a prompt begin at the same one. torch.isin finds the placeholders of images and videos.
+all completions of a prompt begin at the same one. A completion is text, which counts up on all three axes.
 """
 
+COMPLETION = """
+    ids.append(c.ids[:-1])
+    masked.append(c.ids.masked_fill(c.written, -1)[:-1])  # a written <|image_pad|> is text
+    offsets = torch.arange(len(c.ids) - 1).expand(3, -1)
+"""
+WHOLE = COMPLETION.replace("[:-1]", "").replace(" - 1", "")
+
 WRONG = {
-    "the last token of a completion predicts nothing: it is not in the run": ("completion[:-1]", "completion"),
+    "the last token of a completion predicts nothing: it is not in the run": (COMPLETION, WHOLE),
     "you left out the first token of each completion; it is the last one that goes": (
-        "completion[:-1]",
-        "completion[1:]",
+        "ids.append(c.ids[:-1])",
+        "ids.append(c.ids[1:])",
     ),
     "positions are not token counts: an image takes fewer, so look for the largest position": (
         "int(position_ids.max()) + 1",
@@ -25,24 +32,20 @@ WRONG = {
         "int(position_ids.max())",
     ),
     "all completions of a prompt begin at the same position; yours follow one another": (
-        "for c in group for i in range(len(c) - 1)]",
-        "for i in range(sum(len(c) - 1 for c in group))]",
+        "positions.append(next_position + offsets)",
+        "positions.append(next_position + offsets)\n    next_position += len(offsets[0])",
     ),
-    "videos are forgotten: their placeholder is another one than that of images": (
-        "torch.isin(prompt.input_ids, placeholders)",
-        "(prompt.input_ids == config.image_token_id)",
+    "what the policy wrote is text, also where it is spelled like an image: `masked` has -1 there": (
+        "c.ids.masked_fill(c.written, -1)[:-1]",
+        "c.ids[:-1]",
     ),
-    "image tokens are numbered in the run, not in their prompt: start is missing": (
-        "nonzero()[:, 0] + start)",
-        "nonzero()[:, 0])",
-    ),
-    "the next prompt begins after this one's completions, too": (
-        "len(prompt.input_ids) + len(following)",
-        "len(prompt.input_ids)",
-    ),
-    "a completion of n tokens takes n - 1 in the run": (
-        "len(prompt.input_ids) + len(following)",
-        "len(prompt.input_ids) + sum(len(completion) for completion in group)",
+    "images of a prompt are looked for in `masked`: add its ids there as they are": [
+        ("masked.append(prompt.input_ids)", "masked.append(torch.full_like(prompt.input_ids, -1))"),
+        ("masked.append(prompt.input_ids)\n", ""),
+    ],
+    "`masked` is as long as `ids`: a completion's last token is in neither": (
+        "masked_fill(c.written, -1)[:-1]",
+        "masked_fill(c.written, -1)",
     ),
 }
 
@@ -63,7 +66,7 @@ def tries(pack):
         return Prompt(torch.tensor(ids), torch.zeros(patches, 1176), grids)
 
     image, text = prompt(7, *[1] * 6, 8, grids=[(1, 4, 6)]), prompt(7, 8, 9, grids=[])
-    completions = [torch.tensor([11, 12, 13]), torch.tensor([21, 22])]
+    completions = [torch.tensor([11, 12, 13]), torch.tensor([21, 1, 22])]
     video = prompt(7, *[2] * 4, 8, grids=[(2, 4, 2)])
     pairs = {"text, then text": [text, text], "an image, then text": [image, text], "two images": [image, image]}
     pairs["an image, then a video"] = [image, video]

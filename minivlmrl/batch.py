@@ -61,46 +61,45 @@ def pack(
         config: the ModelConfig.
     """
     groups = [[Completion(c.cpu()) if isinstance(c, Tensor) else c for c in g] for g in completions]
-    completions = [[completion.ids for completion in group] for group in groups]
-    lengths = [[len(completion) for completion in group] for group in completions]
+    lengths = [[len(c.ids) for c in group] for group in groups]
     if any(length == 0 for group in lengths for length in group):
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
     layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    ids, positions, vision_index, start = [], [], [], 0
-    for prompt, group in zip(prompts, completions, strict=True):
-        grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
-        position_ids = get_rope_index(prompt.input_ids, grids, config, seconds)  # (3, P)
+    ids, masked, positions, pixels, grids = [], [], [], [], []  # in the order of the run
+    for prompt, group in zip(prompts, groups, strict=True):
+        pixels.append(prompt.pixel_values)
+        grids.append(prompt.image_grid_thw)
+        seconds = prompt.second_per_grid_ts
+        position_ids = get_rope_index(prompt.input_ids, grids[-1], config, seconds)  # (3, P)
         next_position = int(position_ids.max()) + 1
-        following = [next_position + i for c in group for i in range(len(c) - 1)]
-        positions += [position_ids, torch.tensor(following, dtype=torch.long).expand(3, -1)]
-        ids += [prompt.input_ids, *(completion[:-1] for completion in group)]
-        vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
-        start += len(prompt.input_ids) + len(following)
+        ids.append(prompt.input_ids)
+        masked.append(prompt.input_ids)
+        positions.append(position_ids)
+        for c in group:
+            ids.append(c.ids[:-1])
+            masked.append(c.ids.masked_fill(c.written, -1)[:-1])  # a written <|image_pad|> is text
+            offsets = torch.arange(len(c.ids) - 1).expand(3, -1)
+            if c.pictures:
+                pixels += [patches for _, patches, _ in c.pictures]
+                grids.append(torch.tensor([grid for *_, grid in c.pictures]))
+                offsets = get_rope_index(masked[-1], grids[-1], config)
+            positions.append(next_position + offsets)
+    vision_index = torch.isin(torch.cat(masked), placeholders).nonzero()[:, 0]
     flat = [completion for group in groups for completion in group]
-    run, positions = torch.cat(ids), torch.cat(positions, dim=1)
-    pixels, grids = [x.pixel_values for x in prompts], [x.image_grid_thw for x in prompts]
-    for c, start in zip(flat, layout.row_starts, strict=True):
-        if c.pictures:
-            forced = c.ids.masked_fill(c.written, -1)[:-1]  # a written <|image_pad|> is text
-            grids.append(torch.tensor([grid for *_, grid in c.pictures]))
-            own = get_rope_index(forced, grids[-1], config) + positions[0, start]
-            positions[:, start : start + len(forced)] = own
-            vision_index.append(torch.isin(forced, placeholders).nonzero()[:, 0] + start)
-            pixels += [patches for _, patches, _ in c.pictures]
-    seen = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
+    embeds = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(
-        input_ids=to_device(run, device),
-        position_ids=to_device(positions, device),
+        input_ids=to_device(torch.cat(ids), device),
+        position_ids=to_device(torch.cat(positions, dim=1), device),
         pixel_values=to_device(torch.cat(pixels), device),
         image_grid_thw=torch.cat(grids),
-        vision_index=to_device(torch.cat(vision_index), device),
+        vision_index=to_device(vision_index, device),
         completion_ids=to_device(torch.cat([nothing, *(c.ids for c in flat)]), device),
         written=to_device(torch.cat([nothing, *(c.written for c in flat)]).float(), device),
         layout=layout,
         prompts=prompts,
-        vision_embeds=torch.cat(seen) if len(seen) == len(pixels) else None,
+        vision_embeds=torch.cat(embeds) if len(embeds) == len(pixels) else None,
     )
 
 
