@@ -15,13 +15,13 @@ WRONG = {
         "torch.ones_like(index, dtype=torch.bool)[None]",
     ),
     "the mask is only causal: groups and completions see all that comes before them": (
-        "(group == group[:, None]) & prompt_or_same_row & (index",
+        "(group == group[:, None]) & prompt_or_row & (index",
         "(index",
     ),
     "a completion does not see its prompt": ("(row == 0) | (row == row[:, None])", "row == row[:, None]"),
     "a token sees itself too: not later, instead of earlier": ("index <= index", "index < index"),
     "it is turned around: tokens see what comes later": ("index <= index", "index >= index"),
-    "groups see one another: compare groups too": ("(group == group[:, None]) & prompt_or_same_row", "prompt_or_same_row"),
+    "groups see one another: compare groups too": ("(group == group[:, None]) & prompt_or_row", "prompt_or_row"),
     "a prompt is causal too: its tokens do not see later ones": (
         "(index <= index[:, None])",
         "((index <= index[:, None]) | (row == 0) & (row[:, None] == 0))",

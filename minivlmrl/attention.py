@@ -94,8 +94,8 @@ def visible(layout: GroupLayout) -> Tensor:
             tokens += [(number, row)] * len(span)
     group, row = torch.tensor(tokens).unbind(1)  # each (N,)
     index = torch.arange(layout.num_tokens)
-    prompt_or_same_row = (row == 0) | (row == row[:, None])
-    return (group == group[:, None]) & prompt_or_same_row & (index <= index[:, None])
+    prompt_or_row = (row == 0) | (row == row[:, None])
+    return (group == group[:, None]) & prompt_or_row & (index <= index[:, None])
 
 
 class GroupAttention:
