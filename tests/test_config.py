@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minivlmrl.run.config import GRPOSection, RunConfig, load_config, to_yaml
+from minivlmrl.run.config import GRPOSection, RunConfig, check_found, load_config, to_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
@@ -164,6 +164,18 @@ def test_the_models_config_and_the_task_lie_beside_who_names_them(write, tmp_pat
         assert config.data.task == f"{(folder / 'own.py').resolve()}:TASK"
     for name in ("shapes", "package.module:TASK", None):
         assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
+
+
+def test_code_that_a_recipe_names_is_found_in_every_field_that_can_name_it(write, tmp_path):
+    """Else it would run unread where a recipe was found, not asked for."""
+    rewards = {"data": {"eval_rewards": ["own.py:f", "format"]}}, {"rewards": {"own.py:f": 1.0}}
+    fields = {"data": {"task": "own.py:f"}}, {"reference": {"teacher_prompt": "own.py:f"}}
+    for values in (*rewards, *fields, {"sampling": {"environment": "own.py:f"}}):
+        config = load_config(write(values))
+        with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it; --recipe="):
+            check_found(tmp_path / "recipe.yaml", config, [])
+        check_found(tmp_path / "recipe.yaml", config, [f"--x={tmp_path}/own.py:f", "--x=own.py:f"])
+    check_found(tmp_path / "recipe.yaml", load_config("shapes.yaml"), [])
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.nf4 import NF4Linear
+from minivlmrl.hub.checker import FilePath
 from minivlmrl.rows import random_numbers
 
 PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
@@ -34,7 +35,7 @@ class LoRAConfig:
     """Which layers get an adapter (LoRA), and its size; all weights of the base are frozen then."""
 
     # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
-    path: str | None = None
+    path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
     # share of the inputs of A that is 0 in training, see dropout

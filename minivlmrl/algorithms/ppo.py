@@ -21,6 +21,7 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
+from minivlmrl.hub.checker import FilePath
 from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states, logps_of_states
 from minivlmrl.objectives.baselines import gae, token_rewards, whiten
@@ -39,7 +40,7 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
     # a value head on the policy's backbone, or a model of its own
     critic: Literal["shared", "separate"] = "shared"
     # separate: begin with this trained critic or reward model; default the policy
-    critic_path: str | None = None
+    critic_path: FilePath | None = None
     # weight of the KL in each token's reward; 0: there is no reference model
     kl_coef: Annotated[float, ">= 0"] = 0.05
     kl_estimator: Literal["k1", "k3"] = "k1"  # of the KL in the reward, see losses.py

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters
 from minivlmrl.algorithms.reward_model import check_reward_model
 from minivlmrl.batch import GroupBatch
+from minivlmrl.hub.checker import Code, FilePath
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
 
@@ -26,9 +27,9 @@ class ReferenceConfig:
     # vision tower, embeddings, this many layers: frozen, shared by both
     num_shared_layers: Annotated[int, ">= 0"] = 0
     # distill: the folder of a teacher; None: the policy as the stage found it
-    teacher: str | None = None
+    teacher: FilePath | None = None
     # distill: "file.py:function", from a Row to what the teacher sees of it: docs/distill.md
-    teacher_prompt: str | None = None
+    teacher_prompt: Code | None = None
     # distill: 0 is KL(teacher || student), 1 KL(student || teacher), between is Jensen-Shannon
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5
 

@@ -19,6 +19,7 @@ from minivlmrl.algorithms.value_model import (
     pack_to_end,
     save_value_model,
 )
+from minivlmrl.hub.checker import FilePath
 from minivlmrl.objectives.preference_losses import RewardLoss, reward_loss
 from minivlmrl.rows import Completion, Prompt, Row
 from minivlmrl.scale.sharding import reshard
@@ -33,7 +34,7 @@ class RewardModelConfig(RewardLoss, TrainingConfig):
     """The reward model."""
 
     # what rewards.reward_model asks: a folder of this stage's; None: the one trained here
-    path: str | None = None
+    path: FilePath | None = None
 
 
 class RewardModel(PairAlgorithm):

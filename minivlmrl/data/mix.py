@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 
-from minivlmrl.hub.checker import build, naming, parse_yaml
+from minivlmrl.hub.checker import FilePath, RewardName, build, naming, parse_yaml
 from minivlmrl.rows import Row
 
 
@@ -18,14 +18,14 @@ from minivlmrl.rows import Row
 class FileSection:
     """One file of data.train."""
 
-    file: str  # see row_files.py
+    file: FilePath  # see row_files.py
     # how often a pass has each of its rows; 0.5: every second row once
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # or first:N, end:N, random:N of its rows, or N% of them
     # the folder that paths of its images begin at; None: data.image_root
-    image_root: str | None = None
+    image_root: FilePath | None = None
     # those of the recipe that judge its rows; none named: all
-    rewards: list[str] = field(default_factory=list)
+    rewards: list[RewardName] = field(default_factory=list)
 
 
 class Picked(Sequence):

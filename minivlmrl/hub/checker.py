@@ -10,10 +10,16 @@ import types
 import typing
 from collections import Counter
 from contextlib import AbstractContextManager, suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NewType
 
 import yaml
 
+# texts of a recipe that name a file or code; what is not said otherwise is found from where the
+# command runs
+FilePath = NewType("FilePath", str)
+RecipePath = NewType("RecipePath", str)  # beside the recipe
+Code = NewType("Code", str)  # a name, or "file.py:name", which is beside the recipe
+RewardName = NewType("RewardName", str)  # see reward_functions/names.py
 # what other trainers call an option -> what it is here
 THEIRS = {
     "lr": "STAGE.learning_rate",
@@ -130,6 +136,7 @@ def help_of(cls) -> dict[str, str]:
 
 def type_text(hint) -> str:
     """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
@@ -145,6 +152,7 @@ def type_text(hint) -> str:
 
 def _read(hint, value, name: str, json: bool):
     """`value` as a field annotated with `hint` holds it."""
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{name}.", json)

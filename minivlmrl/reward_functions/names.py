@@ -1,7 +1,7 @@
 """Rewards by name: of the table, "my_rewards.py:brevity" or "package.module:brevity".
 
 Options may follow, named parameters of the function: "number(tolerance=0.05)". A recipe's rewards
-are found once; each then checks what it is given and what it returns, and names the row it fails on.
+are found once; each checks what it is given and returns, and names the row that it fails on.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Reward:
         return replace(self, together=world.together)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
-        """Judge n completions: n numbers, NaN for None (RewardFailed: the row and what is wrong)."""
+        """Judge n completions: n numbers, NaN for None (RewardFailed: names the row)."""
         try:
             return self.together(lambda: self._judge({"completions": completions} | columns))
         except ValueError as error:

@@ -11,7 +11,7 @@ import torch
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix, read_mix, shuffled
-from minivlmrl.hub.checker import require
+from minivlmrl.hub.checker import Code, FilePath, RewardName, require
 from minivlmrl.hub.preprocessor import Count
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
@@ -38,18 +38,18 @@ class VideoSection:
 class DataSection:
     """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
 
-    task: str | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
+    task: Code | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
     # rows with problem or prompt, image(s), and what the stages need: docs/data.md
-    train_file: str | None = None
+    train_file: FilePath | None = None
     # several files instead of train_file: docs/data.md
     train: list[FileSection] = field(default_factory=list)
     # rows of a stage alone: {sft: demonstrations.jsonl}
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FilePath] = field(default_factory=dict)
     # rows with problem or prompt, image(s), and solution or chosen and rejected
-    eval_file: str | None = None
+    eval_file: FilePath | None = None
     # training rows with a longer prompt are left out
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
-    image_root: str | None = None  # the folder that paths of images begin at; None: the file's
+    image_root: FilePath | None = None  # the folder that paths of images begin at; None: the file's
     # column of a file -> its name here: {label: solution}
     columns: dict[str, str] = field(default_factory=dict)
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
@@ -78,7 +78,7 @@ class DataSection:
     # boxes of demonstrated answers are in pixels of the file: write them in box_space
     rescale_boxes: bool = False
     # the first is what counts
-    eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])
+    eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
     demonstrations: Annotated[int, ">= 1"] = 96  # tasks: rows for sft
     # tasks: share of them with a random label or box
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
-from minivlmrl.hub.checker import build, naming, parse_yaml
+from minivlmrl.hub.checker import Code, FilePath, RecipePath, RewardName, build, naming, parse_yaml
 from minivlmrl.reward_functions.names import Reward, get_rewards
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import OptimizerSection
@@ -33,14 +33,15 @@ PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "add_vision_id
 SAID = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
 
 Weight = Annotated[float, "(-inf, inf)"]
+TEXTS = {hint for text in (str, FilePath, RecipePath, Code) for hint in (text, text | None)}
 
 
 @dataclass
 class ModelSection:
     """Which weights to train: `path`, a folder, or `config`, a config.json for random ones."""
 
-    path: str | None = None  # a Hugging Face folder or the id of a repository
-    config: str | None = None  # a config.json, relative to the recipe
+    path: FilePath | None = None  # a Hugging Face folder or the id of a repository
+    config: RecipePath | None = None  # a config.json, relative to the recipe
     # of parameters, gradients and AdamW
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     # of layers and activations
@@ -113,7 +114,9 @@ class RunConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     # name -> weight
-    rewards: dict[str, Weight] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
+    rewards: dict[RewardName, Weight] = field(
+        default_factory=lambda: {"format": 0.5, "accuracy": 1.0}
+    )
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
@@ -181,46 +184,59 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
             separator, text = "=", "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
-        value = _value(key, text)
-        code = key in ("data.task", "sampling.environment", "reference.teacher_prompt")
-        code = code and ".py:" in (value or "")
-        if value and (key == "model.config" or code):
-            value = str(Path(value).resolve())  # not beside the recipe, as what a recipe says
+        # beside where the command runs, not beside the recipe
+        value = _located(_hint(key), _value(key, text), Path())
         values = _replace(values, key.split("."), value)
     config = build(RunConfig, values, "command line")
     config.recipe = str(recipe)
-    # these two are beside the recipe, the files below are found from where the command runs
-    if config.model.config:
-        config.model.config = str((path.parent / config.model.config).resolve())
-    code = (config.data, "task"), (config.sampling, "environment")
-    for section, name in (*code, (config.reference, "teacher_prompt")):
-        if ".py:" in (getattr(section, name) or ""):
-            setattr(section, name, str((path.parent / getattr(section, name)).resolve()))
-    files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
-    files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
-    files += [(config.model, "path"), (config.adapter, "path"), (config.reward_model, "path")]
-    files.append((config.reference, "teacher"))
-    for section, name in [*files, (config.ppo, "critic_path")]:
-        setattr(section, name, _absolute(getattr(section, name)))
-    config.data.files = {stage: _absolute(file) for stage, file in config.data.files.items()}
+    for section, name, hint in _fields(config):
+        setattr(section, name, _located(hint, getattr(section, name), path.parent))
     return config
 
 
-def check_found(recipe: Path, names: Iterable[str], overrides: list[str]):
+def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
     """Refuse code (ValueError) that a recipe names which the user did not name: somebody sent it.
 
     Args:
-        names: of the rewards and tasks that would run; one that the command line says too may.
+        overrides: of the command line; code that one of them says too may run.
     """
-    for name in names:
-        if ":" in name and not any(name in override for override in overrides):
-            found = f"it was found, not asked for, and names code, {name}"
-            raise ValueError(f"{recipe}: {found}; read it; --recipe={recipe} says that it may run")
+    for section, field_name, hint in _fields(config):
+        value = getattr(section, field_name) or ()
+        names = [value] if isinstance(value, str) else value
+        for name in names if {Code, RewardName} & _types(hint) else ():
+            if ":" in name and not any(name in override for override in overrides):
+                what = f"it was found, not asked for, and names code, {name}"
+                cure = f"read it; --recipe={recipe} says that it may run"
+                raise ValueError(f"{recipe}: {what}; {cure}")
 
 
-def _absolute(path: str | None) -> str | None:
-    """Where a path leads from any folder; None, or the id of a repository, stays as it is."""
-    return str(Path(path).resolve()) if path and Path(path).exists() else path
+def _fields(section) -> Iterator[tuple[object, str, object]]:
+    """Yield each field of a config: its section, its name there, its type."""
+    for name, hint in typing.get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        for inside in value if isinstance(value, list) else [value]:
+            if dataclasses.is_dataclass(inside):
+                yield from _fields(inside)
+        yield section, name, hint
+
+
+def _types(hint) -> set:
+    """Collect the types of a value: str | None -> {str, None}, dict[str, int] -> {str, int}."""
+    return {*(typing.get_args(hint) or [hint])}
+
+
+def _located(hint, value, beside: Path):
+    """Make the paths in a value absolute; a repository's id, and what is not there, stay."""
+    types = _types(hint)
+    if isinstance(value, dict) and FilePath in types:
+        return {key: _located(FilePath, path, beside) for key, path in value.items()}
+    if not isinstance(value, str):
+        return value
+    if RecipePath in types or (Code in types and ".py:" in value):
+        return str((beside / value).resolve())
+    if FilePath in types and Path(value).exists():
+        return str(Path(value).resolve())
+    return value
 
 
 def _hint(key: str):
@@ -233,7 +249,7 @@ def _hint(key: str):
 
 def _value(key: str, text: str):
     """Read a field's value on the command line: YAML, or text as it is where the field is one."""
-    is_text = _hint(key) in (str, str | None)
+    is_text = _hint(key) in TEXTS
     try:
         value = parse_yaml(text)
     except ValueError as error:

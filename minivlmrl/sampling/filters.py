@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.generate import Choose, SamplingConfig
-from minivlmrl.hub.checker import require
+from minivlmrl.hub.checker import Code, require
 
 
 @dataclass
@@ -27,7 +27,7 @@ class SamplingOptions(SamplingConfig):
     # of prompts and completions, at full length; None: all
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None
     # tools that a completion may call: a built-in name or file.py:NAME, docs/tools.md
-    environment: str | None = None
+    environment: Code | None = None
     graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
 
     def __post_init__(self):

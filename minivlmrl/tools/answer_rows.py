@@ -60,9 +60,12 @@ def run(tool: str, arguments: list[str]):
     options, overrides = parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
+    judges = tool == "evaluate"
     fixed = {"model.path": options.model, "data.train_file": options.data}
     fixed |= {"data.eval_file": options.data, "data.eval_rows": options.rows}
-    fixed |= {"model.config": None, "data.task": None}
+    # nothing is trained
+    fixed |= {"model.config": None, "data.task": None, "data.train": [], "rewards": {}}
+    fixed |= {"reference": {}} | ({} if judges else {"data.eval_rewards": ["accuracy", "format"]})
     # of RUN/best/checkpoint
     near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]
     near = list(filter(Path.is_file, [*near, find_folder(options.model) / ASKED]))
@@ -75,10 +78,10 @@ def run(tool: str, arguments: list[str]):
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
     sampling = replace(config.sampling, temperature=temperature)
-    names = config.data.eval_rewards if tool == "evaluate" else []
     if not options.recipe:
-        check_found(recipe, [*names, config.sampling.environment or ""], overrides)
-    rewards = config.held_out_rewards if names else []
+        check_found(recipe, config, overrides)
+    rewards = config.held_out_rewards if judges else []
+    names = [reward.name for reward in rewards]
     rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:

@@ -60,9 +60,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]):
     given = recipe or folder / "config.yaml"
     config = load_config(given, [f"--output_dir={folder}", *overrides])
     if not recipe:
-        names = [*config.rewards, *config.data.eval_rewards, config.data.task or ""]
-        names += [config.sampling.environment or "", config.reference.teacher_prompt or ""]
-        check_found(given, names, overrides)
+        check_found(given, config, overrides)
     return config
 
 
