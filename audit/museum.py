@@ -1,7 +1,7 @@
 """What real bugs of the field cost: each put into our trainer, held-out accuracy of the default recipe beside it.
 
-    python benchmarks/museum.py --seeds 0 1 2 --json museum.json   # the table; continues what the file already has
-    python benchmarks/museum.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
+    python audit/museum.py --seeds 0 1 2 --json museum.json   # the table; continues what the file already has
+    python audit/museum.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
 
 tests/bugs.py has the bugs: each replaces parts of the package while it runs, and nothing of this is in the package
 itself. tests/test_museum.py shows that each changes what training computes.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from minivlmrl import train
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
 import bugs
 
 OPEN = "--rollout.max_logp_mismatch=.inf"  # or the trainer stops where its sampler differs: it finds some by itself
@@ -25,7 +25,7 @@ HEALTHY = {"healthy": [], "healthy, num_iterations 2": bugs.TWICE}
 
 
 def measure(name: str, seed: int) -> dict:
-    """One run of the default recipe in a process of its own."""
+    """Run the default recipe in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *([] if name in HEALTHY else ["--bug", name]), f"--seed={seed}"]
         command += [f"--output_dir={folder}", "--num_threads=1", *HEALTHY.get(name, [])]
@@ -38,7 +38,7 @@ def measure(name: str, seed: int) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The table, of which docs/audit.md shows the costs: accuracy by seed, mean distance to the healthy run."""
+    """Write the table, of which docs/audit.md shows the costs: accuracy by seed, mean distance to the healthy run."""
     seeds = sorted({row["seed"] for row in rows})
     of = {(row["name"], row["seed"]): row.get("sampled") for row in rows}
     lines = [f"| bug | {' | '.join(f'seed {seed}' for seed in seeds)} | costs | |", "|---" * (len(seeds) + 3) + "|"]

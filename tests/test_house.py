@@ -19,7 +19,8 @@ FILES = {  # minivlmrl.scale.checkpoint: its path
     if path.name != "__init__.py"
 } | {f"minivlmrl.kernels.{path.stem}": path for path in house.source_files(ROOT / "kernels")}
 PROSE = [*FILES.values(), ROOT / "train.py", ROOT / "README.md"]
-PROSE += [path for pattern in ("docs/*.md", "recipes/*.yaml", "benchmarks/*.py") for path in ROOT.glob(pattern)]
+PATTERNS = "docs/*.md", "recipes/*.yaml", "benchmarks/*.py", "audit/*.md", "audit/minivlmrl_audit/*.*"
+PROSE += [path for pattern in PATTERNS for path in ROOT.glob(pattern)]
 BOOK = [f"minivlmrl.{name}" for name in house.READING_ORDER]
 # every folder imports those before it; "book" are its chapters 1 to 14, "train" is minivlmrl/train.py
 ORDER = [

@@ -39,7 +39,7 @@ NUMBERS = 4096  # of a stage, by which pairs are judged before they are tried
 
 @dataclass
 class Cause:
-    """A deviation of a stage from its definition: a row of causes.yaml."""
+    """A deviation of a stage from its definition: a row of causes.yaml, or composed."""
 
     name: str
     says: str
@@ -59,7 +59,7 @@ Fit = tuple[list[Cause], float]  # causes, and the error that is left
 
 
 def causes(name: str, d: Dump) -> list[Cause]:
-    """What may go wrong in a stage of this step: what is listed, then what is composed."""
+    """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
     own = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
     found = [cause for cause in CAUSES if own & set(cause.stages.split())]
     for row in TABLE["things"]:
@@ -127,20 +127,20 @@ def audit(d: Dump) -> list[Finding]:
 
 
 def error(answer: dict, factor: float = 1.0) -> float:
-    """The largest difference, in units; infinite for what is not finite."""
+    """Measure the largest difference, in units; infinite for what is not finite."""
     given = [(x - factor * should, unit) for x, should, unit in answer.values() if x.numel()]
     sizes = [(gap.abs() / unit).max().item() for gap, unit in given]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
 def merged(some: list[Cause]) -> dict | None:
-    """The deviations of several causes; None: two values for one."""
+    """Join the deviations of several causes; None: two values for one."""
     change = dict(pair for cause in some for pair in cause.change.items())
     return change if len(change) == sum(len(cause.change) for cause in some) else None
 
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
-    """What a stage answers with a deviation; None: with it the step has no answer."""
+    """Compute a stage with a deviation; None: with it the step has no answer."""
     try:
         return None if change is None else STAGES[name](d, change)
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
@@ -159,7 +159,7 @@ def unseen(name: str, d: Dump, answer: dict) -> Counter:
 
 
 def explain(name: str, d: Dump) -> list[Fit]:
-    """The simplest sets of causes that give the trainer's numbers."""
+    """Search the simplest sets of causes that give the trainer's numbers."""
     d.known, base = {}, computed(name, d, {})
     if name in LOGPS:  # two rows tell enough; what explains them has to explain all
         [(has, should, unit)] = base.values()
@@ -192,14 +192,14 @@ def explain(name: str, d: Dump) -> list[Fit]:
 
 
 def numbers(answer: dict, base: dict, of: int = 1) -> Tensor:
-    """Some numbers of a stage, theirs (0) or ours (1), in the units of its definition."""
+    """Sample numbers of a stage, theirs (0) or ours (1), in the units of its definition."""
     every = [(answer[name][of] / unit).flatten() for name, (_, _, unit) in base.items()]
     every = torch.cat(every).nan_to_num(0.0, 0.0, 0.0)
     return every[:: 1 + len(every) // NUMBERS]
 
 
 def promising(theirs: Tensor, right: Tensor, *gives: Tensor) -> list[tuple[int, int]]:
-    """Pairs of causes that may explain a stage, by what each gives alone.
+    """Rank pairs of causes that may explain a stage, by what each gives alone.
 
     What one leaves wrong the other must change. Those come first whose changes, added or
     multiplied, come closest.
@@ -224,7 +224,7 @@ def fits(name: str, d: Dump, some: list[Cause], scaled: bool = False) -> Fit | N
 
 
 def fit(answer: dict, some: list[Cause], d: Dump, scaled: bool = False) -> Fit | None:
-    """What `fits` says of an answer."""
+    """Compare an answer as `fits` does."""
     factor = 1.0
     if scaled:
         parts = [(x / unit, y / unit) for x, y, unit in answer.values()]
@@ -238,7 +238,7 @@ def fit(answer: dict, some: list[Cause], d: Dump, scaled: bool = False) -> Fit |
 
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
-    """What a factor may come from."""
+    """Name what a factor may come from; None: nothing that is known, and any number is one."""
     counts = {what: formula(how, d=d, of=d.about.get) for what, how in TABLE["counts"].items()}
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
@@ -252,8 +252,8 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
 
 
 def where(answer: dict, d: Dump) -> list[str]:
-    """Which numbers differ, in a few words; then of some tensors the first that differ, theirs over
-    ours, and on what that ratio depends."""
+    """Say which numbers differ, in a few words; then of some tensors the first that differ, theirs
+    over ours, and on what that ratio depends."""
     wrong = {name: (x - y).abs() / unit > TOLERANCE for name, (x, y, unit) in answer.items()}
     counts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
     counts[3:] = [f"and {len(counts) - 3} more"] * (len(counts) > 3)
@@ -275,13 +275,13 @@ def where(answer: dict, d: Dump) -> list[str]:
 
 
 def steady(x: Tensor, by: Tensor) -> bool:
-    """Whether x (N,) is one number wherever `by` is."""
+    """Tell whether x (N,) is one number wherever `by` is."""
     parts = [x[by == value] for value in by.unique()]
     return all((part - part[0]).abs().max() <= 1e-3 * part[0].abs() for part in parts)
 
 
 def report(findings: list[Finding], d: Dump) -> str:
-    """The lines that the tool prints."""
+    """Write the lines that the tool prints."""
     lines, unseen = [], Counter()
     for f in findings:
         unseen += f.unseen
@@ -307,6 +307,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Audit the step that the command line names; returns the exit status."""
     p = argparse.ArgumentParser("python -m minivlmrl audit", description="Check a dumped step.")
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
     folder = p.parse_args(arguments).step

@@ -76,11 +76,11 @@ class Dump:
         return self.tensors.get(name, other)
 
     def align(self, x: Tensor) -> Tensor:
-        """(n, T) of the last T tokens -> (n, S), zeros before."""
+        """Pad (n, T) of the last T tokens to (n, S), zeros before."""
         return pad(x, (self.width - x.shape[1], 0))
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(n, S): ids, which of them were drawn, and which a tool's answer forced."""
+        """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""
         if (found := None if self.ids is None else self.sampled(self.ids)) is not None:
             ids, drawn = found[..., : self.width]
             return ids, drawn == 1, drawn == 0
@@ -88,8 +88,8 @@ class Dump:
         return self["input_ids"], self.completion & tool, self.completion & ~tool
 
     def sampled(self, change: dict) -> Tensor | None:
-        """(2, n, S + L): ids that the sampler had after the prompt and whether it drew them, -1
-        where it had none; with a deviation `ids`."""
+        """Lay out what the sampler had after the prompt: (2, n, S + L) ids, and whether it drew them,
+        -1 where it had none; with a deviation `ids`."""
         if (ids := self.get("sampler_ids")) is None:
             return None
         kind, text, *how = change.get("ids", ("", ""))
@@ -109,13 +109,13 @@ class Dump:
         return laid
 
     def again(self, ids: list[int]) -> list[int]:
-        """Ids that were decoded to text and encoded again."""
+        """Decode ids to text and encode it again."""
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
         tokenizer.backend.encode_special_tokens = False
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Tensors kind.NAME by NAME."""
+        """Select tensors kind.NAME, by NAME."""
         split = ((name.partition("."), x) for name, x in self.tensors.items())
         return {name: x for (of, _, name), x in split if of == kind}
 

@@ -13,7 +13,7 @@ SEARCHES = 3  # for a mistake that explains cases: each takes seconds
 
 
 def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
-    """A case with the loss and the gradient that someone's function gave, as the audit takes it."""
+    """Make a step of a case, with the loss and the gradient that someone's function gave."""
     kind, given = options["kind"], batch | {"logps_gradient": gradient}
     rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in given.items()}
     rows["completion_mask"] = mask = rows.pop("mask")
@@ -30,7 +30,7 @@ def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
 
 
 def mistakes(cases: list[tuple]) -> list[str]:
-    """Lines that name the known mistakes which explain (batch, options, loss, gradient) of each."""
+    """Name, in lines, known mistakes that explain (batch, options, loss, gradient) of each case."""
     steps, lines = [as_step(*case) for case in cases], []
     while steps and len(lines) < SEARCHES:
         found = [causes for causes, _ in explain("loss", steps[0])] or [[]]
@@ -43,6 +43,6 @@ def mistakes(cases: list[tuple]) -> list[str]:
 
 
 def explains(causes: list[Cause], step: Dump) -> bool:
-    """Whether these causes, with a factor if one of them is that, give the numbers of a step."""
+    """Tell whether causes, with a factor if one of them is that, give the numbers of a step."""
     own = [cause for cause in causes if cause.change]
     return bool(causes) and fits("loss", step, own, scaled=len(own) < len(causes)) is not None

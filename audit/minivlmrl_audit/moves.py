@@ -22,9 +22,9 @@ def formula(how: str, **names):
 
 
 def piece(d, change: dict, name: str, x, at=(), **names):
-    """x, or what a deviation has in its place: a value; a formula of x and `names`; a (kind, text)
-    of the orders of a Dump; or a (kind, text, formula) of some tokens or pictures, `region`, of
-    which x is `at`."""
+    """Return x, or what a deviation has instead: a value; a formula of x and `names`; a (kind,
+    text) of the orders of a Dump; or a (kind, text, formula) of some tokens or pictures,
+    `region`, of which x is `at`."""
     how = change.get(name)
     if isinstance(how, str):
         return formula(how, x=x, **names)
@@ -42,7 +42,7 @@ def piece(d, change: dict, name: str, x, at=(), **names):
 
 
 def edited(x: list, flags: list, region: list, how: str, **names) -> tuple[list, list]:
-    """A list with a formula of each run that is in the region and has one flag; and its flags."""
+    """Apply a formula to each run of a list that is in the region and has one flag; and its flags."""
     found = [], []
     for (flag, inside), run in groupby(zip(flags, region, x, strict=True), lambda one: one[:2]):
         own = [one for *_, one in run]
@@ -53,7 +53,7 @@ def edited(x: list, flags: list, region: list, how: str, **names) -> tuple[list,
 
 
 def shown_as(change: dict, pictures: list, given: int) -> list:
-    """A row's pictures, `given` of them in its prompt, as a deviation has them."""
+    """Edit a row's pictures, `given` of them in its prompt, as a deviation has them."""
     kind, text, *how = change.get("pictures", ("", ""))
     if kind != "pictures":
         return pictures
@@ -73,7 +73,7 @@ def different(found: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """Names and orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
+    """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
     group, row = d.get("group"), d.get("row")
     every = torch.arange(len(group) if of_rollout else len(d["input_ids"]))
     found, units, row = {}, {}, every if of_rollout or row is None else row
@@ -98,9 +98,13 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Names and columns (n, S) from which each token takes, S: from none."""
+    """Name columns (n, S) from which each token takes, S: from none."""
     counted, found = d["completion_mask"].bool(), {}
-    units = {"its row": counted | True, "its completion": d.completion, "its counted tokens": counted}
+    units = {
+        "its row": counted | True,
+        "its completion": d.completion,
+        "its counted tokens": counted,
+    }
     for unit, where in units.items():
         for text, how in TABLE["tokens"].items():
             columns = torch.arange(d.width).repeat(len(where), 1)
@@ -112,7 +116,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions") -> dict:
-    """Names and tokens (n, S) of which a mistake may be; none where no tool answered."""
+    """Name tokens (n, S) of which a mistake may be; none where no tool answered."""
     names = {"drawn": drawn, "forced": forced, "first": first}
     names["last"] = lambda x, k=1: first(x.flip(1), k).flip(1)
     names |= {"turn": first(drawn).cumsum(1), "answer": first(forced).cumsum(1)}
@@ -123,6 +127,6 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions"
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:
-    """The first k of each run of a mask (..., S)."""
+    """Mark the first k of each run of a mask (..., S)."""
     begin = x & ~pad(x, (1, -1))
     return x & torch.stack([pad(begin, (i, -i)) for i in range(k)]).any(0)

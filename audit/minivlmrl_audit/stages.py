@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl.losses import Counts
-from minivlmrl.objectives.policy_losses import AVERAGES, FamilyLoss, PolicyInputs, mean_entropy, policy_terms
+from minivlmrl.objectives.policy_losses import (
+    AVERAGES,
+    FamilyLoss,
+    PolicyInputs,
+    mean_entropy,
+    policy_terms,
+)
 from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.objectives.sft_loss import sft_loss
 from minivlmrl_audit.dump import Dump
@@ -25,7 +31,7 @@ KINDS = "sampler_", ""  # of pictures: what a row is to have, what it has
 
 
 def advantages(d: Dump, change: dict) -> Answer:
-    """From rewards (N, K) and the group of each completion."""
+    """Compute them from rewards (N, K) and the group of each completion."""
     has = d.get("rollout_advantages", d.get("advantages"))
     rewards, group = d.get("rewards"), d.get("group")
     if has is None or rewards is None or group is None or has.dim() != 1:
@@ -54,7 +60,7 @@ def advantages(d: Dump, change: dict) -> Answer:
 
 
 def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scale: str):
-    """(N,), NaN where unjudged -> advantages, 0 there, and the unit of float32's rounding."""
+    """Make advantages of x (N,), 0 where it is NaN: unjudged; and the unit of float32's rounding."""
     baseline, divisor, every = torch.zeros_like(x), torch.ones_like(x), x[~x.isnan()]
     for member in (group == g for g in group.unique()):
         own = x[member]
@@ -75,7 +81,7 @@ def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scal
 
 
 def rows(d: Dump, change: dict) -> Answer:
-    """The advantage of each row is that of its completion in the rollout."""
+    """Take the advantage of each row from its completion in the rollout."""
     of, has, row = d.get("rollout_advantages"), d.get("advantages"), d.get("row")
     if of is None or has is None or row is None or has.dim() != 1:
         return None
@@ -84,7 +90,7 @@ def rows(d: Dump, change: dict) -> Answer:
 
 
 def tokens(d: Dump, change: dict) -> Answer:
-    """Ids of completions are what the sampler drew and was given, never made again of text."""
+    """Take ids of completions from the sampler, which drew and was given them, never from text."""
     if (found := d.sampled(change)) is None or d.get("prompt_mask") is None:
         return None
     ids, none = found[0], d.about.get("pad_token_id", -1)
@@ -98,7 +104,7 @@ def tokens(d: Dump, change: dict) -> Answer:
 
 
 def pictures(d: Dump, change: dict) -> Answer:
-    """Each row has the pictures of its prompt, then those that tools answered, in order."""
+    """Show each row the pictures of its prompt, then those that tools answered, in order."""
     if d.get("sampler_num_images") is None:
         return None
     row, known = d.get("row", torch.arange(len(d["input_ids"]))), {}
@@ -149,7 +155,7 @@ def mask(d: Dump, change: dict) -> Answer:
 
 
 def other_mask(d: Dump, own: Tensor, change: dict, key: str = "mask") -> Tensor:
-    """(n, S): the mask of a deviation."""
+    """Change a mask (n, S) as a deviation has it."""
     after, stop, earlier = d.completion.double(), d.about.get("stop_token_ids"), own.roll(-1, 1)
     names = {"after": after, "later": own.roll(1, 1) * after, "earlier": earlier}
     names["last"] = last = own * (1 - earlier)
@@ -158,7 +164,7 @@ def other_mask(d: Dump, own: Tensor, change: dict, key: str = "mask") -> Tensor:
 
 
 def loss(d: Dump, change: dict) -> Answer:
-    """The loss of each micro-batch as it went into backward, and its gradient (n, S) to logps."""
+    """Compute the loss of each micro-batch as it went into backward, and its gradient (n, S)."""
     has = {name: d.get(name) for name in ("logps_gradient", "entropies_gradient", "loss")}
     if has["logps_gradient"] is None and has["loss"] is None:
         return None
@@ -183,7 +189,7 @@ def loss(d: Dump, change: dict) -> Answer:
 
 
 def inputs(d: Dump, lp: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of policy, old policy and reference, (n, S), as a deviation takes them."""
+    """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
     now = lp.detach()
     old, r = d.get("old_per_token_logps", now), d.get("ref_per_token_logps", now)
     share = own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1)
@@ -193,7 +199,7 @@ def inputs(d: Dump, lp: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tens
 
 
 def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:
-    """What the loss of the rows `part` divides by: totals of the step, or M times its own."""
+    """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
     rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
     tokens = own[rows][::each].sum().item() * times
@@ -206,7 +212,7 @@ def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> C
 
 
 def changed(options, change: dict):
-    """Options of a loss with those that `change` names."""
+    """Copy options of a loss, with those that `change` names."""
     result = copy.copy(options)
     for name in change.keys() & vars(options):
         value, own = change[name], getattr(options, name)
@@ -217,7 +223,7 @@ def changed(options, change: dict):
 
 
 def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict) -> Loss:
-    """GRPO and its family for the rows `part`: the loss, and the sum of the sizes of its terms."""
+    """Compute GRPO or one of its family for the rows `part`: the loss, and its terms' sizes added."""
     if change.get("clipped alone"):  # min(x, y) + max(x, y) - x
         rest = {name: value for name, value in change.items() if name != "clipped alone"}
         flipped, free = {"flip": True}, dict.fromkeys(("epsilon_low", "epsilon_high"), 1e9)
@@ -248,7 +254,7 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
 
 
 def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
-    """DPO and its family for the rows `part`: pairs by `pair`, `chosen` says which is."""
+    """Compute DPO or one of its family for the rows `part`: pairs by `pair`, `chosen` says which."""
     lp, _, ref = inputs(d, lp, own, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = piece(d, change, "index", order.view(-1, 2))
@@ -265,7 +271,7 @@ def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) 
 
 
 def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
-    """SFT for the rows `part`."""
+    """Compute SFT for the rows `part`."""
     kind = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     over = counts(d, part, other_mask(d, own, change, "divide"), change)
     value = sft_loss(lp[part], own[part], kind, counts=over)

@@ -38,7 +38,7 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Of an SFTTrainer; a model that takes no num_items_in_batch is averaged by micro-batch."""
+    """Dump an SFTTrainer's; a model that takes no num_items_in_batch is averaged by micro-batch."""
     about = {"kind": "sft", "loss": {"loss_type": trainer.args.loss_type.removeprefix("chunked_")}}
     about["mean_over"] = "step" if trainer.model_accepts_loss_kwargs else "micro_batch"
 
@@ -51,7 +51,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Of a DPOTrainer: first all chosen answers, then all rejected ones."""
+    """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
     given = vars(trainer.args)
     loss = {name: given[name] for name in DPOLoss.__dataclass_fields__ if name in given}
     loss["loss_type"] = list(trainer.loss_types)
@@ -67,7 +67,7 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Of a GRPOTrainer: rewards, groups and advantages of the rollout too."""
+    """Dump a GRPOTrainer's: rewards, groups and advantages of the rollout too."""
     a, high = trainer.args, trainer.args.epsilon_high
     loss = {name: x for name, x in vars(a).items() if name in FamilyLoss.__dataclass_fields__}
     loss |= {"epsilon_low": a.epsilon, "epsilon_high": a.epsilon if high is None else high}
@@ -92,7 +92,10 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
     def generated(result: dict, examples: list):
         images = [e.get("images") or [e.get("image")] for e in examples]
-        keys = [(str(e["prompt"]), *(x and x.tobytes() for x in own)) for e, own in zip(examples, images, strict=True)]
+        keys = [
+            (str(e["prompt"]), *(x and x.tobytes() for x in own))
+            for e, own in zip(examples, images, strict=True)
+        ]
         # a prompt may return
         group = [(key, keys[:i].count(key) // a.num_generations) for i, key in enumerate(keys)]
         record.rollout["group"] = torch.tensor([group.index(key) for key in group])
@@ -125,7 +128,7 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def conversations(trainer, log: list) -> dict:
-    """What the sampler drew and was given in a rollout, and pictures: of prompts, then of tools.
+    """Lay out what the sampler drew and was given in a rollout, and pictures: prompts', then tools'.
 
     A later turn belongs to the row whose ids it goes on with, maybe encoded again.
     """
@@ -159,12 +162,13 @@ def conversations(trainer, log: list) -> dict:
 
 
 def shared(x: list, y: list) -> int:
-    """How many first tokens are the same."""
+    """Count how many first tokens are the same."""
     return next((i for i, pair in enumerate(zip(x, y, strict=False)) if len({*pair}) > 1), len(x))
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Where the prompts of chats end: after the last generation prompt.
+    """Find where prompts of chats end: after the last generation prompt.
+
     {} where there is no template."""
     processor, chat = trainer.processing_class, [{"role": "user", "content": "x"}]
     if not processor.chat_template:
@@ -179,8 +183,10 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
 
 
 class Steps(ExitStack, TrainerCallback):
-    """Writes the first steps into folder/0, folder/1, ...;
-    `rows` gives the tensors of a micro-batch."""
+    """Writes the first steps into folder/0, folder/1, ...
+
+    `rows` gives the tensors of a micro-batch.
+    """
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
         super().__init__()
@@ -219,11 +225,11 @@ class Steps(ExitStack, TrainerCallback):
 
     @property
     def on(self) -> bool:
-        """Whether this step is written; evaluations are not."""
+        """Tell whether this step is written; evaluations are not."""
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
     def begin(self, model, inputs: dict, *_):
-        """A micro-batch: its row tensors and pictures."""
+        """Keep a micro-batch: its row tensors and pictures."""
         part = self.rows(inputs)
         for name in ("pixel_values", "image_grid_thw", "num_images"):
             if inputs.get(name) is not None:
@@ -232,8 +238,7 @@ class Steps(ExitStack, TrainerCallback):
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """After a forward that trains: its inputs, what it gives, and later its gradient.
-        Also DPO's reference."""
+        """Keep a forward that trains: its inputs, outputs, later its gradient; and DPO's reference."""
         part, logps = self.parts[-1] if self.parts else {}, getattr(output, "log_probs", None)
         if not part or logps is None:
             return

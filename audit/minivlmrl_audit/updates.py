@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.batch import pack
+from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
@@ -20,8 +20,10 @@ THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what
 
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
-    """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and
-    that model; a search computes a row once for each deviation and picture."""
+    """Compute log-probabilities and entropies (2, n, S) of the rows `part` by a folder's model.
+
+    Returns that model too. A search computes a row once for each deviation and picture.
+    """
     kind, text, *_ = change.get("pictures", ("", ""))
     apart = ("logps", "pictures") if kind == "rows" else ("logps",)
     how = {name: x for name, x in change.items() if name not in apart}
@@ -40,50 +42,91 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
 
 
 def of_row(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
-    """Log-probabilities and entropies (2, S) of a row's tokens after its prompt, or that count."""
-    counted, ids, config = d["completion_mask"][row].bool(), d["input_ids"][row], model.config
-    after, own = d.completion[row] | counted, d["attention_mask"][row].bool() | counted
-    real = piece(d, change, "attended", own, at=(row,))
+    """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
+    counted = d["completion_mask"][row].bool()
+    real = d["attention_mask"][row].bool() | counted
+    after_prompt = d.completion[row] | counted
+    attended = piece(d, change, "attended", real, at=(row,))
     # nothing predicts the first token
-    scored = (real & after & (real.cumsum(0) > 1)).nonzero()[:, 0]
+    scored = (attended & after_prompt & (attended.cumsum(0) > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored):
         return value
-    # which picture a placeholder shows; one without a picture is text
-    holders = torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id])) & own
-    names = {"given": int((first(holders) & ~after).sum())}
-    images = shown_as(change, images, **names)
-    grids = torch.stack([torch.zeros(3).long(), *(grid for _, grid in images)])[1:]
-    sizes, i = grids.prod(1) // config.vision_config.spatial_merge_size**2, torch.arange(len(grids))
-    names |= {"i": i, "count": len(i)}
-    which, owner = torch.full_like(ids, len(i)), i.repeat_interleave(sizes)
-    at = holders.nonzero()[: len(owner), 0]
-    which[at] = owner[: len(at)]
-    there, which, shown_ids, after = torch.isin(i, which[real]), which[real], ids[real], after[real]
-    placed, seen = (there & ~piece(d, change, name, ~there, **names) for name in ("as text", "blind"))
-    none = d.get("pixel_values", torch.zeros(0, 0))[:0]
-    pixels = [piece(d, change, "pixels", images[k][0], **names | {"i": k}) for k in i]
-    patches = [torch.cat([none, *(pixels[k] for k in i[x])]) for x in (placed, seen)]
-    patches = [x.to(model.lm_head.weight) for x in patches]
-    where = [pad(x, (0, 1))[which] for x in (placed, seen)]
-    given = Prompt(shown_ids.where(where[0], -1), patches[0], grids[placed], torch.ones(len(i)))
-    batch = pack([given], [[]], config)
-    batch.input_ids, batch.vision_index = shown_ids, where[1].nonzero()[:, 0]
-    batch.pixel_values, batch.image_grid_thw = patches[1], grids[seen]
-    names = {"count": torch.arange(len(after)).expand(3, -1), "after": after.long()}
-    names["prompt"] = int((~after).sum())
-    x = batch.position_ids
-    batch.position_ids = piece(d, change, "positions", x, at=(row, real), **names)
-    states = model(batch, select=real.cumsum(0)[scored] - 2)  # that of the token before
+    batch = batch_of_row(d, change, model, row, images, real, after_prompt, attended)
+    states = model(batch, select=attended.cumsum(0)[scored] - 2)  # that of the token before
     temperature = piece(d, change, "temperature", d.about.get("temperature", 1.0))
     log_probs = (model.lm_head(states) / temperature).log_softmax(-1)
-    logps = log_probs.gather(1, ids[scored][:, None])[:, 0]
+    logps = log_probs.gather(1, d["input_ids"][row][scored][:, None])[:, 0]
     both = torch.stack([logps, -(log_probs.exp() * log_probs).sum(-1)])
     return value.index_copy(1, scored, both.double())
 
 
+def batch_of_row(
+    d: Dump,
+    change: dict,
+    model,
+    row: int,
+    images: list,
+    real: Tensor,
+    after_prompt: Tensor,
+    attended: Tensor,
+) -> GroupBatch:
+    """Pack a row's attended tokens and its pictures, as a deviation shows and counts them.
+
+    Args:
+        images: (patches, grid) of each picture.
+        real: (S,) which columns are no padding; after_prompt, attended: (S,) as well.
+    """
+    ids, config = d["input_ids"][row], model.config
+    placeholders = (
+        torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id])) & real
+    )
+    names = {"given": int((first(placeholders) & ~after_prompt).sum())}
+    images = shown_as(change, images, **names)
+    grids = torch.stack([torch.zeros(3).long(), *(grid for _, grid in images)])[1:]
+    numbers = torch.arange(len(grids))
+    names |= {"i": numbers, "count": len(numbers)}
+    merge = config.vision_config.spatial_merge_size
+    picture = picture_of_tokens(placeholders, grids.prod(1) // merge**2)[attended]
+    ids, after_prompt = ids[attended], after_prompt[attended]
+    shown = torch.isin(numbers, picture)
+    placed = shown & ~piece(d, change, "as text", ~shown, **names)  # these have M-RoPE positions
+    seen = shown & ~piece(d, change, "blind", ~shown, **names)  # of these the model gets patches
+    patches = [piece(d, change, "pixels", images[k][0], **names | {"i": k}) for k in numbers]
+    none = d.get("pixel_values", torch.zeros(0, 0))[:0]
+
+    def patches_of(some: Tensor) -> Tensor:
+        return torch.cat([none, *(patches[k] for k in numbers[some])]).to(model.lm_head.weight)
+
+    placed_tokens, seen_tokens = (pad(some, (0, 1))[picture] for some in (placed, seen))
+    as_placed = ids.where(placed_tokens, -1)
+    prompt = Prompt(as_placed, patches_of(placed), grids[placed], torch.ones(len(numbers)))
+    batch = pack([prompt], [[]], config)
+    batch.input_ids, batch.vision_index = ids, seen_tokens.nonzero()[:, 0]
+    batch.pixel_values, batch.image_grid_thw = patches_of(seen), grids[seen]
+    names = {"count": torch.arange(len(ids)).expand(3, -1), "after": after_prompt.long()}
+    names["prompt"] = int((~after_prompt).sum())
+    x = batch.position_ids
+    batch.position_ids = piece(d, change, "positions", x, at=(row, attended), **names)
+    return batch
+
+
+def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
+    """Number the picture of each placeholder: (S,), len(sizes) for all other tokens.
+
+    Args:
+        placeholders: (S,) which tokens are; one without a picture is text.
+        sizes: (pictures,) tokens of each.
+    """
+    picture = torch.full(placeholders.shape, len(sizes))
+    owners = torch.arange(len(sizes)).repeat_interleave(sizes)
+    at = placeholders.nonzero()[: len(owners), 0]
+    picture[at] = owners[: len(at)]
+    return picture
+
+
 def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
-    """Log-probabilities of the tokens that count, by the weights that they should be of."""
+    """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if d.get(name) is None or not d.about.get(folder):
         return None
     weights = d.about.get(change.get("weights")) or d.about[folder]
@@ -96,7 +139,7 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
 
 
 def gradients(d: Dump, change: dict) -> Answer:
-    """The gradients of all micro-batches of the step, through the model."""
+    """Compute the gradients of all micro-batches of the step, through the model."""
     has = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("grad").items()}
     slopes = d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
@@ -117,11 +160,14 @@ def gradients(d: Dump, change: dict) -> Answer:
         total = {name: x * (not without.search(name)) for name, x in total.items()}
     unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
     none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
-    return {f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit) for name, zero in sorted(none.items())}
+    return {
+        f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit)
+        for name, zero in sorted(none.items())
+    }
 
 
 def of_part(d: Dump, number: int, part: Tensor, slopes: Tensor) -> dict[str, Tensor]:
-    """Gradients of a micro-batch, which a search computes once."""
+    """Compute gradients of a micro-batch; a search does so once."""
     known = {} if d.known is None else d.known
     if number not in known:
         value, model = forward(d, d.forward, d.about["model"], part, grad=True)
@@ -133,12 +179,12 @@ def of_part(d: Dump, number: int, part: Tensor, slopes: Tensor) -> dict[str, Ten
 
 
 def clip_share(grads: dict[str, Tensor], largest: float) -> float:
-    """What clipping multiplies gradients with."""
+    """Compute what clipping multiplies gradients with."""
     return min(1.0, largest / (get_total_norm(grads.values()).item() + 1e-6)) if largest else 1.0
 
 
 def clip(d: Dump, change: dict) -> Answer:
-    """The norm that is logged, and what clipping leaves of the gradients."""
+    """Compute the norm that is logged, and what clipping leaves of the gradients."""
     grads, clipped = d.parameters("grad"), d.parameters("clipped")
     if not grads or not (clipped or d.get("grad_norm") is not None):
         return None
@@ -157,7 +203,7 @@ def clip(d: Dump, change: dict) -> Answer:
 
 
 def update(d: Dump, change: dict) -> Answer:
-    """AdamW's change of the weights (arXiv 1711.05101, algorithm 2) from clipped gradients."""
+    """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
     o, before, after = d.about.get("optimizer", {}), d.parameters("before"), d.parameters("after")
     grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
     if o.get("name") != "adamw" or not before or not after or not grads:
@@ -187,7 +233,7 @@ def update(d: Dump, change: dict) -> Answer:
 
 
 def schedule(d: Dump, change: dict) -> Answer:
-    """The learning rate of step t = 0, 1, ... as transformers' schedules give it."""
+    """Compute the learning rate of step t = 0, 1, ... as transformers' schedules give it."""
     s, o = d.about.get("schedule"), d.about.get("optimizer", {})
     known = ("linear", "cosine", "constant", "constant_with_warmup")
     if not s or "learning_rate" not in o or s["type"] not in known:

@@ -104,9 +104,8 @@ def test_the_table_is_whole():
     assert len(set(named)) == len(named) and all(thing["says"] for thing in TABLE["things"])
 
 
-ONE_ROW = {name: torch.ones(1, 1) for name in ("completion_mask", "per_token_logps")} | {
-    "input_ids": torch.ones(1, 1).long()
-}
+ONE = torch.ones(1, 1)
+ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -ONE}
 
 
 def test_pieces_of_formulas():

@@ -12,7 +12,7 @@ from minivlmrl import train
 
 import tiny
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import museum
 
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2}

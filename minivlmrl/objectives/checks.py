@@ -11,7 +11,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def assert_split_invariant(
     gradients, rows: int, tolerance: float = 1e-6, splits=None, what: str = "micro-batches"
 ):
-    """The gradient of a step does not depend on how its rows are split.
+    """Assert that the gradient of a step does not depend on how its rows are split.
 
     gradients: (list of lists of row indices) -> {name: tensor}, added up over these parts as your
     trainer does.
@@ -31,13 +31,13 @@ def assert_split_invariant(
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """The summed gradient of a step is that of one rank: a list of rows for each rank."""
+    """Assert that the summed gradient of ranks is that of one; a list of rows for each."""
     splits = [[list(range(rank, rows, size)) for rank in range(size)] for size in ranks]
     assert_split_invariant(gradients, rows, tolerance, splits, "ranks")
 
 
 def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
-    """logps(pixel_values) -> nats: another picture changes them, the same one does not."""
+    """Assert that another picture changes logps(pixel_values), nats, and the same one does not."""
     pixels = torch.as_tensor(pixel_values)
     shown = pixels, pixels.clone(), pixels.flip(0) * -1
     same, again, other = (torch.as_tensor(logps(x)).double() for x in shown)
@@ -49,7 +49,7 @@ def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
 
 
 def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
-    """Log-probabilities (n, T) of sampler and trainer are equal where the mask is 1, in nats."""
+    """Assert that log-probabilities (n, T), nats, are equal where the mask is 1."""
     a, b = torch.as_tensor(sampler).double(), torch.as_tensor(trainer).double()
     mask = torch.ones_like(a) if mask is None else torch.as_tensor(mask).double()
     gap = (a - b).abs() * mask

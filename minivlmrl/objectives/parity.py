@@ -48,7 +48,10 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Recorded cases with these options: name, options, batch, value, gradient; or a ValueError."""
+    """Read recorded cases with these options: name, options, batch, value, gradient.
+
+    ValueError: there is none, and what there is.
+    """
     with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
         names, every = [*file.keys()], json.loads(file.metadata()["cases"])
         chosen = {  # loss_type of dpo is a list of one
@@ -67,7 +70,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def mistakes(steps: list[tuple]) -> list[str]:
-    """Lines that name the known mistakes which give these losses, or say what has to be installed.
+    """Name the known mistakes that give these losses, in lines, or say what has to be installed.
 
     Args:
         steps: (batch, options, loss, gradient) of each case that differs.

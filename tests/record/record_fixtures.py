@@ -1,6 +1,6 @@
 """What TRL and transformers answer, for minivlmrl/objectives/fixtures/:
 
-    PYTHONPATH=tests:tests/helpers python tests/record/record_fixtures.py
+    PYTHONPATH=audit:audit/tests:tests:tests/helpers python tests/record/record_fixtures.py
 
 losses.safetensors: batches, values and gradients of TRL's losses, of a batch that is the step and of one that is a
 part of it. tiny_qwen2_5_vl.safetensors: a tiny checkpoint, one
@@ -23,7 +23,7 @@ from transformers.vision_utils import get_vision_window_index
 
 from minivlmrl.objectives.preference_losses import DPO_LOSSES
 
-FOLDER = Path(__file__).parents[2] / "minivlmrl" / "audit" / "fixtures"
+FOLDER = Path(__file__).parents[2] / "minivlmrl" / "objectives" / "fixtures"
 
 
 def answer(question, batch: dict, **options):
