@@ -60,10 +60,10 @@ Fit = tuple[list[Cause], float]  # causes, and the error that is left
 
 def causes(name: str, d: Dump) -> list[Cause]:
     """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
-    own = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
-    found = [cause for cause in CAUSES if own & set(cause.stages.split())]
+    names = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
+    known = [cause for cause in CAUSES if names & set(cause.stages.split())]
     for row in TABLE["things"]:
-        if own & set(row["stages"].split()) and row.get("needs", "input_ids") in d.tensors:
+        if names & set(row["stages"].split()) and row.get("needs", "input_ids") in d.tensors:
             about = {name: row[name] for name in ("source", "costs", "about") if name in row}
             changes = {} if "of" in row else TABLE["terms"]
             for kind in row.get("of", "").split():
@@ -73,8 +73,8 @@ def causes(name: str, d: Dump) -> list[Cause]:
                     changes = changes | {how.format(x[1]): x for x in of}
             for text, change in changes.items():
                 says, name = f"{row['says']} {text}", f"{row['thing']}: {text}"
-                found.append(Cause(name, says, change={row["thing"]: change}, **about))
-    return found
+                known.append(Cause(name, says, change={row["thing"]: change}, **about))
+    return known
 
 
 @dataclass
@@ -128,8 +128,8 @@ def audit(d: Dump) -> list[Finding]:
 
 def error(answer: dict, factor: float = 1.0) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
-    given = [(x - factor * should, unit) for x, should, unit in answer.values() if x.numel()]
-    sizes = [(gap.abs() / unit).max().item() for gap, unit in given]
+    gaps = [(x - factor * should, unit) for x, should, unit in answer.values() if x.numel()]
+    sizes = [(gap.abs() / unit).max().item() for gap, unit in gaps]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
@@ -149,13 +149,13 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 def unseen(name: str, d: Dump, answer: dict) -> Counter:
     """Count the causes of each topic, and those that change no number and need no model."""
-    found = Counter()
+    topics = Counter()
     for cause in causes(name, d) if name not in THROUGH_A_MODEL else ():
         if cause.about and (other := computed(name, d, cause.change)):
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other.items()}
-            found[cause.about, "all"] += 1
-            found[cause.about, "unseen"] += error(pairs) <= TOLERANCE
-    return found
+            topics[cause.about, "all"] += 1
+            topics[cause.about, "unseen"] += error(pairs) <= TOLERANCE
+    return topics
 
 
 def explain(name: str, d: Dump) -> list[Fit]:
@@ -172,10 +172,10 @@ def explain(name: str, d: Dump) -> list[Fit]:
             continue
         one.append(fit(answer, [cause], d))
         two.append(fit(answer, [cause], d, scaled=name in FACTORS))
-        own = numbers(answer, base)
-        if not any(torch.equal(own, other) for other in gives):
+        changed = numbers(answer, base)
+        if not any(torch.equal(changed, other) for other in gives):
             known.append(cause)
-            gives.append(own)
+            gives.append(changed)
     one.append(fit(base, [], d, scaled=name in FACTORS))
     if not any(one):
         pairs = promising(numbers(base, base, of=0), *gives)
@@ -184,11 +184,11 @@ def explain(name: str, d: Dump) -> list[Fit]:
                 break
             two.append(fits(name, d, [known[i] for i in pair]))
     d.known = d.part = None
-    found = [fitting for fitting in (one if any(one) else two) if fitting]
+    fitting = list(filter(None, one if any(one) else two))
     if name in LOGPS:
-        found = [fitting for some, _ in found if (fitting := fits(name, d, some))]
-    limit = max(10 * min((left for _, left in found), default=0.0), TOLERANCE / 100)
-    return [(some, left) for some, left in found if left <= limit]
+        fitting = list(filter(None, (fits(name, d, some) for some, _ in fitting)))
+    limit = max(10 * min((left for _, left in fitting), default=0.0), TOLERANCE / 100)
+    return [(some, left) for some, left in fitting if left <= limit]
 
 
 def numbers(answer: dict, base: dict, of: int = 1) -> Tensor:
@@ -244,15 +244,15 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
     known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
     near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
-    found = [text for value, text in known if value != 1 and near(value)]
-    says = " or ".join(found) or f"all of it is {factor:.6g} times"
+    sources = [text for value, text in known if value != 1 and near(value)]
+    says = " or ".join(sources) or f"all of it is {factor:.6g} times"
     costs = "the learning rate means something else"
-    unknown = not found and (few or not math.isfinite(factor))
+    unknown = not sources and (few or not math.isfinite(factor))
     return None if unknown else Cause(f"factor {factor:.6g}", says, costs=costs)
 
 
 def where(answer: dict, d: Dump) -> list[str]:
-    """Say which numbers differ, in a few words; then of some tensors the first that differ, theirs
+    """Say which pairs differ, in a few words; then of some tensors the first that differ, theirs
     over ours, and on what that ratio depends."""
     wrong = {name: (x - y).abs() / unit > TOLERANCE for name, (x, y, unit) in answer.items()}
     counts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
@@ -269,8 +269,8 @@ def where(answer: dict, d: Dump) -> list[str]:
             of["depends on the column alone"] = x * 0 + torch.arange(x.shape[1])
         real, ratio = y.abs() / unit > 100 * TOLERANCE, x / y
         depends = next((says for says, by in of.items() if steady(ratio[real], by[real])), "varies")
-        said = ", ".join(f"{i}: {theirs:.4g} over {ours:.4g}" for i, theirs, ours in at)
-        lines += [f"{name} at {said}; theirs over ours {depends}"] * bool(at)
+        pairs = ", ".join(f"{i}: {theirs:.4g} over {ours:.4g}" for i, theirs, ours in at)
+        lines += [f"{name} at {pairs}; theirs over ours {depends}"] * bool(at)
     return [", ".join(counts), *lines[:3]]
 
 

@@ -81,15 +81,17 @@ class Dump:
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""
-        if (found := None if self.ids is None else self.sampled(self.ids)) is not None:
-            ids, drawn = found[..., : self.width]
+        if (sampled := None if self.ids is None else self.sampled(self.ids)) is not None:
+            ids, drawn = sampled[..., : self.width]
             return ids, drawn == 1, drawn == 0
         tool = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
         return self["input_ids"], self.completion & tool, self.completion & ~tool
 
     def sampled(self, change: dict) -> Tensor | None:
-        """Lay out what the sampler had after the prompt: (2, n, S + L) ids, and whether it drew them,
-        -1 where it had none; with a deviation `ids`."""
+        """Lay out what the sampler had after the prompt; with a deviation `ids`.
+
+        (2, n, S + L): ids, and whether it drew them; -1 where it had none.
+        """
         if (ids := self.get("sampler_ids")) is None:
             return None
         kind, text, *how = change.get("ids", ("", ""))
@@ -102,10 +104,10 @@ class Dump:
         region = regions[text] if how else ~real
         laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
         for i, begin in enumerate(self.starts):
-            given = (x[i][real[i]].tolist() for x in (ids, drawn, region))
-            parts = moves.edited(*given, *(how or ("x",)), again=self.again)
-            for own, x in zip(laid, parts, strict=True):
-                own[i, begin : begin + len(x)] = torch.tensor(x)[: len(own[i]) - begin]
+            lists = (x[i][real[i]].tolist() for x in (ids, drawn, region))
+            parts = moves.edited(*lists, *(how or ("x",)), again=self.again)
+            for out, x in zip(laid, parts, strict=True):
+                out[i, begin : begin + len(x)] = torch.tensor(x)[: len(out[i]) - begin]
         return laid
 
     def again(self, ids: list[int]) -> list[int]:
@@ -149,6 +151,6 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """Write a step that `read` reads (ValueError: it would not)."""
     Dump(about, tensors)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    own = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    save_tensors(own, Path(folder) / "step.safetensors")
+    copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    save_tensors(copies, Path(folder) / "step.safetensors")
     (Path(folder) / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

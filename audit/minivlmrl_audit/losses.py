@@ -14,8 +14,8 @@ SEARCHES = 3  # for a mistake that explains cases: each takes seconds
 
 def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
     """Make a step of a case, with the loss and the gradient that someone's function gave."""
-    kind, given = options["kind"], batch | {"logps_gradient": gradient}
-    rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in given.items()}
+    kind, tensors = options["kind"], batch | {"logps_gradient": gradient}
+    rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in tensors.items()}
     rows["completion_mask"] = mask = rows.pop("mask")
     rows |= dict.fromkeys(("input_ids", "prompt_mask"), torch.zeros_like(mask, dtype=torch.long))
     number = torch.arange(len(mask))
@@ -33,8 +33,8 @@ def mistakes(cases: list[tuple]) -> list[str]:
     """Name, in lines, known mistakes that explain (batch, options, loss, gradient) of each case."""
     steps, lines = [as_step(*case) for case in cases], []
     while steps and len(lines) < SEARCHES:
-        found = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        best = max(found, key=lambda causes: sum(explains(causes, step) for step in steps))
+        explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
+        best = max(explanations, key=lambda causes: sum(explains(causes, step) for step in steps))
         rest = [step for step in steps[1:] if not explains(best, step)]
         says = " and ".join(f"{cause.says} ({cause.name})" for cause in best)
         lines.append(f"{len(steps) - len(rest)} of them: {says or 'no known mistake'}")
@@ -44,5 +44,7 @@ def mistakes(cases: list[tuple]) -> list[str]:
 
 def explains(causes: list[Cause], step: Dump) -> bool:
     """Tell whether causes, with a factor if one of them is that, give the numbers of a step."""
-    own = [cause for cause in causes if cause.change]
-    return bool(causes) and fits("loss", step, own, scaled=len(own) < len(causes)) is not None
+    changes = [cause for cause in causes if cause.change]
+    return (
+        bool(causes) and fits("loss", step, changes, scaled=len(changes) < len(causes)) is not None
+    )

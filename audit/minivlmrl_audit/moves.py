@@ -42,14 +42,14 @@ def piece(d, change: dict, name: str, x, at=(), **names):
 
 
 def edited(x: list, flags: list, region: list, how: str, **names) -> tuple[list, list]:
-    """Apply a formula to each run of a list that is in the region and has one flag; and its flags."""
-    found = [], []
+    """Apply a formula to the runs of a list in the region, of one flag each; and to the flags."""
+    result = [], []
     for (flag, inside), run in groupby(zip(flags, region, x, strict=True), lambda one: one[:2]):
-        own = [one for *_, one in run]
-        own = formula(how, x=own, **names) if inside else own
-        found[0].extend(own)
-        found[1].extend([flag] * len(own))
-    return found
+        part = [one for *_, one in run]
+        part = formula(how, x=part, **names) if inside else part
+        result[0].extend(part)
+        result[1].extend([flag] * len(part))
+    return result
 
 
 def shown_as(change: dict, pictures: list, given: int) -> list:
@@ -62,10 +62,10 @@ def shown_as(change: dict, pictures: list, given: int) -> list:
     return edited(pictures, [0] * len(region), region, *how)[0]
 
 
-def different(found: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
+def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
     """Find orders (..., n) or regions that change something, each once; `same` does not."""
     kept = {"": same}
-    for name, order in found.items():
+    for name, order in orders.items():
         if not any(torch.equal(order, other.expand_as(order)) for other in kept.values()):
             kept[name] = order
     del kept[""]
@@ -76,14 +76,14 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
     group, row = d.get("group"), d.get("row")
     every = torch.arange(len(group) if of_rollout else len(d["input_ids"]))
-    found, units, row = {}, {}, every if of_rollout or row is None else row
+    orders, units, row = {}, {}, every if of_rollout or row is None else row
     if torch.equal(row.sort().values, every):  # the step is the rollout
-        rollout, own = row.argsort(), every * 0 if group is None else group[row]
-        units["its group"] = [rollout[own[rollout] == g] for g in own.unique()]
+        rollout, groups = row.argsort(), every * 0 if group is None else group[row]
+        units["its group"] = [rollout[groups[rollout] == g] for g in groups.unique()]
         units["the rollout"] = [rollout]
-        found["what had its place before the shuffle"] = rollout
-        found["what a second shuffle puts there"] = row
-        found["what the shuffle's inverse puts there"] = rollout[rollout]
+        orders["what had its place before the shuffle"] = rollout
+        orders["what a second shuffle puts there"] = row
+        orders["what the shuffle's inverse puts there"] = rollout[rollout]
     units |= {} if of_rollout else {"its micro-batch": d.micro_batches, "the step": [every]}
     for unit, blocks in units.items():
         changes = [(f"{text} in {unit}", how, blocks) for text, how in TABLE["rows"].items()]
@@ -93,13 +93,13 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
             changes += [(text.format(one), how, [whole]) for text, how in TABLE["blocks"].items()]
         for text, how, parts in changes:
             of = torch.cat([formula(how, x=part).flatten() for part in parts])
-            found[text] = every.index_copy(0, torch.cat(blocks), of)
-    return different(found, every)
+            orders[text] = every.index_copy(0, torch.cat(blocks), of)
+    return different(orders, every)
 
 
 def token_orders(d) -> dict[str, Tensor]:
     """Name columns (n, S) from which each token takes, S: from none."""
-    counted, found = d["completion_mask"].bool(), {}
+    counted, orders = d["completion_mask"].bool(), {}
     units = {
         "its row": counted | True,
         "its completion": d.completion,
@@ -108,11 +108,11 @@ def token_orders(d) -> dict[str, Tensor]:
     for unit, where in units.items():
         for text, how in TABLE["tokens"].items():
             columns = torch.arange(d.width).repeat(len(where), 1)
-            for own, real in zip(columns, where, strict=True):
+            for row, real in zip(columns, where, strict=True):
                 x = real.nonzero()[:, 0]
-                own[x] = formula(how, x=x, none=torch.tensor([d.width]))
-            found[f"{text} in {unit}"] = columns
-    return different(found, torch.arange(d.width))
+                row[x] = formula(how, x=x, none=torch.tensor([d.width]))
+            orders[f"{text} in {unit}"] = columns
+    return different(orders, torch.arange(d.width))
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions") -> dict:
@@ -122,8 +122,8 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions"
     names |= {"turn": first(drawn).cumsum(1), "answer": first(forced).cumsum(1)}
     names["stop"] = torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or []))
     names["image"] = ids == d.about.get("image_token_id", -1)
-    found = {text: formula(how, **names) for text, how in TABLE[table].items()}
-    return different(found, torch.tensor(False)) if forced.any() else {}
+    regions = {text: formula(how, **names) for text, how in TABLE[table].items()}
+    return different(regions, torch.tensor(False)) if forced.any() else {}
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:

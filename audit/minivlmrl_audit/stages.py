@@ -60,13 +60,13 @@ def advantages(d: Dump, change: dict) -> Answer:
 
 
 def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scale: str):
-    """Make advantages of x (N,), 0 where it is NaN: unjudged; and the unit of float32's rounding."""
+    """Make advantages (N,) of x, 0 where it is NaN, and the unit of float32's rounding."""
     baseline, divisor, every = torch.zeros_like(x), torch.ones_like(x), x[~x.isnan()]
     for member in (group == g for g in group.unique()):
-        own = x[member]
-        if not len(real := own[~own.isnan()]):
+        rewards = x[member]
+        if not len(real := rewards[~rewards.isnan()]):
             continue
-        names = {"own": own, "real": real, "every": every}
+        names = {"rewards": rewards, "real": real, "every": every}
         of = {"group": real, "batch": every}
         baseline[member] = piece(d, change, "mean", of[centre].mean(), **names)
         over = piece(d, change, "over", of.get(scale), **names)
@@ -90,16 +90,16 @@ def rows(d: Dump, change: dict) -> Answer:
 
 
 def tokens(d: Dump, change: dict) -> Answer:
-    """Take ids of completions from the sampler, which drew and was given them, never from text."""
-    if (found := d.sampled(change)) is None or d.get("prompt_mask") is None:
+    """Take ids of completions from the sampler, which drew or was given them: never from text."""
+    if (sampled := d.sampled(change)) is None or d.get("prompt_mask") is None:
         return None
-    ids, none = found[0], d.about.get("pad_token_id", -1)
+    ids, none = sampled[0], d.about.get("pad_token_id", -1)
     has = pad(d["input_ids"].where(d.completion, none), (0, ids.shape[1] - d.width), value=none)
     should = piece(d, change, "tokens", ids.where(ids >= 0, none), has=has, none=none)
-    given = ids[:, : d.width] >= 0
-    seen = d["attention_mask"].bool() & given  # what was cut may be left out of the forward
-    given = piece(d, change, "attended", given & seen.any(1, keepdim=True))
-    both = {"input_ids": (has, should), "attention_mask": (seen, given)}
+    attended = ids[:, : d.width] >= 0
+    seen = d["attention_mask"].bool() & attended  # what was cut may be left out of the forward
+    attended = piece(d, change, "attended", attended & seen.any(1, keepdim=True))
+    both = {"input_ids": (has, should), "attention_mask": (seen, attended)}
     return {name: (x.double(), y.double(), 1.0) for name, (x, y) in both.items()}
 
 
@@ -112,14 +112,14 @@ def pictures(d: Dump, change: dict) -> Answer:
     def number(x: Tensor, grid: Tensor) -> int:
         return known.setdefault(str((grid.tolist(), x.numpy().tobytes())), len(known))
 
-    given, has = ([[number(*x) for x in of] for of in shown(d, kind)] for kind in KINDS)
+    had, has = ([[number(*x) for x in of] for of in shown(d, kind)] for kind in KINDS)
     kind, text, *_ = change.get("pictures", ("", ""))
     row = row[d.rows[text]] if kind == "rows" else row
     ids, _, answers = d.turns()
     later = first(answers & (ids == d.about.get("image_token_id", -1))).sum(1).tolist()
-    of = ((given[i], count) for i, count in zip(row.tolist(), later, strict=True))
+    of = ((had[i], count) for i, count in zip(row.tolist(), later, strict=True))
     should = [shown_as(change, x, len(x) - count) for x, count in of]
-    most = 2 * max(map(len, has + given))
+    most = 2 * max(map(len, has + had))
     both = [torch.tensor([x + [-1] * (most - len(x)) for x in of]) for of in (has, should)]
     return {"pictures": (*(x.double() for x in both), 1.0)}
 
@@ -149,18 +149,18 @@ def mask(d: Dump, change: dict) -> Answer:
         real = forced | (in_turn & (ended | later | text))
         if piece(d, change, "drop truncated", d.about.get("mask_truncated_completions")):
             real = real & ended
-    own = piece(d, change, "tool mask", 1 - forced.double()) * (d.completion & real)
-    should = other_mask(d, own, change)
+    counted = piece(d, change, "tool mask", 1 - forced.double()) * (d.completion & real)
+    should = other_mask(d, counted, change)
     return {"completion_mask": (d["completion_mask"].double(), should, 1.0)}
 
 
-def other_mask(d: Dump, own: Tensor, change: dict, key: str = "mask") -> Tensor:
+def other_mask(d: Dump, mask: Tensor, change: dict, key: str = "mask") -> Tensor:
     """Change a mask (n, S) as a deviation has it."""
-    after, stop, earlier = d.completion.double(), d.about.get("stop_token_ids"), own.roll(-1, 1)
-    names = {"after": after, "later": own.roll(1, 1) * after, "earlier": earlier}
-    names["last"] = last = own * (1 - earlier)
+    after, stop, earlier = d.completion.double(), d.about.get("stop_token_ids"), mask.roll(-1, 1)
+    names = {"after": after, "later": mask.roll(1, 1) * after, "earlier": earlier}
+    names["last"] = last = mask * (1 - earlier)
     names["ends"] = torch.isin(d["input_ids"], torch.tensor(stop)).double() if stop else last
-    return piece(d, change, key, own, prompt=d["attention_mask"] * (1 - after), **names)
+    return piece(d, change, key, mask, prompt=d["attention_mask"] * (1 - after), **names)
 
 
 def loss(d: Dump, change: dict) -> Answer:
@@ -168,12 +168,12 @@ def loss(d: Dump, change: dict) -> Answer:
     has = {name: d.get(name) for name in ("logps_gradient", "entropies_gradient", "loss")}
     if has["logps_gradient"] is None and has["loss"] is None:
         return None
-    own = other_mask(d, d["completion_mask"].double(), change)
-    given = (d.get(name) for name in ("per_token_logps", "entropies"))
-    leaves = [x.clone().requires_grad_() for x in given if x is not None]
+    mask = other_mask(d, d["completion_mask"].double(), change)
+    outputs = (d.get(name) for name in ("per_token_logps", "entropies"))
+    leaves = [x.clone().requires_grad_() for x in outputs if x is not None]
     of = {"grpo": policy, "dpo": preference, "sft": demonstrations}[d.about["kind"]]
     logps = piece(d, change, "logps", leaves[0])
-    parts = [of(d, part, logps, leaves[-1], own, change) for part in d.micro_batches]
+    parts = [of(d, part, logps, leaves[-1], mask, change) for part in d.micro_batches]
     losses, units = (torch.stack(x) for x in zip(*parts, strict=True))
     slopes = torch.autograd.grad(losses.sum() + 0 * leaves[0].sum(), leaves, materialize_grads=True)
     answer = {}
@@ -188,22 +188,22 @@ def loss(d: Dump, change: dict) -> Answer:
     return answer
 
 
-def inputs(d: Dump, lp: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(d: Dump, lp: Tensor, mask: Tensor, change: dict) -> tuple[Tensor, Tensor, Tensor]:
     """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
     now = lp.detach()
     old, r = d.get("old_per_token_logps", now), d.get("ref_per_token_logps", now)
-    share = own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1)
-    names = {"lp": lp, "now": now, "old": old, "r": r, "own": own, "share": share}
-    given = {"policy": lp, "old": old, "reference": r}
-    return tuple(piece(d, change, name, x, **names) for name, x in given.items())
+    share = mask.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1)
+    names = {"lp": lp, "now": now, "old": old, "r": r, "mask": mask, "share": share}
+    of = {"policy": lp, "old": old, "reference": r}
+    return tuple(piece(d, change, name, x, **names) for name, x in of.items())
 
 
-def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:
+def counts(d: Dump, part: Tensor, mask: Tensor, change: dict, each: int = 1) -> Counts:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
-    rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
-    tokens = own[rows][::each].sum().item() * times
-    whole = torch.equal(own, d["completion_mask"].double())  # not another mask of a deviation
+    rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(mask)), 1)
+    tokens = mask[rows][::each].sum().item() * times
+    whole = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
     if "rollout_tokens" in d.about and whole and not by_part:
         tokens = d.about["rollout_tokens"] / d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
@@ -215,26 +215,28 @@ def changed(options, change: dict):
     """Copy options of a loss, with those that `change` names."""
     result = copy.copy(options)
     for name in change.keys() & vars(options):
-        value, own = change[name], getattr(options, name)
+        value, default = change[name], getattr(options, name)
         if str(value).startswith("="):  # a formula of options
             value = eval(value[1:], {}, vars(options))
-        setattr(result, name, [value] if isinstance(own, list) else value)
+        setattr(result, name, [value] if isinstance(default, list) else value)
     return result
 
 
-def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict) -> Loss:
-    """Compute GRPO or one of its family for the rows `part`: the loss, and its terms' sizes added."""
+def policy(
+    d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, mask: Tensor, change: dict
+) -> Loss:
+    """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     if change.get("clipped alone"):  # min(x, y) + max(x, y) - x
         rest = {name: value for name, value in change.items() if name != "clipped alone"}
         flipped, free = {"flip": True}, dict.fromkeys(("epsilon_low", "epsilon_high"), 1e9)
-        terms = [policy(d, part, lp, entropies, own, rest | more) for more in ({}, flipped, free)]
+        terms = [policy(d, part, lp, entropies, mask, rest | more) for more in ({}, flipped, free)]
         (low, unit), (high, _), (unclipped, _) = terms
         return low + high - unclipped, unit
     o = changed(FamilyLoss(**d.about.get("loss", {})), change)
     flip, times = -1.0 if change.get("flip") else 1.0, piece(d, change, "policy term", 1.0)
     o.beta = piece(d, change, "KL", o.beta) * flip / (times or 1.0)
     o.entropy_coef = piece(d, change, "entropy", o.entropy_coef)
-    lp, old, ref = (x[part] for x in inputs(d, lp, own, change))
+    lp, old, ref = (x[part] for x in inputs(d, lp, mask, change))
     a = d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
     a = piece(d, change, "advantages", a, of=a)[part]
     a = piece(d, change, "whitened", a)
@@ -243,37 +245,37 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
     if ratio is not None:
         ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
         ratio = piece(d, change, "correction", ratio)[part]
-    given = PolicyInputs(lp, entropies[part], old, ref, sampler, ratio)
-    level = piece(d, change, "ratio mask", own)[part]
-    x, kept, _ = policy_terms(given, a * flip * bool(times), level, o)
-    x = piece(d, change, "terms", x * flip * (times or 1.0) * own[part], at=(part,))
-    divide = other_mask(d, own, change, "divide")
+    tensors = PolicyInputs(lp, entropies[part], old, ref, sampler, ratio)
+    level = piece(d, change, "ratio mask", mask)[part]
+    x, kept, _ = policy_terms(tensors, a * flip * bool(times), level, o)
+    x = piece(d, change, "terms", x * flip * (times or 1.0) * mask[part], at=(part,))
+    divide = other_mask(d, mask, change, "divide")
     over, average = counts(d, part, divide, change), AVERAGES[change.get("average", o.loss_type)]
-    bonus = o.entropy_coef * mean_entropy(given, kept, over) if o.entropy_coef else 0.0
+    bonus = o.entropy_coef * mean_entropy(tensors, kept, over) if o.entropy_coef else 0.0
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
 
 
-def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
-    """Compute DPO or one of its family for the rows `part`: pairs by `pair`, `chosen` says which."""
-    lp, _, ref = inputs(d, lp, own, change)
+def preference(d: Dump, part: Tensor, lp: Tensor, _, mask: Tensor, change: dict) -> Loss:
+    """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
+    lp, _, ref = inputs(d, lp, mask, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = piece(d, change, "index", order.view(-1, 2))
     index = torch.stack([index[:, 0], piece(d, change, "rejected pair", index[:, 1])], 1)
-    ref = piece(d, change, "references", ref[index], own=own[index])
+    ref = piece(d, change, "references", ref[index], mask=mask[index])
     names = "chosen", "rejected", "reference of chosen", "reference of rejected"
     times = lp.new_tensor([piece(d, change, name, 1.0) for name in names]).view(2, 2, 1)
     squares = d.get("log_sum_sq_probs")
     options = changed(DPOLoss(**d.about.get("loss", {})), change)
-    given = {"ref_per_token_logps": ref * times[1], "counts": counts(d, order, own, change, each=2)}
-    given["log_sum_sq_probs"] = None if squares is None else squares[index]
-    value, _ = dpo_loss(lp[index] * times[0], own[index], options, **given)
+    more = {"ref_per_token_logps": ref * times[1], "counts": counts(d, order, mask, change, each=2)}
+    more["log_sum_sq_probs"] = None if squares is None else squares[index]
+    value, _ = dpo_loss(lp[index] * times[0], mask[index], options, **more)
     return value, value.detach().abs() + 1e-2
 
 
-def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
+def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, mask: Tensor, change: dict) -> Loss:
     """Compute SFT for the rows `part`."""
     kind = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
-    over = counts(d, part, other_mask(d, own, change, "divide"), change)
-    value = sft_loss(lp[part], own[part], kind, counts=over)
-    value = piece(d, change, "mean of rows", value, lp=lp, own=own, part=part)
+    over = counts(d, part, other_mask(d, mask, change, "divide"), change)
+    value = sft_loss(lp[part], mask[part], kind, counts=over)
+    value = piece(d, change, "mean of rows", value, lp=lp, mask=mask, part=part)
     return value, value.detach().abs() + 1e-30

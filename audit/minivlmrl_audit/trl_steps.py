@@ -52,16 +52,16 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
-    given = vars(trainer.args)
-    loss = {name: given[name] for name in DPOLoss.__dataclass_fields__ if name in given}
+    config = vars(trainer.args)
+    loss = {name: config[name] for name in DPOLoss.__dataclass_fields__ if name in config}
     loss["loss_type"] = list(trainer.loss_types)
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
     def rows(inputs: dict) -> dict:
         count, pairs = torch.arange(len(inputs["input_ids"])), len(inputs["input_ids"]) // 2
-        own = {"completion_mask": inputs["completion_mask"]}
-        own |= {"pair": count % pairs, "chosen": (count < pairs).long()}
-        return own | prompt_mask(trainer, inputs["input_ids"])
+        tensors = {"completion_mask": inputs["completion_mask"]}
+        tensors |= {"pair": count % pairs, "chosen": (count < pairs).long()}
+        return tensors | prompt_mask(trainer, inputs["input_ids"])
 
     return Steps(trainer, folder, steps, about, rows)
 
@@ -85,10 +85,10 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
         log.append(([*ids], [*result[0]], images))  # the loop writes into these lists
 
     def called(row: int, tool, **arguments):
-        said = tool(**arguments)
-        parts = said if isinstance(said, list) else []
+        answer = tool(**arguments)
+        parts = answer if isinstance(answer, list) else []
         log.append((row, [part["image"] for part in parts if part.get("type") == "image"]))
-        return said
+        return answer
 
     def generated(result: dict, examples: list):
         images = [e.get("images") or [e.get("image")] for e in examples]
@@ -128,19 +128,19 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def conversations(trainer, log: list) -> dict:
-    """Lay out what the sampler drew and was given in a rollout, and pictures: prompts', then tools'.
+    """Lay out what the sampler had in a rollout, drawn or given; pictures of prompts, then tools.
 
     A later turn belongs to the row whose ids it goes on with, maybe encoded again.
     """
     (prompts, drawn, images), *log = log
     ids, flags, had = [[*x] for x in drawn], [[1] * len(x) for x in drawn], [*drawn]
     shows, waiting = [[*(x or [])] for x in images or [()] * len(ids)], [[] for _ in ids]
-    for row, said, *turn in log:
+    for row, of_turn, *turn in log:
         if not turn:
-            waiting[row] += said
+            waiting[row] += of_turn
             continue
         at, encode = -1, partial(trainer._tokenizer.encode, add_special_tokens=False)
-        for given, new in zip(row, said, strict=True):
+        for given, new in zip(row, of_turn, strict=True):
             fits = [shared(x + own, given) for x, own in zip(prompts, had, strict=True)]
             at = max(range(at + 1, len(ids)), key=fits.__getitem__)
             given, own = given[len(prompts[at]) :], had[at]
@@ -153,12 +153,12 @@ def conversations(trainer, log: list) -> dict:
             had[at], shows[at] = given + new, shows[at] + waiting[at]
         waiting = [[] for _ in ids]
     padded = (pad_sequence(list(map(torch.tensor, x)), True, -1) for x in (ids, flags))
-    found = dict(zip(("sampler_ids", "sampler_mask"), padded, strict=True))
-    found["sampler_num_images"] = torch.tensor([*map(len, shows)])
+    tensors = dict(zip(("sampler_ids", "sampler_mask"), padded, strict=True))
+    tensors["sampler_num_images"] = torch.tensor([*map(len, shows)])
     if flat := [image for own in shows for image in own]:
         given = trainer.processing_class.image_processor(images=flat, return_tensors="pt")
-        found |= {f"sampler_{name}": given[name] for name in ("pixel_values", "image_grid_thw")}
-    return found
+        tensors |= {f"sampler_{name}": given[name] for name in ("pixel_values", "image_grid_thw")}
+    return tensors
 
 
 def shared(x: list, y: list) -> int:
@@ -177,8 +177,8 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     without, asked = (render(add_generation_prompt=on) for on in (False, True))
     tokenizer = getattr(processor, "tokenizer", processor)
     start = tokenizer.encode(asked.removeprefix(without), add_special_tokens=False)
-    found = (ids.unfold(1, len(start), 1) == torch.tensor(start)).all(-1)
-    ends = torch.where(found, torch.arange(found.shape[1]) + len(start), 0).amax(1, keepdim=True)
+    starts = (ids.unfold(1, len(start), 1) == torch.tensor(start)).all(-1)
+    ends = torch.where(starts, torch.arange(starts.shape[1]) + len(start), 0).amax(1, keepdim=True)
     return {"prompt_mask": (torch.arange(ids.shape[1]) < ends).long()}
 
 
@@ -238,7 +238,7 @@ class Steps(ExitStack, TrainerCallback):
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """Keep a forward that trains: its inputs, outputs, later its gradient; and DPO's reference."""
+        """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
         part, logps = self.parts[-1] if self.parts else {}, getattr(output, "log_probs", None)
         if not part or logps is None:
             return

@@ -27,17 +27,17 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
     kind, text, *_ = change.get("pictures", ("", ""))
     apart = ("logps", "pictures") if kind == "rows" else ("logps",)
     how = {name: x for name, x in change.items() if name not in apart}
-    own, images, model = torch.arange(len(d["input_ids"])), shown(d), None
-    value = torch.zeros(2, len(own), d.width, dtype=torch.float64)
+    rows, images, model = torch.arange(len(d["input_ids"])), shown(d), None
+    value = torch.zeros(2, len(rows), d.width, dtype=torch.float64)
     known = {} if grad or d.known is None else d.known
-    shows = own[d.rows[text]] if kind == "rows" else own
+    shows = rows[d.rows[text]] if kind == "rows" else rows
     for row, image in zip(part.tolist(), shows[part].tolist(), strict=True):
         if (key := (folder, row, image, str(how))) not in known:
             dtype = getattr(torch, change.get("dtype", "float64"))
             model = model or load_model(folder, dtype).requires_grad_(grad)
             with torch.set_grad_enabled(grad):
                 known[key] = of_row(d, change, model, row, images[image])
-        value = value.index_copy(1, own[row : row + 1], known[key][:, None])
+        value = value.index_copy(1, rows[row : row + 1], known[key][:, None])
     return torch.stack([piece(d, change, "logps", x) for x in value]), model
 
 
@@ -134,8 +134,8 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     part = every if d.part is None else d.part
     (value, _), _ = forward(d, change, weights, every if "logps" in change else part)
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
-    own = d["completion_mask"].double()
-    return {name: ((d[name].nan_to_num() * own)[part], (value * own)[part], unit)}
+    counted = d["completion_mask"].double()
+    return {name: ((d[name].nan_to_num() * counted)[part], (value * counted)[part], unit)}
 
 
 def gradients(d: Dump, change: dict) -> Answer:
@@ -148,10 +148,10 @@ def gradients(d: Dump, change: dict) -> Answer:
     ones = torch.eye(len(d.micro_batches))
     shares = piece(d, change, "micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
     for number, (part, share) in enumerate(zip(d.micro_batches, shares.tolist(), strict=True)):
-        own = of_part(d, number, part, slopes)
+        grads = of_part(d, number, part, slopes)
         if change.get("clipped parts"):
-            share *= clip_share(own, d.about["optimizer"]["max_grad_norm"])
-        for name, x in own.items():
+            share *= clip_share(grads, d.about["optimizer"]["max_grad_norm"])
+        for name, x in grads.items():
             total[name] = total.get(name, 0) + x * share
     if "without" in change:
         lacks = (name for name in total if not has.get(name, torch.zeros(1)).any())
@@ -239,8 +239,8 @@ def schedule(d: Dump, change: dict) -> Answer:
     if not s or "learning_rate" not in o or s["type"] not in known:
         return None
     t = max(0, piece(d, change, "step", s["step"], parts=len(d.micro_batches)))
-    given = 0 if s["type"] == "constant" else s.get("warmup_steps", 0)
-    warmup, kind = piece(d, change, "warmup", given), change.get("type", s["type"])
+    configured = 0 if s["type"] == "constant" else s.get("warmup_steps", 0)
+    warmup, kind = piece(d, change, "warmup", configured), change.get("type", s["type"])
     done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
     falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     share = t / max(1, warmup) if t < warmup else falls.get(kind, 1.0)

@@ -64,8 +64,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             there = {key: list(dict.fromkeys(str(of.get(key)) for of in same)) for key in only}
             raise ValueError(f"no recorded case has {only}; there are {there}")
         for case, options in chosen.items():
-            own = [name for name in names if name.startswith(f"{case}/")]
-            batch = {name.partition("/")[2]: file.get_tensor(name) for name in own}
+            tensors = [name for name in names if name.startswith(f"{case}/")]
+            batch = {name.partition("/")[2]: file.get_tensor(name) for name in tensors}
             yield case, options, batch, batch.pop("loss"), batch.pop("gradient")
 
 
