@@ -93,8 +93,8 @@ PLAN = [
     Entry("qwen3-vl, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_vl_model.json"], 0.25),
     Entry("qwen3.5, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_5_model.json"], 0.25),
 ]
-THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json", "--data.task=recipes/localisation.py:PIXELS"]
-THOUSANDTHS += ["--data.rescale_boxes=true", "--sampling.max_new_tokens=36"]  # a demonstrated answer has 31
+THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json"]
+THOUSANDTHS += ["--data.task=recipes/localisation.py:TASK(thousandths=True)", "--sampling.max_new_tokens=36"]
 BOX, TWICE = ("TASK", "Boxes", "zoom_box.py"), ("TASK", "Twice", "zoom_twice.py")
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from minivlmrl.batch import pack  # noqa: E402
 from minivlmrl.environments import tool_sampler  # noqa: E402
-from minivlmrl.hub.load import load_name  # noqa: E402
+from minivlmrl.hub.checker import load_name  # noqa: E402
 from minivlmrl.logprobs import per_token_logps  # noqa: E402
 from minivlmrl.run.batches import DataSection  # noqa: E402
 from minivlmrl.sampling.sample import SamplingOptions  # noqa: E402
@@ -37,7 +37,7 @@ def main(arguments: list[str]):
     tool_sampler.token_bytes = lambda *_: b">"  # what may end a call
     tool_sampler.find_calls = lambda text, tools, ended: [("zoom", "2")] * (len(text) > 4 and not ended)
     task = load_name("recipes/zoom.py:TASK")
-    training, _ = task.datasets(DataSection(demonstrations=1, eval_rows=1), 0)
+    training, _ = task.datasets(DataSection(eval_rows=1), 0)
     model, processor = random_model("recipes/zoom_model.json", task.tokenizer(), 0)
     rows = [training["prompts"][i] for i in range(PROMPTS)]
     prompts = [row.prompt(processor) for row in rows]

@@ -109,8 +109,8 @@ def tokenizer():
 def task(fewest: int = 1, blank: bool = False) -> Task:
     """Make the task, or a control of it."""
 
-    def datasets(data, seed):
-        demonstrations = Arrows(data.demonstrations, f"{seed}/sft", most=2, blank=blank)
+    def datasets(data, seed, demonstrations=FRESH_ROWS):
+        demonstrations = Arrows(demonstrations, f"{seed}/sft", most=2, blank=blank)
         prompts = Arrows(FRESH_ROWS, f"{seed}/grpo", fewest, blank=blank)
         return {"demonstrations": demonstrations, "prompts": prompts}, Arrows(data.eval_rows, "eval", blank=blank)
 

@@ -47,7 +47,7 @@ class Localisation:
     jitter: int = 0  # units by which each coordinate of a demonstrated box may be moved, see `jittered`
     wrong_boxes: float = 0.0  # share of rows that demonstrate, before jitter, a box drawn at random
     thinking: str = "name"  # of a demonstration: "name" or "position", see `answer`
-    in_pixels: bool = False  # demonstrate [7 14 35 42]; answers are then in data.box_space, not in units
+    thousandths: bool = False  # demonstrate [125 250 625 750], as Qwen3-VL writes boxes, not units
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -64,9 +64,9 @@ class Localisation:
         shown = jittered(shown, self.jitter, noise)
         messages = conversation(PROBLEM.format(name), {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM.format(name), "solution": pixels(box)}
-        columns |= {} if self.in_pixels else {"answer_extent": (GRID, GRID)}
+        columns |= {} if self.thousandths else {"answer_extent": (GRID, GRID)}
         columns["unseen"] = is_unseen(box)
-        return Row(messages, [image], columns, answer(name, shown, self.thinking, self.in_pixels))
+        return Row(messages, [image], columns, answer(name, shown, self.thinking, self.thousandths))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
         """Draw names and boxes; the prompt names the first."""
@@ -84,7 +84,7 @@ class Localisation:
         return (rng.randint(2, 5),) * 2 if self.objects[1] == 1 else (rng.randint(2, 4), rng.randint(2, 4))
 
 
-def answer(name: str, box: Box, thinking: str = "name", in_pixels: bool = False) -> str:
+def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = False) -> str:
     """Write a box in the demonstrated form, with its object's name or its position as the thought.
 
     Example: <think>purple top purple right</think><answer>4 0 8 3</answer>. That repeats the colour right before each
@@ -93,8 +93,8 @@ def answer(name: str, box: Box, thinking: str = "name", in_pixels: bool = False)
     color, thought = name.split()[0], name
     if thinking == "position":
         thought = " ".join(f"{color} {word}" for word in position(box))
-    numbers = " ".join(map(str, pixels(box) if in_pixels else box))
-    return f"<think>{thought}</think><answer>{f'[{numbers}]' if in_pixels else numbers}</answer>"
+    numbers = " ".join(str(number * 1000 // GRID if thousandths else number) for number in box)
+    return f"<think>{thought}</think><answer>{f'[{numbers}]' if thousandths else numbers}</answer>"
 
 
 def position(box: Box) -> tuple[str, str]:
@@ -163,21 +163,20 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(texts, vocab_size=512)
 
 
-def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, thinking: str = "name", in_pixels: bool = False) -> Task:
-    """Make the task; the arguments are those of Localisation, and only demonstrations are jittered."""
+def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, wrong: float = 0.3, thinking: str = "name") -> Task:
+    """Make the task; the arguments are those of Localisation, and only demonstrations are jittered or wrong."""
 
-    def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-        same = {"objects": objects, "thinking": thinking, "in_pixels": in_pixels}
+    def datasets(
+        data, seed: int, demonstrations=512, wrong_demonstrations=wrong, thousandths=False
+    ) -> tuple[dict[str, Dataset], Dataset]:
+        same = {"objects": objects, "thinking": thinking, "thousandths": thousandths}
         same |= {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
-        noise = {"jitter": jitter, "wrong_boxes": data.wrong_demonstrations}
-        demonstrations = Localisation(data.demonstrations, f"{seed}/sft", **noise, **same)
-        prompts = Localisation(FRESH_ROWS, f"{seed}/grpo", **same)
-        training = {"demonstrations": demonstrations, "prompts": prompts}
+        noise = {"jitter": jitter, "wrong_boxes": wrong_demonstrations}
+        training = {"demonstrations": Localisation(demonstrations, f"{seed}/sft", **noise, **same)}
+        training["prompts"] = Localisation(FRESH_ROWS, f"{seed}/grpo", **same)
         return training, Localisation(data.eval_rows, "test", **same)
 
     return Task(datasets, tokenizer, lambda held_out: constant_box(held_out)[1], "constant box")
 
 
-TASK = task()
-PIXELS = task(in_pixels=True)  # with data.rescale_boxes: true every family learns boxes in its own space
-THREE = task(objects=(3, 3), jitter=0, thinking="position")
+TASK, THREE = task(), task(objects=(3, 3), jitter=0, wrong=0.0, thinking="position")

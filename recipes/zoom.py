@@ -174,12 +174,9 @@ def tokenizer_of(said: list[str]):
 def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:
     """Make the task; with options of Stripes a control, or a harder one."""
 
-    def datasets(data, seed):
+    def datasets(data, seed, demonstrations=FRESH_ROWS):
         rows = functools.partial(kind, **options)
-        training = {
-            "demonstrations": rows(data.demonstrations, f"{seed}/sft"),
-            "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
-        }
+        training = {"demonstrations": rows(demonstrations, f"{seed}/sft"), "prompts": rows(FRESH_ROWS, f"{seed}/grpo")}
         return training, rows(data.eval_rows, "eval")
 
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")

@@ -51,7 +51,7 @@ def test_controls():
 def data():
     from minivlmrl.run.batches import DataSection
 
-    return DataSection(demonstrations=40, eval_rows=8)
+    return DataSection(eval_rows=8)
 
 
 def test_rewards_by_moves():

@@ -130,8 +130,8 @@ def test_numbers_of_the_default_run():
     recipe = yaml.safe_load((ROOT / "recipes" / "shapes.yaml").read_text())
     model, _ = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
     assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million" in README
-    assert f"{recipe['data']['demonstrations']}\ndemonstrations" in README
-    assert recipe["data"]["wrong_demonstrations"] == 0.5
+    assert recipe["data"]["task"] == "shapes(demonstrations=96, wrong_demonstrations=0.5)"
+    assert "96\ndemonstrations" in README
     assert f"{recipe['data']['eval_rows']} held-out pictures" in README
 
 

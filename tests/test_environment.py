@@ -16,8 +16,8 @@ OWN = '''
 class Counter:
     """TRL's environment_factory: a class with reset, tools, and what it earns."""
 
-    def __init__(self):
-        self.count = 0
+    def __init__(self, start=0):
+        self.count = start
 
     def reset(self, **kwargs) -> str | None:
         self.count = 0
@@ -73,14 +73,18 @@ def test_arguments_with_their_types_and_defaults(own):
     assert fields["times"].default == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["microscope", "nowhere.py:Eye", "minivlmrl.environments.built_in:Eye", "no.module:Eye"]
-)
+def test_options_are_arguments_of_the_class(own):
+    assert own("Counter(start=3)")().count == 3
+    with pytest.raises(ValueError, match=r"^sampling.environment .*:Counter\(from_=3\): there is no option 'from_'"):
+        own("Counter(from_=3)")
+
+
+@pytest.mark.parametrize("name", ["nowhere.py:Eye", "minivlmrl.environments.built_in:Eye", "no.module:Eye"])
 def test_what_is_not_there(name):
-    with pytest.raises(
-        ValueError, match=f"^sampling.environment, zoom, calculator or file.py:NAME: {name}: it cannot be loaded"
-    ):
+    with pytest.raises(ValueError, match=f"^sampling.environment: {name}: it cannot be loaded"):
         get_environment(name)
+    with pytest.raises(ValueError, match=r"^unknown sampling.environment 'microscope'; there are: .*file.py:name$"):
+        get_environment("microscope")
 
 
 def test_an_argument_without_a_type_is_refused(own):

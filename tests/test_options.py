@@ -125,9 +125,7 @@ OPTIONS = [  # field, another value, base
         for name, value in {"r": 2, "alpha": 8, "target": "merger"}.items()
     ],
     ("adapter.dropout", 0.3, [*SFT, "--adapter.r=4"]),
-    ("data.demonstrations", 5, SFT),
-    ("data.wrong_demonstrations", 1.0, SFT),
-    ("data.pairs", 5, DPO),
+    ("data.task", "shapes(demonstrations=8, pairs=8, wrong_demonstrations=1.0)", SFT),
     ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
     ("data.system_prompt", "Be brief.", ["own", *SFT]),
     ("data.min_pixels", 112 * 112, ["own", *SFT]),

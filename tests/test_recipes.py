@@ -14,7 +14,7 @@ from recipes.localisation import Localisation, constant_box
 ROOT = Path(__file__).parents[1]
 LOCALISATION = ROOT / "recipes" / "localisation.yaml"
 SMALL = [
-    "--num_threads=1", "--data.eval_rows=4", "--data.demonstrations=4", "--sampling.max_new_tokens=16",
+    "--num_threads=1", "--data.eval_rows=4", "--sampling.max_new_tokens=16",
     *[f"--{stage}.{option}" for stage in ("sft", "grpo")
       for option in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")], "--grpo.num_generations=4",
 ]  # fmt: skip
@@ -58,7 +58,7 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     shown = [json.loads(line) for line in lines]
     wrong = sum(f"<answer>{row['solution']}</answer>" not in row["completion"] for row in shown) / len(shown)
     assert len(shown) == 500 and 0.1 < wrong < 0.25  # a tenth of the random digits is right
-    folder = run(*[option for option in SMALL if "demonstrations" not in option], recipe=ROOT / "recipes/digits.yaml")
+    folder = run(*SMALL, recipe=ROOT / "recipes/digits.yaml")
     assert [line["stage"] for line in metrics(folder)] == ["sft", "grpo"]
     assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     load_model(folder / "checkpoint")

@@ -6,9 +6,15 @@ import re
 import pytest
 
 from minivlmrl.__main__ import main
-from minivlmrl.hub.load import load_name
+from minivlmrl.hub.checker import load_name
 
-LOUD = ["--rewards={letters: 1.0}", "--log_completions=1", "--data.eval_rows=1", "--num_threads=1", "--data.pairs=8"]
+LOUD = [
+    "--rewards={letters: 1.0}",
+    "--log_completions=1",
+    "--data.eval_rows=1",
+    "--num_threads=1",
+    "--data.task=shapes(pairs=8)",
+]
 MORE = ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.max_steps=7", "--ppo.num_ppo_epochs=2"]
 
 

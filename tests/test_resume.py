@@ -49,7 +49,7 @@ RECIPE = tiny.recipe(
     STAGE,
     stages=["grpo"],
     timeout=30,
-    data={"demonstrations": 10, "eval_rows": 2, "pairs": 10},
+    data={"task": "shapes(demonstrations=10, pairs=10)", "eval_rows": 2},
     rewards={"letters": 1.0},
     dpo={"precompute_ref_log_probs": True},
     # rollouts of two steps that are gone through twice, whose reference has moved
@@ -497,7 +497,7 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
 
 
 def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
-    options = ["--grpo.max_steps=4", "--data.pairs=11"]
+    options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)"]
     said = r"section data or the rows of data\.train_file have changed; .* --resume=.*/000003"
     with pytest.raises(ValueError, match=said):
         resume(recipe, copy, "--resume=auto", *options)

@@ -63,7 +63,7 @@ def test_share_of_wrong_labels(share):
 
 @pytest.mark.parametrize("where", ["tags", "whole", "last_line"])
 def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
-    training, _ = get_task("shapes").datasets(DataSection(task="shapes", answer=where, wrong_demonstrations=0), 0)
+    training, _ = get_task("shapes(wrong_demonstrations=0)").datasets(DataSection(answer=where), 0)
     row = training["demonstrations"][3]
     assert find_answer(row.completion, where) == row.columns["solution"]
 
@@ -103,7 +103,7 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
 
 def test_labelled_rows_have_one_answer_and_say_whether_it_is_the_right_one():
     """In turn the chosen and the rejected answer of the pairs, which stay as they are."""
-    training, _ = get_task("shapes").datasets(DataSection(task="shapes", pairs=6), 0)
+    training, _ = get_task("shapes(pairs=6)").datasets(DataSection(), 0)
     pairs, labelled = each(training["pairs"]), each(training["labels"])
     for i, (row, pair) in enumerate(zip(labelled, pairs, strict=True)):
         assert row.columns == pair.columns | {"label": i % 2 == 0}
@@ -116,11 +116,13 @@ STAGES = {"sft": "demonstrations", "grpo": "prompts"}
 
 
 def load_datasets(seed, **data):
-    return batches.load_datasets(RunConfig(data=DataSection(task="shapes", **data), seed=seed), STAGES)
+    return batches.load_datasets(
+        RunConfig(data=DataSection(task="shapes(demonstrations=100)", **data), seed=seed), STAGES
+    )
 
 
 def test_splits_and_seeds_share_no_picture_and_evaluation_rows_are_the_same_for_every_seed():
-    first, second = (load_datasets(seed, eval_rows=100, demonstrations=100) for seed in (0, 1))
+    first, second = (load_datasets(seed, eval_rows=100) for seed in (0, 1))
     every = [pictures(rows[stage], 100) for rows in (first, second) for stage in STAGES] + [pictures(first["eval"])]
     assert len({picture for part in every for picture in part}) == 500
     assert pictures(second["eval"]) == every[-1]

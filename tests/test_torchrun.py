@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_signals")]
 ROOT = Path(__file__).parents[1]
 RECIPE = {
     "stages": ["sft"], "num_threads": 1, "timeout": 20, "model": {"config": "model.json"},
-    "data": {"task": "shapes", "demonstrations": 8, "eval_rows": 2}, "sampling": {"max_new_tokens": 6},
+    "data": {"task": "shapes(demonstrations=8)", "eval_rows": 2}, "sampling": {"max_new_tokens": 6},
     "sft": {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3},
 }  # fmt: skip
 # rank 1 does something in its fourth backward, in the first attempt

@@ -127,7 +127,7 @@ def test_layers_compute_in_bfloat16_on_one_process_without_sharding(run, plain, 
 
 def test_every_step_begins_without_gradient(run, plain):
     """At a learning rate that moves no weight and with all rows in every step, all steps have one gradient."""
-    options = ["--sft.learning_rate=1e-30", "--data.demonstrations=4", "--sft.prompts_per_step=4"]
+    options = ["--sft.learning_rate=1e-30", "--data.task=shapes(demonstrations=4)", "--sft.prompts_per_step=4"]
     norms = [line["grad_norm"] for line in metrics(run("--stages=[sft]", *options))]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 

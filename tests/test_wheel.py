@@ -102,7 +102,7 @@ def test_what_is_installed_trains_and_audits(sources, python, tmp_path):
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "checkpoint" / "model.safetensors").is_file()
     [recipe] = python.parents[1].glob("lib/python*/site-packages/minivlmrl/recipes/localisation.yaml")
-    small = "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4", "--data.demonstrations=4"
+    small = "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", str(recipe), *small)
     assert status == 0 and "constant box" in out, out
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")

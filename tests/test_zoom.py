@@ -71,7 +71,7 @@ def test_what_is_shown_does_not_tell_the_label():
 
 
 def rows(name, part="demonstrations", count=60, module=TASK):
-    training, held_out = module[name].datasets(DataSection(demonstrations=count, eval_rows=count), 0)
+    training, held_out = module[name].datasets(DataSection(eval_rows=count), 0)
     return [training[part][i] for i in range(count)] if part != "eval" else [held_out[i] for i in range(count)]
 
 

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     def metrics(*options):
         folder = tmp_path_factory.mktemp("run")
         (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
-        data = {"eval_rows": 1, "demonstrations": 16}
+        data = {"eval_rows": 1, "task": "shapes(demonstrations=16)"}
         rewards = {"test_museum:letters": 1.0}
         recipe = tiny.recipe(STAGE, stages=["sft", "grpo"], data=data, output_dir=str(folder / "out"), rewards=rewards)
         recipe["optimizer"] = {"max_grad_norm": 0.1}

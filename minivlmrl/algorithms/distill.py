@@ -17,7 +17,7 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.load import load_name
+from minivlmrl.hub.checker import load_name
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Row

@@ -5,8 +5,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import make_dataclass
 
-from minivlmrl.hub.checker import naming
-from minivlmrl.hub.load import load_name
+from minivlmrl.hub.checker import find_named, naming, with_options
 
 ENVIRONMENTS = {
     "zoom": "minivlmrl.environments.built_in:Zoom",
@@ -14,17 +13,21 @@ ENVIRONMENTS = {
 }
 
 
-def get_environment(name: str) -> type:
-    """Find the class of an environment, or make one of functions (ValueError: it cannot be)."""
-    with naming(f"sampling.environment, {', '.join(ENVIRONMENTS)} or file.py:NAME"):
-        found = load_name(ENVIRONMENTS.get(name, name))
+def get_environment(name: str) -> Callable[[], object]:
+    """Find what makes an environment: a class, or functions that are its tools (ValueError: none).
+
+    Options in brackets are arguments of the class: "tools.py:Zoom(max_tool_calls=2)".
+    """
+    found, options = find_named("sampling.environment", name, ENVIRONMENTS)
     if not inspect.isclass(found):
         functions = found if isinstance(found, list) else [found]
         members = {function.__name__: staticmethod(function) for function in functions}
         found = type("Functions", (), {"reset": lambda self, **columns: None, **members})
-    for tool in tools_of(found()).values():
-        arguments_of(tool)
-    return found
+    with naming(f"sampling.environment {name}"):
+        make = with_options(found, options)
+        for tool in tools_of(make()).values():
+            arguments_of(tool)
+    return make
 
 
 def tools_of(environment: object) -> dict[str, Callable]:

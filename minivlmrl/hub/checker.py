@@ -1,14 +1,22 @@
-"""One declarative checker for recipes and config files: a dataclass says what is valid."""
+"""What recipes and config files say: a dataclass says what is valid, a name finds an object.
 
+Names are "name", "file.py:name" or "package.module:name"; options may follow: "name(option=1)".
+"""
+
+import ast
 import dataclasses
 import difflib
+import functools
+import importlib
 import inspect
 import operator
 import re
 import reprlib
+import runpy
 import types
 import typing
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Annotated, Any, Literal, NewType
 
@@ -76,6 +84,64 @@ class naming(AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ValueError):
             raise ValueError(f"{self.where}: {shortened(error)}") from error
+
+
+@functools.cache
+def load_name(target: str) -> Any:
+    """Import what a name says (ValueError: it cannot be; a user's file may raise anything)."""
+    module, _, name = target.rpartition(":")
+    try:
+        if module.endswith(".py"):
+            return runpy.run_path(module)[name]
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{target}: it cannot be loaded ({cause})") from error
+
+
+def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Find what "name(option=value)" says, in a table or a file; and its options, literals.
+
+    Args:
+        kind: what is named, for errors: "reward near(0.5): its options must have the form ...".
+        table: name -> object, or the "package.module:name" of one.
+    """
+    written = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
+    name, options = written.groups() if written else (text, "")
+    found = table.get(name, name)
+    if isinstance(found, str):
+        if ":" not in found:
+            known = ", ".join([*sorted(table), "file.py:name"])
+            raise ValueError(f"unknown {kind} {name!r}; there are: {known}")
+        with naming(kind):
+            found = load_name(found)
+    try:
+        call = ast.parse(f"f({options})", mode="eval").body
+        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        valid = isinstance(call.func, ast.Name) and not call.args
+    except (SyntaxError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{kind} {text}: its options must have the form name=value, name=value")
+    return found, values
+
+
+def with_options(function: Callable, options: dict[str, Any]) -> Callable:
+    """Give a function some of its parameters with a default; bounds of Annotated ones are checked.
+
+    Raises:
+        ValueError: there is no such parameter, or its value is not valid.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name: p.annotation for p in parameters if p.default is not p.empty}
+    values = {}
+    for name, value in options.items():
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise ValueError(f"there is no option {name!r}; there are: {there}")
+        bounded = typing.get_origin(known[name]) is Annotated
+        values[name] = _read(known[name], value, name, json=False) if bounded else value
+    return functools.partial(function, **values) if values else function
 
 
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):

@@ -17,8 +17,7 @@ from itertools import compress, zip_longest
 
 from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.turns import text_of
-from minivlmrl.hub.checker import naming
-from minivlmrl.hub.load import load_name, with_options
+from minivlmrl.hub.checker import find_named, naming, with_options
 from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.rewards import reward_columns
 from minivlmrl.scale.ranks import World
@@ -115,21 +114,13 @@ class Reward:
 
 def get_reward(name: str) -> Reward:
     """Find a reward (ValueError: there is none, or its function has no such option)."""
-    function = with_options("reward", name, _find)
-    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in _parameters(function)):
-        raise ValueError(f"reward {name}: end its arguments with **columns")
-    return Reward(name, function)
-
-
-def _find(name: str) -> Callable:
-    found = REWARDS.get(name, name)
-    if not callable(found) and ":" not in found:
-        raise ValueError(f"unknown reward {name!r}; there are: {', '.join(sorted(REWARDS))}")
-    with naming("reward"):
-        function = found if callable(found) else load_name(found)
-    if not callable(function):
-        raise ValueError(f"reward {name}: it is {function!r:.80}, no function")
-    return function
+    function, options = find_named("reward", name, REWARDS)
+    with naming(f"reward {name}"):
+        if not callable(function):
+            raise ValueError(f"it is {function!r:.80}, no function")
+        if not any(p.kind == p.VAR_KEYWORD for p in _parameters(function)):
+            raise ValueError("end its arguments with **columns")
+        return Reward(name, with_options(function, options))
 
 
 def get_rewards(names: Iterable[str]) -> list[Reward]:

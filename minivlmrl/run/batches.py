@@ -38,7 +38,8 @@ class VideoSection:
 class DataSection:
     """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
 
-    task: Code | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
+    # "shapes" or "file.py:TASK", relative to the recipe, maybe with options: docs/data.md
+    task: Code | None = None
     # rows with problem or prompt, image(s), and what the stages need: docs/data.md
     train_file: FilePath | None = None
     # several files instead of train_file: docs/data.md
@@ -79,10 +80,6 @@ class DataSection:
     rescale_boxes: bool = False
     # the first is what counts
     eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
-    demonstrations: Annotated[int, ">= 1"] = 96  # tasks: rows for sft
-    # tasks: share of them with a random label or box
-    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5
-    pairs: Annotated[int, ">= 1"] = 1024  # shapes: rows for dpo, kto and reward_model
 
     def __post_init__(self):
         template, asked = self.prompt_template, "a text with {problem} in it, the task's question"

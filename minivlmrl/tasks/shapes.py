@@ -9,6 +9,7 @@ the task. The rest is left to reinforcement learning, with a reward that is alwa
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import PIL.ImageDraw
 
@@ -122,14 +123,27 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer([*texts, *map(answer, LABELS)], vocab_size=512)
 
 
-def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-    """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
+def datasets(
+    data,
+    seed: int,
+    demonstrations: Annotated[int, ">= 1"] = 96,
+    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5,
+    pairs: Annotated[int, ">= 1"] = 1024,
+) -> tuple[dict[str, Dataset], Dataset]:
+    """Make training rows by what an algorithm needs, and held-out rows; see task.Task.
+
+    Args:
+        data: the recipe's section.
+        demonstrations: rows for sft.
+        wrong_demonstrations: share of them with a label drawn at random.
+        pairs: rows for dpo, kto and reward_model.
+    """
     wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
     # demonstrations say the label where the rewards look for it
-    shown = {"wrong_labels": data.wrong_demonstrations, "tags": data.answer == "tags"}
-    pairs = Shapes(data.pairs, f"{seed}/pairs", **wording)
-    training = {"demonstrations": Shapes(data.demonstrations, f"{seed}/sft", **shown, **wording)}
-    training |= {"pairs": pairs, "labels": LabelledShapes(pairs)}
+    shown = {"wrong_labels": wrong_demonstrations, "tags": data.answer == "tags"}
+    training = {"demonstrations": Shapes(demonstrations, f"{seed}/sft", **shown, **wording)}
+    training["pairs"] = Shapes(pairs, f"{seed}/pairs", **wording)
+    training["labels"] = LabelledShapes(training["pairs"])
     training["prompts"] = Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
     return training, Shapes(data.eval_rows, "eval", **wording)
 

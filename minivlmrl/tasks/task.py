@@ -1,10 +1,9 @@
 """The tasks, which need no downloads: rows, tokenizer and chance. docs/data.md adds one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from minivlmrl.hub.checker import naming
-from minivlmrl.hub.load import load_name
+from minivlmrl.hub.checker import find_named, naming, require, with_options
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Dataset
 
@@ -15,8 +14,9 @@ FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one t
 class Task:
     """What a run asks of a task."""
 
-    # (section `data`, seed) -> (what an algorithm needs -> its rows, held-out rows of any seed)
-    datasets: Callable[[object, int], tuple[dict[str, Dataset], Dataset]]
+    # (section `data`, seed) -> (what an algorithm needs -> its rows, held-out rows of any seed);
+    # further parameters are options: shapes(pairs=8)
+    datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # a tiny one, trained on everything that the task says
     chance: Callable[[Dataset], float]  # held-out rows -> what blind guessing earns there
     chance_name: str  # how tables call that
@@ -27,13 +27,12 @@ TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Find a task of the table, "file.py:name" or "package.module:name" (ValueError: none)."""
-    task = TASKS.get(name, name)
-    if isinstance(task, str):
-        if ":" not in task:
-            raise ValueError(f"data.task is {name!r}, not {', '.join(TASKS)} or file.py:TASK")
-        with naming("data.task"):
-            task = load_name(task)
-    if not isinstance(task, Task):
-        raise ValueError(f"data.task {name}: {task!r:.60} is no Task of minivlmrl.tasks.task")
-    return task
+    """Find a task: of the table, file.py:NAME, package.module:NAME; with options, shapes(pairs=8).
+
+    Raises:
+        ValueError: there is none, or it has no such option.
+    """
+    task, options = find_named("data.task", name, TASKS)
+    with naming(f"data.task {name}"):
+        require(isinstance(task, Task), "it", task, "a Task of minivlmrl.tasks.task")
+        return replace(task, datasets=with_options(task.datasets, options))

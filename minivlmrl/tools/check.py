@@ -7,6 +7,7 @@ and about texts that are no answers, and prints a sentence for each thing that w
 what to do. Nothing is written. The exit status is 1 if something was found.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -297,9 +298,9 @@ def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Process
 
 
 def spread(rows: Sequence[Row]) -> list[Row]:
-    """At most PROMPTS rows, from all over the file."""
-    count = min(PROMPTS, len(rows))
-    return [rows[len(rows) * i // count] for i in range(count)]
+    """Draw at most PROMPTS rows: with a fixed step all could be of one kind, as every second is."""
+    numbers = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
+    return [rows[number] for number in sorted(numbers)]
 
 
 def online_rewards(config) -> list[Reward]:

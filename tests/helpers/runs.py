@@ -14,7 +14,7 @@ from minivlmrl.tasks.shapes import Shapes
 import tiny
 
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
-RECIPE = tiny.recipe(STAGE, stages=["sft", "grpo"], data={"demonstrations": 8, "eval_rows": 4})
+RECIPE = tiny.recipe(STAGE, stages=["sft", "grpo"], data={"task": "shapes(demonstrations=8)", "eval_rows": 4})
 LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
 
 

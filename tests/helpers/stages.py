@@ -27,7 +27,8 @@ STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
     "lr_scheduler_type": "constant",
 }  # fmt: skip
-RECIPE = recipe(STAGE, data={"demonstrations": 8, "eval_rows": 2, "pairs": 8}, rewards={"letters": 1.0})
+DATA = {"task": "shapes(demonstrations=8, pairs=8)", "eval_rows": 2}
+RECIPE = recipe(STAGE, data=DATA, rewards={"letters": 1.0})
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
 ONE = World()
 
