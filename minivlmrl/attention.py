@@ -135,40 +135,40 @@ class DecodeAttention:
         capacity: most new tokens that a completion can get.
     """
 
-    ask_every = 1  # steps after which `generate` asks which rows have ended
-    unseen = None  # (1, C) -inf for own keys that are not there yet; a static attention has some
+    select_every = 1  # `generate` drops finished rows every so many steps
+    row_bias = None  # (1, C): -inf hides free slots of row_kv, of which only CUDA graphs have some
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
         keys, lengths = prompts.keys, prompts.layout.prompt_lengths
         first, (_, K, D) = keys[0][0], keys[0][0].shape
         padded = ([pad_sequence(x.split(lengths), True) for x in layer] for layer in keys)
         # (B, K, P, D), zeros after a shorter prompt; the bias (B, P) hides them
-        self.prompt = [[x.transpose(1, 2).contiguous() for x in layer] for layer in padded]
-        self.bias = pad_sequence([first.new_zeros(n) for n in lengths], True, float("-inf"))
-        own = len(prompt_index), K, capacity, D
-        self.own = [[x.new_zeros(own) for x in layer] for layer in keys]
-        self.length, self.device = 0, first.device  # length: tokens in `own`
+        self.prompt_kv = [[x.transpose(1, 2).contiguous() for x in layer] for layer in padded]
+        self.prompt_bias = pad_sequence([first.new_zeros(n) for n in lengths], True, float("-inf"))
+        shape = len(prompt_index), K, capacity, D
+        self.row_kv = [[x.new_zeros(shape) for x in layer] for layer in keys]
+        self.length, self.device = 0, first.device  # length: tokens in row_kv
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
 
     def select(self, going_on: Tensor) -> Tensor | None:
-        """Keep the rows that go on, (r,) bool on the host; returns them, or None for all."""
-        return None if going_on.all() else self.keep(going_on.nonzero()[:, 0])
-
-    def keep(self, rows: Tensor) -> Tensor:
-        """Keep only these rows (indices, by prompt) and their prompts; returns them on the GPU."""
-        return self.move(rows, *self.prompt_index[rows].unique_consecutive(return_inverse=True))
+        """Drop rows that have ended: (R,) bool on the host -> indices of the others; None: all."""
+        if going_on.all():
+            return None
+        rows = going_on.nonzero()[:, 0]
+        prompts, prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
+        return self.move(rows, prompts, prompt_index)
 
     def move(self, rows: Tensor, prompts: Tensor, prompt_index: Tensor) -> Tensor:
-        """Take over rows and prompts by their indices; prompt_index: of each row among the new."""
-        unchanged = torch.equal(prompts, torch.arange(len(self.bias)))
+        """Gather rows and prompts by their indices; prompt_index: of each row among the new."""
+        unchanged = torch.equal(prompts, torch.arange(len(self.prompt_bias)))
         rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
-        for layer in (*self.own, *self.memory.values()):  # never two copies of all keys
+        for layer in (*self.row_kv, *self.memory.values()):  # one by one: never two copies of all
             layer[:] = [x[rows] for x in layer]
         if not unchanged:
-            self.bias = self.bias[prompts]
-            for layer in self.prompt:
+            self.prompt_bias = self.prompt_bias[prompts]
+            for layer in self.prompt_kv:
                 layer[:] = [x[prompts] for x in layer]
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(prompts), self.device)
@@ -179,20 +179,20 @@ class DecodeAttention:
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Add the new tokens' k, v (R, K, D) to those before: each (R, K, C, D)."""
-        for keys, new in zip(self.own[layer_index], (k, v), strict=True):
+        for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
             keys[:, :, self.length] = new
-        return [keys[:, :, : self.length + 1] for keys in self.own[layer_index]]
+        return [keys[:, :, : self.length + 1] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (R, H, D), K = q.shape, k.shape[1]
-        own_k, own_v = self.remember(layer_index, k, v)
-        prompt_k, prompt_v = self.prompt[layer_index]  # (B, K, P, D)
+        row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
+        prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
         # all rows of a prompt are queries of one product with its keys
-        hidden = self.bias[:, None, None]  # (B, 1, 1, P)
-        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, hidden)
-        to_own = self.slots.by_prompt(attention_scores(q, own_k, self.unseen))
-        weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
-        to_prompt, to_own = weights.split([prompt_k.shape[2], own_k.shape[2]], dim=-1)
-        out = self.slots.by_row(to_prompt @ prompt_v) + self.slots.by_row(to_own) @ own_v
+        bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
+        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, bias)
+        to_row = self.slots.by_prompt(attention_scores(q, row_k, self.row_bias))
+        weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)
+        to_prompt, to_row = weights.split([prompt_k.shape[2], row_k.shape[2]], dim=-1)
+        out = self.slots.by_row(to_prompt @ prompt_v) + self.slots.by_row(to_row) @ row_v
         return out.reshape(R, H, D)

@@ -104,7 +104,7 @@ def generate(
         going_on = going_on & ~ends
         if step + 1 == max_new_tokens:
             break
-        if (step + 1) % attention.ask_every == 0:
+        if (step + 1) % attention.select_every == 0:
             known = going_on.cpu()
             if not known.any():
                 break

@@ -90,9 +90,9 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
         if not rest:
             break
         if len(rest) < len(running):
-            decode.keep(torch.tensor(rest))
+            decode.select(torch.isin(torch.arange(len(running)), torch.tensor(rest)))
             running = [running[i] for i in rest]
-        assert len(decode.prompt[0][0]) == len({row // 3 for row in running})
+        assert len(decode.prompt_kv[0][0]) == len({row // 3 for row in running})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

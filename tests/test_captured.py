@@ -59,10 +59,10 @@ def test_rows_move_together_and_keys_grow(monkeypatch, shared):
 
     def spy(self, going_on):
         rows = select(self, going_on)
-        kept.append((len(self.bias), self.slots.slots, self.read))
+        kept.append((len(self.prompt_bias), self.slots.slots, self.read))
         split.add(int(self.prompts.bincount().max()))
-        assert all(x.shape[0] == len(self.bias) * self.slots.slots for x in self.own[0])
-        assert all(x.shape[2] == self.read < 2 * max(self.steps, 2) for x in self.own[0])
+        assert all(x.shape[0] == len(self.prompt_bias) * self.slots.slots for x in self.row_kv[0])
+        assert all(x.shape[2] == self.read < 2 * max(self.steps, 2) for x in self.row_kv[0])
         return rows
 
     if not shared:
@@ -70,7 +70,7 @@ def test_rows_move_together_and_keys_grow(monkeypatch, shared):
     monkeypatch.setattr(captured, "KEYS", 3)
     monkeypatch.setattr(captured, "SHRINK", 1)
     monkeypatch.setattr(StaticDecodeAttention, "select", spy)
-    monkeypatch.setattr(StaticDecodeAttention, "ask_every", 1)
+    monkeypatch.setattr(StaticDecodeAttention, "select_every", 1)
     assert_same(*both(tiny.model(dtype=torch.float64), 6, 4, range(40)))
     sizes = [rows * slots for rows, slots, _ in kept]
     assert len(sizes) > 5 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 6

@@ -164,7 +164,7 @@ def test_keys_and_values(config, monkeypatch):
 
     def measured(self, *arguments, **options):
         original(self, *arguments, **options)
-        sizes.append(sum(x.nbytes for layer in (*self.prompt, *self.own) for x in layer))
+        sizes.append(sum(x.nbytes for layer in (*self.prompt_kv, *self.row_kv) for x in layer))
 
     monkeypatch.setattr(attention.DecodeAttention, "__init__", measured)
     model, prompt = real(config, WORK)

@@ -152,10 +152,10 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
             before = GroupAttention(batch.layout, keep_keys=True)
             model(batch, before)
         held = [x for memory in (attention, before) for layer in memory.memory.values() for x in layer]
-        held += [x for layer in (*attention.prompt, *attention.own) for x in layer]
+        held += [x for layer in (*attention.prompt_kv, *attention.row_kv) for x in layer]
         sizes.append(sum(x.nbytes for x in held))
         assert costs.keys_and_values(torch.float32, work) == sizes[-1]
-        assert len(attention.own) == 1 and len(attention.memory) == 2
+        assert len(attention.row_kv) == 1 and len(attention.memory) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
 

@@ -32,19 +32,19 @@ class StaticDecodeAttention(DecodeAttention):
     """DecodeAttention on tensors that stay where they are, with equally many slots for each prompt;
     when rows have moved a prompt that many of them read is there more than once."""
 
-    ask_every = 16
+    select_every = 16
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
         self.read, self.capacity = min(KEYS, capacity), capacity
         super().__init__(prompts, prompt_index, self.read)
         self.length = torch.zeros(1, dtype=torch.long, device=self.device)
         self.steps = 0
-        self.mask = self.bias.new_full((1, capacity + 1), float("-inf"))  # of own keys
+        self.mask = self.prompt_bias.new_full((1, capacity + 1), float("-inf"))  # of own keys
         self.mask[:, 0] = 0.0
-        self.prompts = torch.arange(len(self.bias))  # of each group of slots
+        self.prompts = torch.arange(len(self.prompt_bias))  # of each group of slots
 
     @property
-    def unseen(self) -> Tensor:
+    def row_bias(self) -> Tensor:
         """(1, C): -inf for own keys that are not there yet."""
         return self.mask[:, : self.read]
 
@@ -52,7 +52,7 @@ class StaticDecodeAttention(DecodeAttention):
         """Count a step on the host, and make room for more own keys if it is full."""
         if self.steps == self.read:
             self.read = min(2 * self.read, self.capacity)
-            for layer in self.own:  # one after the other: never two copies of all keys
+            for layer in self.row_kv:  # one after the other: never two copies of all keys
                 layer[:] = [F.pad(x, (0, 0, 0, self.read - x.shape[2])) for x in layer]
         self.steps += 1
 
@@ -63,7 +63,7 @@ class StaticDecodeAttention(DecodeAttention):
         counts = prompts.bincount()
         sizes = [size for size in SIZES if size <= self.slots.slots]
         costs = [self.cost(int((-(-counts // size)).sum()), size) for size in sizes]
-        if self.cost(len(self.bias), self.slots.slots) < SHRINK * min(costs):
+        if self.cost(len(self.prompt_bias), self.slots.slots) < SHRINK * min(costs):
             return None
         size = sizes[costs.index(min(costs))]
         groups = -(-counts // size)  # of each prompt
@@ -76,22 +76,24 @@ class StaticDecodeAttention(DecodeAttention):
 
     def cost(self, groups: int, slots: int) -> int:
         """Keys that a step reads: a prompt's once in a group, own ones in each slot."""
-        return groups * (self.bias.shape[1] + slots * self.read)
+        return groups * (self.prompt_bias.shape[1] + slots * self.read)
 
     def advance(self):
         self.length += 1
         self.mask.index_fill_(1, self.length, 0.0)
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        for keys, new in zip(self.own[layer_index], (k, v), strict=True):
+        for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
             keys.index_copy_(2, self.length, new.unsqueeze(2))
-        return [keys[:, :, : self.read] for keys in self.own[layer_index]]
+        return [keys[:, :, : self.read] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
         own = self.remember(layer_index, k, v)
-        return decode_attention(q, *self.prompt[layer_index], self.bias, *own, self.unseen)
+        return decode_attention(
+            q, *self.prompt_kv[layer_index], self.prompt_bias, *own, self.row_bias
+        )
 
 
 class CapturedDecode(Decode):
