@@ -1,15 +1,17 @@
-"""Rewards for labelled boxes: by hand, against scikit-learn's precision and recall, and what a policy might try."""
+"""Rewards for labelled boxes, and recipes/vlm_r1.py: by hand, against scikit-learn's curve, and what one might try."""
 
 import json
 
 import numpy as np
 import pytest
+from links import ROOT
 
 from minivlmrl.reward_functions.detection import read_objects
 
 from earnings import earnings
 
-NAMES = ["detection", "ap_50", "weighted_sum"]
+RECIPE = f"{ROOT}/recipes/vlm_r1.py"
+NAMES = ["detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]
 CAT, OTHER_CAT, DOG = ([0, 0, 20, 20], "cat"), ([60, 0, 80, 20], "cat"), ([0, 40, 20, 60], "dog")
 HALF = ([0, 0, 20, 10], "cat")  # of the cat: IoU 0.5
 NOWHERE = ([80, 80, 90, 90], "cat")
@@ -76,7 +78,7 @@ def test_average_precision_equals_the_curve_of_scikit_learn():
 
 
 def test_weights_of_the_sum():
-    [found] = earned(js(HALF), CAT, DOG, names=["weighted_sum(weights=(1, 1, 2))"])
+    [found] = earned(js(HALF), CAT, DOG, names=[f"{RECIPE}:weighted_sum(weights=(1, 1, 2))"])
     assert found == pytest.approx((0.5 / 2 + 1 / 2 + 2 * (1 - (1 / 2 + 0) / 2)) / 4)
 
 

@@ -108,19 +108,30 @@ def _decode_data_uri(uri: str) -> bytes:
 
 def _download(url: str, private: bool) -> bytes:
     """Read a URL; `private`: also if it leads to a private network or this machine."""
-    content, deadline = io.BytesIO(), time.monotonic() + TIMEOUT
     try:
-        with urllib.request.build_opener(_Web(private)).open(url, timeout=TIMEOUT) as response:
-            while chunk := response.read1(2**20):
-                content.write(chunk)
-                if content.tell() > MAX_DOWNLOAD:
-                    raise ValueError(f"over {MAX_DOWNLOAD} bytes")
-                if time.monotonic() > deadline:  # a byte now and then, and no read times out
-                    raise ValueError(f"not finished after {TIMEOUT} seconds")
-            if response.length:
-                raise ValueError(f"the connection ended {response.length} bytes early")
+        return read_reply(url, TIMEOUT, MAX_DOWNLOAD, _Web(private))
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ValueError(f"cannot be downloaded ({error})") from error
+
+
+def read_reply(
+    request: str | urllib.request.Request, seconds: float, limit: int, *handlers
+) -> bytes:
+    """Read what a server replies (ValueError: over `limit` bytes, too slow, or cut off).
+
+    Args:
+        handlers: for urllib's opener, such as one that follows no redirect.
+    """
+    content, deadline = io.BytesIO(), time.monotonic() + seconds
+    with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
+        while chunk := response.read1(2**20):
+            content.write(chunk)
+            if content.tell() > limit:
+                raise ValueError(f"over {limit} bytes")
+            if time.monotonic() > deadline:  # a byte now and then, and no read times out
+                raise ValueError(f"not finished after {seconds} seconds")
+        if response.length:
+            raise ValueError(f"the connection ended {response.length} bytes early")
     return content.getvalue()
 
 

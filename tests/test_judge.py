@@ -7,8 +7,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from links import ROOT
 
-from minivlmrl.reward_functions.http_judge import judge
+from recipes.judge import judge
 
 from earnings import earnings
 
@@ -86,7 +87,9 @@ def test_numbers_and_none(url):
 def test_what_is_asked(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     columns = {"problem": ["How many?"], "solution": ["two"]}
-    found = earnings([f"judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns)
+    found = earnings(
+        [f"{ROOT}/recipes/judge.py:judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns
+    )
     [(path, key, body)] = Server.asked
     text = body["messages"][0]["content"]
     assert found.item() == 1 and path == "/v1/chat/completions" and key == "Bearer key"

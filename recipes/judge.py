@@ -1,13 +1,18 @@
-"""The reward `judge`: another model reads the answer, over HTTP (OpenAI's protocol, vLLM's too)."""
+"""A reward to copy: another model reads the answer, over HTTP (OpenAI's protocol, vLLM's too).
+
+In a recipe, from the folder where the command runs:
+    rewards: {"recipes/judge.py:judge(url='http://localhost:8000/v1', model='judge')": 1.0}
+Do not train long on it alone: a policy can talk to it.
+"""
 
 import json
 import os
 import re
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
+from minivlmrl.data.fetch import read_reply
 from minivlmrl.hub.folder import parse_json
 
 URL = "http://localhost:8000/v1"
@@ -33,10 +38,10 @@ def judge(
     """
 
     def ask(row: int) -> float | None:
-        said = answer_texts[row]
-        if not said:
+        answer = answer_texts[row]
+        if not answer:
             return 0.0
-        known = {name: values[row] for name, values in columns.items()} | {"answer": said[:LONGEST]}
+        known = {name: values[row] for name, values in columns.items()} | {"answer": answer[:LONGEST]}
         # in one pass: an answer that says {solution} is not filled in
         text = re.sub(r"\{(\w+)\}", lambda name: str(known.get(name[1], "")), template)
         body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": text}]}
@@ -45,10 +50,11 @@ def judge(
         content, where = json.dumps(body).encode(), f"{url}/chat/completions"
         request = urllib.request.Request(where, content, headers)
         try:
-            said = read(request, timeout)["choices"][0]["message"]["content"]
+            reply = parse_json(read_reply(request, timeout, LARGEST, NoRedirect))
+            text = reply["choices"][0]["message"]["content"]
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return None  # no server, too slow, no JSON
-        number = isinstance(said, str) and re.fullmatch(r"\s*([01]|[01]?\.[0-9]{1,20})\s*", said)
+        number = isinstance(text, str) and re.fullmatch(r"\s*([01]|[01]?\.[0-9]{1,20})\s*", text)
         return float(number[1]) if number and float(number[1]) <= 1 else None
 
     with ThreadPoolExecutor(concurrency) as pool:
@@ -60,14 +66,3 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_):
         return None
-
-
-def read(request: urllib.request.Request, timeout: float) -> dict:
-    """Read the JSON that a server replies within `timeout` seconds (OSError: it is slower)."""
-    deadline, content = time.monotonic() + timeout, b""
-    with urllib.request.build_opener(NoRedirect).open(request, timeout=timeout) as reply:
-        while len(content) < LARGEST and (chunk := reply.read1(2**16)):
-            content += chunk
-            if time.monotonic() > deadline:  # a byte now and then, and no read times out
-                raise TimeoutError
-    return parse_json(content)
