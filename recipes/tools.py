@@ -1,4 +1,8 @@
-"""The tools calculator and zoom."""
+"""Tools to copy: a closer look at a picture, and a calculator. docs/tools.md says what such a class is.
+
+In a recipe beside this file:
+    sampling: {environment: tools.py:Zoom}
+"""
 
 import re
 

@@ -11,6 +11,7 @@ import PIL.Image
 import pytest
 import torch
 from children import exit_code, fork
+from links import ROOT
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.data.conversations import conversation
@@ -110,7 +111,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500, "graph": "never", "environment": "zoom",
+        "max_tokens_at_once": 500, "graph": "never", "environment": "tools.py:Zoom",
     }  # fmt: skip
     assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]
@@ -204,5 +205,5 @@ def test_a_tool_answers(ask, monkeypatch):
     monkeypatch.setattr(tool_sampler, "MAX_TOOL_CALLS", 1)
     called = lambda text, tools, ended: [("calculator", "1 + 1")] if len(text) > 2 and not ended else []  # noqa: E731
     monkeypatch.setattr(tool_sampler, "find_calls", called)
-    status, out, _ = ask("--environment", "calculator", "--max_new_tokens", "40")
+    status, out, _ = ask("--environment", f"{ROOT}/recipes/tools.py:calculator", "--max_new_tokens", "40")
     assert status == 0 and out.count("<result>2</result>") == 1

@@ -79,7 +79,7 @@ def test_options_are_arguments_of_the_class(own):
         own("Counter(from_=3)")
 
 
-@pytest.mark.parametrize("name", ["nowhere.py:Eye", "minivlmrl.environments.built_in:Eye", "no.module:Eye"])
+@pytest.mark.parametrize("name", ["nowhere.py:Eye", "minivlmrl.environments.environment:Eye", "no.module:Eye"])
 def test_what_is_not_there(name):
     with pytest.raises(ValueError, match=f"^sampling.environment: {name}: it cannot be loaded"):
         get_environment(name)

@@ -15,7 +15,6 @@ from talk import IMAGE_PART, text, user
 from minivlmrl import generate
 from minivlmrl.batch import pack
 from minivlmrl.environments import tool_sampler
-from minivlmrl.environments.environment import ENVIRONMENTS
 from minivlmrl.environments.tool_sampler import ToolSampler, build_sampler
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
@@ -85,6 +84,7 @@ class Eye:
 PROCESSOR = Processor(
     train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300), ImageProcessor(min_pixels=28 * 28)
 )
+ZOOM, CALCULATOR = (f"{ROOT}/recipes/tools.py:{name}" for name in ("Zoom", "calculator"))
 END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
 RATIO = ": its aspect ratio is over 200; crop or drop it"
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -100,8 +100,7 @@ def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
 def play(monkeypatch, *texts, model=None, tokens=400, **options):
     """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
     model = model or model_of()
-    monkeypatch.setitem(ENVIRONMENTS, "eye", "test_tool_sampler:Eye")
-    sampling = SamplingOptions(environment="eye", max_new_tokens=tokens, **options)
+    sampling = SamplingOptions(environment="test_tool_sampler:Eye", max_new_tokens=tokens, **options)
     sampler = ToolSampler(model, PROCESSOR, sampling, ONE)
     turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
     scripts = [[token for turn in some for token in turn] for some in turns]
@@ -199,7 +198,7 @@ def test_what_an_environment_cannot_have(monkeypatch):
     with pytest.raises(ValueError, match="leave out sampling"):
         play(monkeypatch, "a", stop_strings=["a"])
     with pytest.raises(ValueError, match="gather_weights: false"):
-        ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment="calculator"), ONE, False)
+        ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
     monkeypatch.setattr(Eye, "reset", lambda self, **columns: "see")
     with pytest.raises(ValueError, match="reset returned 'see'; put it"):
         play(monkeypatch, "a")
@@ -212,7 +211,7 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     for row, prompt in zip(rows, prompts, strict=True):
         prompt.row = row
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
-    settings = [SamplingOptions(environment=name, **options) for name in (None, "zoom")]
+    settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
     plain, tools = (build_sampler(model, PROCESSOR, one, ONE) for one in settings)
     assert type(plain) is sample.RunSampler and type(tools) is ToolSampler
     assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
@@ -220,7 +219,7 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
 
 def test_a_prompt_without_its_row_says_what_to_set():
     row = Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 56))], {})
-    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment="zoom", max_new_tokens=4), ONE)
+    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
     with pytest.raises(ValueError, match="told the row of its prompt"):
         sampler([row.prompt(PROCESSOR)], 1, [""])
 

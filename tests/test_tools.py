@@ -1,8 +1,9 @@
-"""The tool calculator: arithmetic, and nothing else of Python."""
+"""recipes/tools.py: arithmetic, and nothing else of Python; which pixels a box of the model shows."""
 
+import PIL.Image
 import pytest
 
-from minivlmrl.environments.built_in import calculator
+from recipes.tools import Zoom, calculator
 
 
 @pytest.mark.parametrize(
@@ -18,3 +19,41 @@ def test_it_computes(expression, value):
 def test_it_is_no_python(expression):
     with pytest.raises(ValueError, match="numbers with"):
         calculator(expression)
+
+
+@pytest.fixture
+def zoom():
+    """Two pictures; pixel (x, y) of the second is (x, y, 0). The model sees both in half their width."""
+    environment, second = Zoom(), PIL.Image.new("RGB", (200, 100))
+    second.putdata([(x, y, 0) for y in range(100) for x in range(200)])
+    environment.reset(
+        images=[PIL.Image.new("RGB", (80, 80)), second], extents=[(40.0, 80.0), (100.0, 100.0)], problem="?"
+    )
+    return environment.zoom
+
+
+def test_a_box_is_of_its_picture_in_the_space_of_the_model(zoom):
+    crop = zoom((10, 20, 30, 60), 2)
+    assert crop.size == (40, 40)
+    assert crop.getpixel((0, 0)) == (20, 20, 0) and crop.getpixel((39, 39)) == (59, 59, 0)
+    assert zoom((0, 0, 40, 80)).size == (80, 80)
+
+
+def test_what_is_over_the_edge_is_not_shown(zoom):
+    assert zoom((90, -5, 1e9, 50), 2).size == (20, 50)
+
+
+@pytest.mark.parametrize(
+    ("box", "picture", "error"),
+    [
+        ((30, 20, 10, 60), 2, "shows nothing"),
+        ((200, 0, 300, 50), 2, "shows nothing"),
+        ((1, 1, 1.1, 9), 2, "shows nothing"),
+        ((float("nan"), 1, 2, 3), 1, "NaN"),
+        ((0, 0, 9, 9), 3, "there is no picture 3; there are 2"),
+        ((0, 0, 9, 9), 0, "there is no picture 0"),
+    ],
+)
+def test_what_cannot_be_shown_says_why(zoom, box, picture, error):
+    with pytest.raises(ValueError, match=error):
+        zoom(box, picture)

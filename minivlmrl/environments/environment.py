@@ -7,24 +7,19 @@ from dataclasses import make_dataclass
 
 from minivlmrl.hub.checker import find_named, naming, with_options
 
-ENVIRONMENTS = {
-    "zoom": "minivlmrl.environments.built_in:Zoom",
-    "calculator": "minivlmrl.environments.built_in:calculator",
-}
-
 
 def get_environment(name: str) -> Callable[[], object]:
     """Find what makes an environment: a class, or functions that are its tools (ValueError: none).
 
-    Options in brackets are arguments of the class: "tools.py:Zoom(max_tool_calls=2)".
+    Options in brackets are arguments of the class: "my_tools.py:Turn(step=45)".
     """
-    found, options = find_named("sampling.environment", name, ENVIRONMENTS)
-    if not inspect.isclass(found):
-        functions = found if isinstance(found, list) else [found]
+    kind, options = find_named("sampling.environment", name, {})
+    if not inspect.isclass(kind):
+        functions = kind if isinstance(kind, list) else [kind]
         members = {function.__name__: staticmethod(function) for function in functions}
-        found = type("Functions", (), {"reset": lambda self, **columns: None, **members})
+        kind = type("Functions", (), {"reset": lambda self, **columns: None, **members})
     with naming(f"sampling.environment {name}"):
-        make = with_options(found, options)
+        make = with_options(kind, options)
         for tool in tools_of(make()).values():
             arguments_of(tool)
     return make

@@ -26,7 +26,7 @@ class SamplingOptions(SamplingConfig):
     stop_strings: list[str] = field(default_factory=list)
     # of prompts and completions, at full length; None: all
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None
-    # tools that a completion may call: a built-in name or file.py:NAME, docs/tools.md
+    # tools that a completion may call: file.py:NAME, docs/tools.md
     environment: Code | None = None
     graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
 
