@@ -38,7 +38,7 @@ RECIPE = tiny.recipe(
     ppo={"num_mini_batches": 2, "critic": "separate"},
     rewards={"format": 0.5, "accuracy": 1.0, "cosine(max_length=6)": 0.1},
 )
-ALWAYS = ["--log_completions=1", "--eval_steps=2", "--save_steps=2", "--keep_best=sampled", "--save_total_limit=2"]
+ALWAYS = ["--log_completions=1", "--eval_steps=2", "--save_steps=2", "--keep_best=sampled"]
 ALWAYS += ["--state_steps=1"]
 PLAIN = "--reference.sync_ref_model=false"
 CASES = {

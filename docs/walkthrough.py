@@ -47,7 +47,7 @@ of the book that does it. This command trains the same step and prints the compl
 ```
 
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does so for any step of a run of your own. It
-trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
+trains again from the nearest state in `runs/shapes/states`, or from the beginning.
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is in float64, so that no digit
 depends on the machine.

@@ -54,7 +54,7 @@ def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpo
     """It runs whole, is resumed, and the student comes nearer to it."""
     small = ["--data.min_pixels=784", "--data.max_pixels=784", "--grpo.max_steps=8", "--grpo.learning_rate=1e-2"]
     teacher = [f"--reference.teacher={checkpoint}", "--reference.teacher_prompt=teachers:larger"]
-    options = ["--stages=[distill]", "--seed=3", *small, *teacher, "--state_steps=4", "--keep_states=9"]
+    options = ["--stages=[distill]", "--seed=3", *small, *teacher, "--state_steps=4"]
     folder = run(*options, "--rewards={letters: 1}")
     lines = metrics(folder)
     assert [line["stage"] for line in lines] == ["distill"] * 8

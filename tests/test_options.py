@@ -174,7 +174,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # test_tool_sampler.py (environment), test_distill.py (teachers), test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
-    *("optimizer.name", "eval_steps", "save_steps", "save_total_limit", "max_epochs", "data.files"),
+    *("optimizer.name", "eval_steps", "save_steps", "max_epochs", "data.files"),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *("reference.teacher", "reference.teacher_prompt"),
     *("output_dir", "num_threads", "model.path", "model.config"),
@@ -182,7 +182,7 @@ OTHERS = {
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root"),
     *("data.rescale_boxes", "data.max_prompt_tokens"),
-    *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *("check_memory", "state_minutes", "state_steps", "resume", "timeout", "rollout.gather_weights"),
     *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
     "sampling.environment",
     *("grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),

@@ -41,8 +41,9 @@ def table(lines):
     return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :: 2] if line[:1].isdigit()]
 
 
-def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed):
-    folder = run("--stages=[sft,dpo,grpo]", "--state_steps=2", "--keep_states=9", *LOUD)
+def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed, monkeypatch):
+    monkeypatch.setattr("minivlmrl.run.resume.KEPT", 9)
+    folder = run("--stages=[sft,dpo,grpo]", "--state_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
         code, lines = replayed(folder, stage, step, "--prompt=3")
         began = folder / "states" / state if state else "the beginning"
@@ -57,9 +58,10 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
 
 
-def test_several_passes_over_a_rollout(run, plain, lively, replayed):
+def test_several_passes_over_a_rollout(run, plain, lively, replayed, monkeypatch):
     """Two passes over a rollout of two steps: step 5 is in the middle of the rollout that begins with step 4."""
-    folder = run("--stages=[grpo,ppo]", "--state_steps=1", "--keep_states=9", *LOUD, *MORE)
+    monkeypatch.setattr("minivlmrl.run.resume.KEPT", 9)
+    folder = run("--stages=[grpo,ppo]", "--state_steps=1", *LOUD, *MORE)
     code, lines = replayed(folder, "grpo", 5)
     assert code == 0 and f"grpo step 5, trained again from {folder / 'states' / '000004'}" in lines
     assert all(float(line["differ by"]) > 1e-4 for line in table(lines)), "since they were drawn the policy has moved"

@@ -172,15 +172,12 @@ def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, va
 
 
 @pytest.mark.usefixtures("plain")
-def test_numbered_checkpoints_have_a_limit(run):
-    """One of an earlier, longer run in this folder goes first."""
-    options = ("--stages=sft", "--save_steps=1", "--save_total_limit=2", "--sft.max_steps=2")
-    folder = run(*options[:-1], "--sft.max_steps=3")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000002", "sft-000003"]
-    run(*options, "--resume=never")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000001", "sft-000002"]
-    last, end = folder / "checkpoints/sft-000002/checkpoint", folder / "checkpoint"
-    assert (last / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()
+def test_a_checkpoint_on_the_way_replaces_the_one_before(results):
+    saved = []
+    found, algorithm = results("--save_steps=2"), trained("sft", max_steps=5, saved=saved.append)
+    for step in range(1, 6):
+        found.after_step(algorithm, step)
+    assert saved == [found.folder] * 2
 
 
 @pytest.mark.parametrize("option", ["--eval_steps=1", "--keep_best=greedy"])

@@ -472,7 +472,8 @@ def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, fi
     """By a clock that goes on by four minutes whenever it is read: at the start, at each step and after each state."""
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
-    options = ["--state_minutes=10", "--keep_states=9", "--grpo.max_steps=7"]
+    monkeypatch.setattr(resume_file, "KEPT", 9)
+    options = ["--state_minutes=10", "--grpo.max_steps=7"]
     resume(recipe, tmp_path, *options)
     assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["000003", "000006", "000007"]
     assert RunConfig().state_minutes == 10
@@ -536,9 +537,9 @@ def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys)
 
 def test_stages_may_be_added_and_states_keep_their_beat(recipe, copy):
     """Every third step of all stages, also after the resumption, and at the end of the stage."""
-    options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--state_steps=3", "--keep_states=9"]
+    options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--state_steps=3"]
     resume(recipe, copy, "--resume=auto", *options)
-    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003", "000005"]
+    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000003", "000005"]
 
 
 def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe, straight, tmp_path):

@@ -61,11 +61,11 @@ def expected(folder):
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
-    folder = run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--keep_states=9")
+    folder = run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1")
     assert curves(folder) == expected(folder)
     assert [step for step, _ in curves(folder)["eval/sampled"]] == [0, 2, 4]
     shutil.rmtree(folder / "states" / "000004")
-    run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--keep_states=9", "--resume=auto")
+    run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--resume=auto")
     assert curves(folder) == expected(folder)
     run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
     assert curves(folder) == expected(folder)  # nothing of the run before

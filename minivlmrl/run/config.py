@@ -86,8 +86,6 @@ class RunConfig:
     state_minutes: Annotated[float, ">= 0"] = 10.0
     # also every this many optimizer steps; both 0: only after a signal
     state_steps: Annotated[int, ">= 0"] = 0
-    # how many are kept; more than 1, in case the newest is damaged
-    keep_states: Annotated[int, ">= 1"] = 2
     # "auto": from the newest state in output_dir, if any; the folder of a state; or "never": anew
     # in a folder that holds a run
     resume: str | None = None
@@ -95,8 +93,6 @@ class RunConfig:
     eval_steps: Annotated[int, ">= 0"] = 0
     # write checkpoint/ every this many steps too; 0: after a stage only
     save_steps: Annotated[int, ">= 0"] = 0
-    # keep so many, in checkpoints/; None: replace one
-    save_total_limit: Annotated[int, ">= 1"] | None = None
     # write completions of every this many steps to completions.jsonl
     log_completions: Annotated[int, ">= 0"] = 10
     # weights of the best such result, in best/

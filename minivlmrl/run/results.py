@@ -1,7 +1,6 @@
 """What a run leaves beside metrics: config.yaml, summary.json, its page and its checkpoints."""
 
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -10,11 +9,12 @@ from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
 from minivlmrl.run.report import write_page
+from minivlmrl.run.resume import check_resume
 from minivlmrl.run.trackers import check_trackers
 from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.tasks.task import get_task
 
-SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
+SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
@@ -29,13 +29,9 @@ def check_outputs(config: RunConfig):
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
-    states = sorted((folder / "states").glob("[0-9]*"))
-    if config.resume is None and states:
-        cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
-        of = f"of an earlier run, the newest {states[-1].name}"
-        raise ValueError(f"{states[-1].parent} holds states {of}; {cure}")
     nothing = not config.stages and metrics.exists() and metrics.stat().st_size
-    if ((folder / SUMMARY).exists() or nothing) and config.resume != "never" and not states:
+    ended = (folder / SUMMARY).exists() or nothing
+    if not check_resume(config) and ended and config.resume != "never":
         ways = "--resume=never begins anew there, another --output_dir leaves it alone"
         raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
 
@@ -66,17 +62,8 @@ class Results:
         due = config.eval_steps and done % config.eval_steps == 0
         if due and done < algorithm.config.max_steps:
             self.evaluate(f"after step {done} of {stage}", algorithm, done)
-        if not config.save_steps or done % config.save_steps:
-            return
-        if config.save_total_limit is None:
-            return algorithm.save(self.folder)
-        kept = self.folder / CHECKPOINTS
-        algorithm.save(kept / f"{stage}-{done:06d}")
-        numbers = [int(path.name.partition("-")[2]) for path in kept.glob(f"{stage}-*")]
-        # later ones are of an earlier run: they go first
-        numbers.sort(key=lambda number: (number <= done, number))
-        for number in numbers[: -config.save_total_limit] if self.world.is_main else ():
-            shutil.rmtree(kept / f"{stage}-{number:06d}")
+        if config.save_steps and done % config.save_steps == 0:
+            algorithm.save(self.folder)
 
     def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""

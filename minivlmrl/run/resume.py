@@ -40,6 +40,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 
 RUN, COMPLETE = "run.json", "complete.json"
+KEPT = 2  # states of a run, in case the newest is damaged
 # of a stage: how many rows a draw has
 DRAWN = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 
@@ -107,6 +108,21 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value
     return found | {f"algorithm.{name}": value for name, value in algorithm.state_dict().items()}
+
+
+def check_resume(config: RunConfig) -> list[Path]:
+    """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
+    folder, resume = Path(config.output_dir) / "states", config.resume
+    path = None if resume in (None, "auto", "never") else Path(resume).resolve()
+    if path and (not path.is_dir() or (path / "states").is_dir()):
+        ways = "give 'auto', 'never' or the folder of a state, RUN/states/000120"
+        raise ValueError(f"resume: {resume}: no such state; {ways}")
+    states = sorted(folder.glob("[0-9]*"))
+    if states and resume not in ("auto", "never") and (not path or path.parent != folder.resolve()):
+        cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
+        of = f"of an earlier run, the newest {states[-1].name}"
+        raise ValueError(f"{folder} holds states {of}; {cure}")
+    return states
 
 
 class States:
@@ -238,7 +254,7 @@ class States:
 
     def choose(self) -> tuple[Path, Progress] | None:
         """Read the state that config.resume means, and remove those that are given up by that."""
-        resume = self.config.resume
+        resume, state = self.config.resume, None
         # a shared file system may show another host an older list
         paths = self.world.gather_objects(self.paths())[0]
         if resume == "auto":
@@ -246,20 +262,10 @@ class States:
             if paths and state is None:
                 cure = "--resume=never removes them and begins anew"
                 raise ValueError(f"{self.folder}: all states are damaged; {cure}")
-        elif resume in (None, "never"):
-            state = None
-        elif not Path(resume).is_dir() or (Path(resume) / "states").is_dir():
-            ways = "give 'auto', 'never' or the folder of a state, RUN/states/000120"
-            raise ValueError(f"resume: {resume}: no such state; {ways}")
-        elif (state := self.read(Path(resume))) is None:
+        elif resume not in (None, "never") and (state := self.read(Path(resume))) is None:
             raise ValueError(f"resume: {resume} is damaged")
-        own = state is not None and state[0].resolve().parent == self.folder.resolve()
-        if paths and not own and resume != "never":
-            cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
-            of = f"of an earlier run, the newest {paths[-1].name}"
-            raise ValueError(f"{self.folder} holds states {of}; {cure}")
-        for other in paths if self.world.is_main else ():
-            if not own or int(other.name) > int(state[0].name):
+        for other in paths if self.world.is_main and resume is not None else ():
+            if state is None or int(other.name) > int(state[0].name):
                 shutil.rmtree(other)
         return state
 
@@ -312,7 +318,7 @@ class States:
                 flush_file(written)
             partial.rename(path)
             flush_file(self.folder)
-            for old in self.paths()[: -self.config.keep_states]:
+            for old in self.paths()[:-KEPT]:
                 shutil.rmtree(old)
 
         try:

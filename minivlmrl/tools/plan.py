@@ -18,6 +18,7 @@ from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.run.memory import GB, IMAGE_TOKENS, RESERVE, TEXT_TOKENS, Costs, bytes_of, most, plan
+from minivlmrl.run.resume import KEPT
 from minivlmrl.scale.checkpoint import DTYPES
 
 # options that save memory, cheapest first
@@ -130,7 +131,7 @@ def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) 
     state = weights + shards * sum(items.get(name, 0) for name in others)
     host = (sum(items.values()) - sum(moved.values())) / GB
     said = f"{host:.1f} GB of host memory for each GPU; " * (host > 0)
-    return f"{said}{state / GB:.1f} GB of disk for each of {run.keep_states + 1} states"
+    return f"{said}{state / GB:.1f} GB of disk for each of {KEPT + 1} states"
 
 
 def least_seconds(
