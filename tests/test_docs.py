@@ -333,15 +333,16 @@ def test_a_loss_alone():
     assert space["loss"].item() == -0.5 and space["logps"].grad.tolist() == [[-0.25, -0.25]]
 
 
-def test_half_an_hour_prints_what_it_says(tmp_path, monkeypatch, capsys):
-    """docs/half_hour.md: each block of code prints the text below it."""
+def test_the_page_of_the_audit_prints_what_it_says(tmp_path, monkeypatch, capsys):
+    """A block of code with a text right below it prints that text; they go on from one to the next."""
     pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    page, space = PAGES["docs/half_hour.md"], {}
+    pairs = re.findall(r"```python\n([^`]*)```\n```text\n([^`]*)```", PAGES["docs/audit.md"])
+    assert len(pairs) == 3
+    space = {}
     monkeypatch.chdir(tmp_path)
-    for code, printed in zip(blocks(page, "python"), blocks(page, "text"), strict=True):
+    for code, printed in pairs:
         exec(code, space)
         assert capsys.readouterr().out.strip() == printed.strip()
-    assert len(page.splitlines()) <= 80
 
 
 # ---- pages that code writes ----------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 And the names of mistakes in losses alone, for parity.check.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_parity import DAPO, my_loss, usual
@@ -16,6 +18,7 @@ from minivlmrl_audit.losses import as_step
 from minivlmrl_audit.moves import TABLE, edited, first
 from minivlmrl_audit.updates import schedule
 
+ROOT = Path(__file__).parents[2]
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
 
 
@@ -100,6 +103,8 @@ def test_the_table_is_whole():
         for name, how in cause.change.items():
             if isinstance(how, str) and name not in ("without", "frozen"):  # which are patterns
                 compile(how.removeprefix("="), cause.name, "eval")
+    pages = [(ROOT / page).read_text() for page in ("docs/audit.md", "audit/README.md")]
+    assert all(f" {len(CAUSES)} causes" in page for page in pages)
     named = [(cause.name, cause.stages) for cause in CAUSES]
     assert len(set(named)) == len(named) and all(thing["says"] for thing in TABLE["things"])
 

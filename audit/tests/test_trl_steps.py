@@ -68,7 +68,7 @@ def step_of(kind, d, folder, **options):
     run = RunConfig()
     for name, value in (OURS | options).items():
         setattr(getattr(run, kind), name, value)
-    run.rewards, run.optimizer.max_grad_norm = {"a": 1.0, "b": 1.0}, 0.5
+    run.rewards, run.optimizer.max_grad_norm = {"accuracy": 1.0, "format": 1.0}, 0.5  # of as many weights
     model, processor = load_model(folder, torch.float64), load_processor(folder)
     cls = {"grpo": GRPOStage, "dpo": DPO, "sft": SFT}[kind]
     algorithm = cls(run, model, processor, World())
