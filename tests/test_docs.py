@@ -95,10 +95,10 @@ def test_every_page_is_in_the_index():
 def test_the_readme_is_short_and_begins_with_two_commands():
     run, tests, *_ = [line for block in blocks(README, "bash") for line in block.splitlines()]
     assert run.endswith("pip install -c constraints.txt -e . && torchrun train.py")
-    assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
+    assert tests.endswith("pip install -c constraints.txt -e '.[test]' -e ./audit && pytest")
     assert len(README.splitlines()) <= 150
     ci = (ROOT / ".ci" / "run").read_text()
-    assert "-c constraints.txt" in ci and "-e '.[test]'" in ci and re.search(r"^check pytest$", ci, re.MULTILINE)
+    assert "-c constraints.txt -e '.[test]' -e ./audit" in ci and re.search(r"^check pytest$", ci, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.search(r"train\.py|minivlmrl", c)}))
