@@ -1,4 +1,4 @@
-"""The table: every form in which a folder of the three families is found loads, with the logits of transformers."""
+"""The table: every form in which a folder of the four families is found loads, with the logits of transformers."""
 
 import json
 import re

@@ -20,7 +20,7 @@ from parity.families import families as make_families
 from runs import metrics
 
 from benchmarks import house, learning
-from docs import compare, draw, make_pages, walkthrough
+from docs import draw, make_pages, walkthrough
 from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
@@ -141,7 +141,7 @@ def test_the_band_of_the_default_run():
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
             assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
-    assert f"ends with {min(shown)} to {max(shown)} sampled" in README
+    assert f"ended between {min(shown)} and {max(shown)} sampled" in README
     [table] = blocks(README, "text")
     assert re.search(r"after grpo +0(\S+)", table)[1] in shown
 
@@ -348,11 +348,8 @@ def test_the_page_of_the_audit_prints_what_it_says(tmp_path, monkeypatch, capsys
 # ---- pages that code writes ----------------------------------------------------------------------------------
 
 
-TRAINED = "walkthrough", "compare"  # of a model that learns for four seconds
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(TRAINED)) for name in make_pages.PAGES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
 def test_a_page_is_as_committed(name):
     """If this fails after a change, read the new page: python -m docs.make_pages.
@@ -384,9 +381,6 @@ def test_what_the_written_pages_say_is_so():
     assert [number for number, reward in enumerate(worth) if reward == 1.5] == [1, 5] and moved[1] > 0 and moved[5] > 0
     assert [number for number, reward in enumerate(worth) if reward == 0] == [3, 6] and moved[3] < 0 and moved[6] < 0
     assert sum(moved[number] > 0 for number in (0, 2, 4, 7)) == 3
-    for name, push in compare.pushes().items():
-        assert compare.changes(name)[2] > 0, f"answer 2 rises with {name}"
-        assert name in ("SFT", "DPO") or (push[3][compare.scene().mask[3].bool()] < 0).all()
 
 
 def test_the_cells_of_the_first_hour_run(tmp_path, monkeypatch, capsys, plain):

@@ -82,7 +82,7 @@ def answer(label: str) -> str:
 def worse(label: str, rng: random.Random) -> str:
     """Make a worse answer: another colour, shape, or colour than in the thought, or a hole in it.
 
-    docs/experiments.md says why there are four kinds, each in a quarter of the rows.
+    docs/results.md says why there are four kinds, each in a quarter of the rows.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
