@@ -1,8 +1,7 @@
-"""One table of what goes wrong, and of what finds it.
+"""One table of mistakes in code, and of what finds them.
 
-BUGS are mistakes in code. `ours` puts one into this package: test_museum.py sees the numbers of a run change, and
-audit/museum.py says what it costs. `trl` puts it into the installed TRL: test_trl_steps.py sees the audit name it.
-FAULTS are mistakes in a recipe or its rows: test_planted_faults.py sees what is said of them before and in a run.
+`ours` puts one into this package: test_museum.py sees the numbers of a run change, and audit/museum.py says what it
+costs. `trl` puts it into the installed TRL: test_trl_steps.py sees the audit name it.
 """
 
 import copy
