@@ -455,11 +455,12 @@ BUGS = {
     "reference_follows": Bug(GITHUB + "aburkov/theLMbook/issues/8", around(Reference, "after_step", follow)),
     "stale_sampler": Bug(  # all completions are the first policy's
         GITHUB + "huggingface/trl/issues/3679",
-        around(grpo_stage, "build_sampler", lambda sampler, model, *rest: sampler(copy.deepcopy(model), *rest)),
+        around(grpo_stage, "build_sampler", lambda sampler, model, *rest, **options: sampler(
+            copy.deepcopy(model), *rest, **options)),
     ),
     "one_seed": Bug(  # the completions of a group are equal
         GITHUB + "NVIDIA-NeMo/RL/pull/171",
-        around(sample, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
+        around(generate, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
     ),
     "schedule_by_micro_batch": Bug(  # four times too fast
         GITHUB + "huggingface/accelerate/issues/963",
