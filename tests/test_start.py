@@ -153,3 +153,10 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     assert told(grpo=training, eval=held_out) == [said]
     assert told(grpo=pick(training, [0, 2]), eval=held_out) == [] == told(grpo=Shapes(1, "x"), eval=Shapes(1, "x"))
     assert told(grpo=pick(training, [1, 1]), eval=pick(held_out, [0, 1])) == [said]
+
+
+def test_a_training_reward_without_its_column_is_named_and_a_held_out_row_is_not_judged():
+    row = Row([{"role": "user", "content": "?"}], [], {"problem": "?"}, where="rows.jsonl:1")
+    with pytest.raises(ValueError, match=r"reward accuracy needs column 'solution'; the rows have \['problem'\]"):
+        try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]})
+    try_rewards(RunConfig(), {}, {"eval": [row]})

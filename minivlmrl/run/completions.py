@@ -68,10 +68,11 @@ class CompletionsLog:
             return
         lines, some = [], islice(groups(algorithm, step), GROUPS)
         for index, (row, line) in zip(step.prompts, some, strict=False):
-            drawn = step.rollout.completions[index]
-            for said, own in zip(line["completions"], drawn, strict=True):
-                for path, (image, *_) in zip(said.get("pictures", ()), own.pictures, strict=True):
-                    self.save(image, Path(path).stem)
+            group = step.rollout.completions[index]
+            paths = [path for one in line["completions"] for path in one.get("pictures", ())]
+            pictures = [picture for completion in group for picture, *_ in completion.pictures]
+            for path, picture in zip(paths, pictures, strict=True):
+                self.save(picture, Path(path).stem)
             name = f"{algorithm.stage}-{row.index}"
             images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
             lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
@@ -112,33 +113,38 @@ def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
 
 
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
-    """A prompt of a rollout and its G completions, all but the images: see the file's docstring."""
-    row, processor, G = rollout.rows[index], algorithm.processor, len(advantages)
-    names, rewards = algorithm.run.rewards, rollout.rewards[index * G :][:G]
+    """Say of a prompt and its G completions all but the images: see the file's docstring."""
+    row, processor, weights = rollout.rows[index], algorithm.processor, algorithm.run.rewards
+    group = rollout.completions[index]
+    rewards = rollout.rewards[index * len(group) :][: len(group)]
+    total = combine(rewards, torch.tensor(list(weights.values()))).tolist()
     [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
-    solution, said = row.columns.get("solution"), []
+    solution, lines = row.columns.get("solution"), []
     truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
-    total = combine(rewards, torch.tensor(list(names.values()))).tolist()
-    of = rollout.completions[index], rewards.tolist(), total, advantages
-    for completion, values, reward, advantage in zip(*of, strict=True):
+    for g, completion in enumerate(group):
         text = processor.decode(completion.ids[completion.written])
-        line = {"text": text, "rewards": dict(zip(names, values, strict=True))}
-        line |= {"reward": reward, "advantage": advantage, "stopped": completion.stopped}
-        line["tokens"] = list(tokens(completion, processor.tokenizer))
-        line["boxes"] = boxes(text, extent) if truth else []
+        line = {
+            "text": text,
+            "rewards": dict(zip(weights, rewards[g].tolist(), strict=True)),
+            "reward": total[g],
+            "advantage": advantages[g],
+            "stopped": completion.stopped,
+            "tokens": list(tokens(completion, processor.tokenizer)),
+            "boxes": boxes(text, extent) if truth else [],
+        }
         if completion.pictures:
-            name = f"{IMAGES}/{row.key.replace('/', '-')}-{len(said)}"
+            name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
-        said.append(line)
+        lines.append(line)
     parts = [part.get("text") or "" for m in row.messages for part in content_parts(m)]
     about = {"row": row.index, "where": row.where, "prompt": "\n".join(parts).strip()}
-    return about | {"solution": solution, "truth": truth, "completions": said}
+    return about | {"solution": solution, "truth": truth, "completions": lines}
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Read the boxes of a text, in shares of the image's sides; none without an image."""
-    found = read_boxes(text, extent) if extent else []
-    shares = [box.to((1.0, 1.0)) for _, box in found if box.valid]
+    written = read_boxes(text, extent) if extent else []
+    shares = [box.to((1.0, 1.0)) for _, box in written if box.valid]
     return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
 
 

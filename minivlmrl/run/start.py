@@ -1,8 +1,7 @@
 """What a run does and says before its first step: tries rewards, counts rows, says what runs."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -12,34 +11,28 @@ from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.data.row_summary import check_lengths, seen_sizes, summary, without_long
-from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
-from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
+from minivlmrl.reward_functions.names import Reward, columns_of
 from minivlmrl.rewards import ask_rewards
-from minivlmrl.rows import Completion, Dataset, Processor, Prompt, Row
+from minivlmrl.rows import Dataset, Processor, Row
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
 
 TYPICAL = 0.01  # size of a weight of a model of billions
-INVENTED = "<think>invented</think><answer>to try the rewards</answer>"
-
-
-class Inventor(Processor):
-    """A processor without a tokenizer, for a completion that no model has said."""
-
-    def decode(self, ids: torch.Tensor) -> str:
-        return INVENTED
 
 
 def prepare(
     config, algorithms: dict[str, type], world: World
 ) -> tuple[nn.Module, Processor, dict[str, Dataset]]:
-    """Model, processor, rows by stage and "eval"; refuse what would fail later (ValueError)."""
+    """Make model, processor, rows by stage and "eval"; refuse what would fail later (ValueError).
+
+    In this order: what takes the least time to refuse comes first.
+    """
+    needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
-    needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     judged_by = map(columns_of, (config.training_rewards, config.held_out_rewards))
     datasets = load_datasets(config, needs, *judged_by)
     try_rewards(config, needs, datasets)
@@ -47,15 +40,49 @@ def prepare(
     describe_run(config, model, world)
     for note in notes(config, datasets) if world.is_main else ():
         print(note, flush=True)
-    fitted = fit_rows(config, datasets, processor, world)
-    most = model.config.max_position_embeddings
-    for name, rows in fitted.items():
-        new = config.sampling.max_new_tokens if needs.get(name, "prompts") == "prompts" else 0
-        cause = f"and {new} new ones are over the model's {most} (max_position_embeddings); "
-        cure = f"data.max_prompt_tokens={most - new} leaves out such rows"
-        cure = "shorten it, or leave it out of data.eval_file" if name == "eval" else cure
-        check_lengths(rows, processor, most - new, cause + cure)
-    return model, processor, fitted
+    datasets = fit_rows(config, datasets, processor, world)
+    check_positions(config, needs, datasets, model, processor)
+    return model, processor, datasets
+
+
+def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
+    """Ask the rewards about an invented completion: one that fails (ValueError) does so now.
+
+    Args:
+        needs: for each stage what its rows must have, a key of batches.NEEDS.
+    """
+    for stage, rows in datasets.items():
+        if stage == "eval":
+            # a row without one of these is not judged
+            _try(config.held_out_rewards, rows[0], columns_of(config.held_out_rewards))
+        elif needs[stage] == "prompts":
+            _try(config.training_rewards, rows[0])
+
+
+def _try(rewards: list[Reward], row: Row, absent: Iterable[str] = ()):
+    size = row.images[0].size if row.images else None
+    columns = dict.fromkeys(absent) | row.columns
+    columns |= {"prompts": row.messages, "images": row.images, "environments": None}
+    columns |= {"row_names": row.where or f"row {row.index}", "reward_model_scores": 0.0}
+    columns |= {"image_sizes": size, "answer_extents": size, "completion_ids": [0, 1, 2]}
+    columns |= {"answer_texts": "invented", "completions": "<answer>invented</answer>"}
+    ask_rewards(rewards, {name: [value] for name, value in columns.items()})
+
+
+def describe_run(config, model: nn.Module, world: World):
+    """Print on the first rank what runs where."""
+    if not world.is_main:
+        return
+    dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
+    kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
+    device = f"CPU (threads: {torch.get_num_threads()})"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
+    print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        print(table(model))
 
 
 def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
@@ -84,30 +111,6 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
             yield f"model.dtype is {config.model.dtype}: {lost}; {cure}"
 
 
-def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Ask the rewards about an invented completion: one that fails (ValueError) does so now.
-
-    Args:
-        needs: for each stage what its rows must have, a key of batches.NEEDS.
-    """
-    for stage, rows in datasets.items():
-        if stage == "eval":
-            columns = dict.fromkeys(columns_of(config.held_out_rewards)) | rows[0].columns
-            _try(config.held_out_rewards, replace(rows[0], columns=columns))
-        elif needs[stage] == "prompts":
-            _try(config.training_rewards, rows[0])
-
-
-def _try(rewards: list[Reward], row: Row):
-    patches = [[1, max(1, image.height // 14), max(1, image.width // 14)] for image in row.images]
-    grids = torch.tensor(patches, dtype=torch.long).view(-1, 3)
-    ids, pixels = torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176)
-    prompt = Prompt(ids, pixels, grids, torch.zeros(len(grids)))
-    completion = Completion(torch.arange(3), torch.zeros(3), True)
-    columns = recipe_columns([row], [prompt], [[completion]], Inventor(None, ImageProcessor()))
-    ask_rewards(rewards, columns | {"reward_model_scores": [0.0]})
-
-
 def fit_rows(
     config, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
@@ -115,7 +118,7 @@ def fit_rows(
 
     Image files are opened, not decoded.
     """
-    fitted, said = {}, {}
+    fitted, texts = {}, {}
     for name, rows in datasets.items():
         limit = None if name == "eval" else config.data.max_prompt_tokens
         fitted[name], long = (rows, []) if limit is None else without_long(rows, processor, limit)
@@ -129,23 +132,18 @@ def fit_rows(
         text = summary(fitted[name], processor) if world.is_main else ""
         if long:
             text += f"; {len(long)} over data.max_prompt_tokens left out: {', '.join(long[:5])}"
-        said.setdefault(text, []).append(name)
-    for text, names in said.items() if world.is_main else ():
+        texts.setdefault(text, []).append(name)
+    for text, names in texts.items() if world.is_main else ():
         print(f"rows of {', '.join(names)}: {text}", flush=True)
     return fitted
 
 
-def describe_run(config, model: nn.Module, world: World):
-    """Print on the first rank what runs where."""
-    if not world.is_main:
-        return
-    dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
-    kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
-    device = f"CPU (threads: {torch.get_num_threads()})"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
-    print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        print(table(model))
+def check_positions(config, needs: dict[str, str], datasets, model, processor: Processor):
+    """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
+    most = model.config.max_position_embeddings
+    for name, rows in datasets.items():
+        new = config.sampling.max_new_tokens if needs.get(name, "prompts") == "prompts" else 0
+        cause = f"and {new} new ones are over the model's {most} (max_position_embeddings); "
+        cure = f"data.max_prompt_tokens={most - new} leaves out such rows"
+        cure = "shorten it, or leave it out of data.eval_file" if name == "eval" else cure
+        check_lengths(rows, processor, most - new, cause + cure)
