@@ -29,13 +29,14 @@ def my_loss(batch, options):
     return policy_loss(given, batch["advantages"], batch["mask"], chosen, counts)[0]
 
 
-def usual(batch, options, kl=lambda d: d.exp() - d - 1, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
+def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
     """A token mean over the batch, clipped at .8 and 1.2, as most people write it."""
     logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
     ratio = (logps - batch["old_per_token_logps"]).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    k = kl(batch["ref_per_token_logps"] - logps) * (ratio if weight else 1)
-    return average((loss + options["beta"] * k) * mask, mask)
+    d = batch["ref_per_token_logps"] - logps
+    kl = (d.exp() - d - 1) * (ratio if weight else 1)
+    return average((loss + options["beta"] * kl) * mask, mask)
 
 
 DAPO = {"loss_type": "dapo", "importance_sampling_level": "token"}

@@ -132,6 +132,11 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
     assert set(files()) - names == {".gitignore", ".ci/run"}
 
 
+def test_the_audit_is_of_the_librarys_version():
+    ours, audit = (tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in (".", "audit"))
+    assert ours["version"] == audit["version"] and audit["dependencies"] == [f"minivlmrl=={ours['version']}"]
+
+
 def test_what_is_installed_is_pinned():
     """Also what dependencies bring along; PyTorch pins the packages of CUDA itself."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
