@@ -35,7 +35,6 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-MLPS = {"swiglu": MLP}  # by config.mlp; hub/ adds those of other families
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
 EPS = 1e-6  # of the tower's norms
 
@@ -97,11 +96,11 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.devic
 
 
 class VisionTransformer(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, mlp=MLP):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, mlp) for _ in range(config.depth))
         self.merger = PatchMerger(config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
@@ -136,12 +135,12 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, mlp):
         super().__init__()
         self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
         self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
         self.attn = VisionAttention(config)
-        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size, bias=True)
+        self.mlp = mlp(config.hidden_size, config.intermediate_size, bias=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, segments)

@@ -19,7 +19,7 @@ from minivlmrl.data.video import Video, frame_size, sample_indices
 from minivlmrl.hub import qwen3_vl
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.hub.preprocessor import RESIZE
+from minivlmrl.hub.preprocessor import RESIZE, read_image_processor
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Prompt
 from minivlmrl.scale.checkpoint import default_template, load_model, load_processor, random_model, save_model
@@ -167,6 +167,10 @@ def test_completions_are_trained_up_to_the_end_of_each_turn(template):
     assert template.render_completion(after_call, turns) == [("b", True), *ends]
 
 
+def read_images(settings, where, *bounds):
+    return read_image_processor(qwen3_vl.IMAGES | settings, where, *bounds)
+
+
 PUBLISHED = {  # preprocessor_config.json of Qwen3-VL
     "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
     "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
@@ -182,11 +186,11 @@ def test_pixels_equal_transformers(size, bounds):
     settings = copy.deepcopy(PUBLISHED) | {"image_processor_type": "Qwen2VLImageProcessor"}  # theirs changes its sizes
     image = noise("RGB", size)
     theirs = Qwen2VLImageProcessorPil.from_dict({**settings, **bounds})(images=[image], return_tensors="pt")
-    pixels, grid = qwen3_vl.read_images(settings, "folder", *bounds.values())(image)
+    pixels, grid = read_images(settings, "folder", *bounds.values())(image)
     assert torch.equal(pixels, theirs["pixel_values"]) and list(grid) == theirs["image_grid_thw"][0].tolist()
-    assert qwen3_vl.read_images(PUBLISHED, "folder").resize is RESIZE["torch"]
-    unsaid = qwen3_vl.read_images({}, "folder", *bounds.values())
-    assert unsaid == qwen3_vl.read_images(settings, "folder", *bounds.values())
+    assert read_images(PUBLISHED, "folder").resize is RESIZE["torch"]
+    unsaid = read_images({}, "folder", *bounds.values())
+    assert unsaid == read_images(settings, "folder", *bounds.values())
 
 
 @pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
@@ -211,7 +215,7 @@ def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run, sizes):
 
 def video_processor(**videos) -> Processor:
     """Of a folder without files of its own, resized as torchvision does."""
-    images = qwen3_vl.read_images({}, "")
+    images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
     return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
 
@@ -377,5 +381,5 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
 ])  # fmt: skip
 def test_video_settings_that_are_not_computed_are_refused(said, needed):
     with pytest.raises(ValueError) as error:
-        qwen3_vl.read_videos(said, "FOLDER/file.json", qwen3_vl.read_images({}, ""))
+        qwen3_vl.read_videos(said, "FOLDER/file.json", read_images({}, ""))
     assert str(error.value).startswith(f"FOLDER/file.json: {needed}")

@@ -1,1 +1,1 @@
-"""What a completion may ask for while it is written: tools, and the sampler that answers them."""
+"""Tools that a completion calls while it is written, and the sampler that answers."""

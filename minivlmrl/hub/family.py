@@ -10,19 +10,20 @@ from torch import nn
 
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub import qwen2_vl, qwen3_5, qwen3_vl
-from minivlmrl.hub.preprocessor import read_image_processor
+from minivlmrl.vision import VisionTransformer
 
-QWEN_CONTROL_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-QWEN_CONTROL_TOKENS |= {
+CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
+    "eos_token_id": "<|im_end|>",
+    "bos_token_id": "<|endoftext|>",
 }
-QWEN_CONTROL_TOKENS |= {"eos_token_id": "<|im_end|>", "bos_token_id": "<|endoftext|>"}
-
-
+# of families that have no recurrent layers
+ALL_ATTEND = dict.fromkeys(qwen3_5.LAYERS) | {"layer_types": (), "partial_rotary_factor": 1.0}
 # of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False}
-ALL_ATTEND = dict.fromkeys(qwen3_5.LAYERS) | {"layer_types": (), "partial_rotary_factor": 1.0}
 QWEN2_TEXT |= {"head_dim": None, **ALL_ATTEND}
 
 
@@ -37,6 +38,7 @@ class Family:
     text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
     # and what transformers takes for some that it may leave out
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
+    hidden_act: str = "silu"  # of the tower, as config.json calls it
     # (vision_config of a config.json, its file) -> fields of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
     # a flat config.json -> the family's own
@@ -44,13 +46,11 @@ class Family:
     # its files call tensors as transformers does in memory, see memory_name
     memory_names: bool = False
     unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not computed with
-    # of ModelConfig -> token
-    control_tokens: dict[str, str] = field(default_factory=lambda: QWEN_CONTROL_TOKENS)
     # (ModelConfig) -> a model with .visual, .model and .lm_head
     model: Callable[..., nn.Module] = Qwen2_5_VL
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
-    # of the content of a preprocessor_config.json
-    read_image_processor: Callable = read_image_processor
+    # what its preprocessor_config.json may leave out
+    images: dict[str, Any] = field(default_factory=dict)
     # of that of its video_preprocessor_config.json, where it has own rules for videos
     read_videos: Callable = lambda settings, where, images: None
     box_space: str = "resized"  # units of the boxes in its answers, see data/boxes.py
@@ -81,11 +81,13 @@ def family_of(model: nn.Module) -> Family:
 NO_DEEPSTACK = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 FAMILIES = {
     "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", "mlp": "swiglu", **NO_DEEPSTACK}
+        "Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", **NO_DEEPSTACK}
     ),
     "qwen2_vl": Family(
         "Qwen2VLForConditionalGeneration",
         qwen2_vl.TOWER | NO_DEEPSTACK,
+        hidden_act="quick_gelu",
+        model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=qwen2_vl.QuickGELUMLP)),
         read_vision=qwen2_vl.read_vision,
         write=qwen2_vl.write_config,
         box_space="thousandths",
@@ -95,12 +97,13 @@ FAMILIES = {
         qwen3_vl.TOWER,
         qwen3_vl.TEXT | ALL_ATTEND,
         qwen3_vl.TEXT_DEFAULTS,
+        "gelu_pytorch_tanh",
         qwen3_vl.read_vision,
         qwen3_vl.write_config,
         memory_names=True,
         model=partial(Qwen2_5_VL, tower=qwen3_vl.Qwen3VisionTransformer),
         default_system=False,
-        read_image_processor=qwen3_vl.read_images,
+        images=qwen3_vl.IMAGES,
         read_videos=qwen3_vl.read_videos,
         box_space="thousandths",
     ),

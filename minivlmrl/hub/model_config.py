@@ -9,8 +9,6 @@ from minivlmrl.hub.family import FAMILIES
 Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
 # more would take minutes to build, before the weights are seen to be missing
 Depth = Annotated[int, "[1, 1000]"]
-# VisionConfig.mlp -> the hub's name
-HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class VisionConfig:
     fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)  # attend to the whole frame
     tokens_per_second: Size | None = 4  # M-RoPE positions; None: one a time step (Qwen2-VL)
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    mlp: Literal["swiglu", "quick_gelu", "gelu_tanh"] = "swiglu"
     # learned positions, a square that is stretched over each image; None: there are none
     num_position_embeddings: Size | None = None
     # blocks whose output is added to the decoder's first layers too (Qwen3-VL's DeepStack)
@@ -156,7 +153,7 @@ class ModelConfig:
             "rope_scaling.mrope_interleaved": turns,
             "use_sliding_window": (flat.get("use_sliding_window"), False),
             "attn_output_gate": (flat.get("attn_output_gate"), True),
-            "vision_config.hidden_act": (vision.get("hidden_act"), HIDDEN_ACT[family.tower["mlp"]]),
+            "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
         }
         for name, (value, *known) in only.items():
             with naming(where):
@@ -176,7 +173,7 @@ class ModelConfig:
         tower, extra, mrope_section = map(out.pop, ("vision_config", "extra", "mrope_section"))
         out = {name: value for name, value in out.items() if name not in family.text}
         vision = {name: value for name, value in tower.items() if name not in family.tower}
-        vision |= {"hidden_act": HIDDEN_ACT[tower["mlp"]], "in_chans": vision.pop("in_channels")}
+        vision |= {"hidden_act": family.hidden_act, "in_chans": vision.pop("in_channels")}
         vision = {"model_type": self.model_type, **vision}
         vision["spatial_patch_size"] = tower["patch_size"]
         out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.hub.checker import build
-from minivlmrl.vision import MLPS
 
 
 class QuickGELUMLP(nn.Module):
@@ -23,10 +22,9 @@ class QuickGELUMLP(nn.Module):
         return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
-MLPS["quick_gelu"] = QuickGELUMLP
 # fields of VisionConfig that its config.json does not have
-TOWER = {"norm": "layer_norm", "mlp": "quick_gelu"}
-TOWER |= {"window_size": None, "fullatt_block_indexes": (), "tokens_per_second": None}
+TOWER = {"norm": "layer_norm", "window_size": None}
+TOWER |= {"fullatt_block_indexes": (), "tokens_per_second": None}
 
 
 @dataclass

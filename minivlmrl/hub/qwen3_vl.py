@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.chat import VIDEO, Control, join_text
+from minivlmrl.hub import qwen2_vl
 from minivlmrl.hub.checker import build, require
-from minivlmrl.hub.preprocessor import FIXED, SAME_NAMES, Count, read_image_processor
+from minivlmrl.hub.preprocessor import FIXED, SAME_NAMES, Count
 from minivlmrl.image import Grid, ImageProcessor
-from minivlmrl.vision import EPS, MLPS, PatchEmbed, VisionBlock, lay_out
+from minivlmrl.vision import EPS, PatchEmbed, VisionBlock, lay_out
 
 
 class GELUMLP(nn.Module):
@@ -32,9 +33,6 @@ class GELUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
-
-
-MLPS["gelu_tanh"] = GELUMLP
 
 
 class Merger(nn.Module):
@@ -61,7 +59,7 @@ class Qwen3VisionTransformer(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, GELUMLP) for _ in range(config.depth))
         self.merger = Merger(config, together=False)
         deep = config.deepstack_visual_indexes
         self.deepstack_merger_list = nn.ModuleList(Merger(config, together=True) for _ in deep)
@@ -106,8 +104,7 @@ def stretch(count: int, side: int) -> Tensor:
 
 
 # what config.json does not say, and transformers' defaults for what it may leave out
-TOWER = {"norm": "layer_norm", "mlp": "gelu_tanh", "window_size": None}
-TOWER |= {"fullatt_block_indexes": (), "tokens_per_second": None}
+TOWER = qwen2_vl.TOWER
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20]}
 TEXT_DEFAULTS |= {"head_dim": 128}
@@ -116,6 +113,9 @@ VISION_DEFAULTS |= {"num_position_embeddings": 2304, "deepstack_visual_indexes":
 TOP_LEVEL = {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
 TOP_LEVEL |= {"architectures", "model_type", "tie_word_embeddings", "eos_token_id"}
 TOP_LEVEL |= {"torch_dtype"}
+# what a preprocessor_config.json may leave out: 64 to 16,384 tokens of 32 x 32 pixels
+IMAGES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
+IMAGES["size"] = {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32}
 
 
 def read_vision(vision: dict, where: str) -> dict:
@@ -142,17 +142,6 @@ def write_config(config: dict) -> dict:
     rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": section}
     text |= {"model_type": "qwen3_vl_text", "attention_bias": False, "rope_scaling": rope}
     return {**top, "text_config": text, "vision_config": vision}
-
-
-def read_images(settings: dict, where: str, *bounds):
-    """Make the image processor: normalised to -1 .. 1, 64 to 16,384 tokens where nothing is said.
-
-    Args are those of preprocessor.read_image_processor.
-    """
-    token = 32 * 32  # pixels of an image that are one token
-    defaults = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
-    defaults["size"] = {"shortest_edge": 64 * token, "longest_edge": 16384 * token}
-    return read_image_processor(defaults | settings, where, *bounds)
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Rewards beyond text: boxes."""
+"""Rewards by name: texts, numbers, choices, boxes; and what asks and checks them."""

@@ -44,9 +44,7 @@ def iou(
     return judge_boxes("iou", BOXES, mean(overlap), *columns)
 
 
-def acc_0_5(
-    answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
-) -> list:
+def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Share of best-matched boxes with an IoU of 0.5 or more, missing and extra ones as 0: see iou.
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
@@ -55,9 +53,7 @@ def acc_0_5(
     return judge_boxes("acc_0_5", BOXES, hits, answer_texts, solution, image_sizes, answer_extents)
 
 
-def giou(
-    answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
-) -> list:
+def giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: see iou.
 
     Example: a box of the right size, as far from the true one as it is wide: -1/3. The whole image
@@ -83,13 +79,13 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """1.0 for rewards.format's form around boxes that are all valid and inside, or around none."""
-    found, forms = [], format(completions)
+    values, forms = [], format(completions)
     for completion, form, extent in zip(completions, forms, answer_extents, strict=True):
-        said = extent and read_boxes(completion, extent)
+        answered = extent and read_boxes(completion, extent)
         none = boxes.says_none(find_answer(completion) or "")
-        fits = form == 1.0 and (said or none) and all(box.valid and box.inside() for _, box in said)
-        found.append(None if extent is None else float(bool(fits)))
-    return found
+        valid = (answered or none) and all(box.valid and box.inside() for _, box in answered)
+        values.append(None if extent is None else float(bool(form == 1.0 and valid)))
+    return values
 
 
 def box_columns(
@@ -115,17 +111,17 @@ def box_columns(
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """IoU of two objects, 0 if they have different labels."""
+    """Compute the IoU of two objects, 0 if they have different labels."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def mean(similarity: Callable, nothing=0.0, of=float) -> Callable[[Objects, Objects], float]:
     """Make the mean over best-matched objects: each one without a partner counts as `nothing`."""
 
-    def measure(said: Objects, true: Objects) -> float:
-        pairs = boxes.match(said, true, similarity)
-        alone = max(len(said), len(true)) - len(pairs)
-        values = [similarity(said[i], true[j]) for i, j in pairs] + [nothing] * alone
+    def measure(answered: Objects, true: Objects) -> float:
+        pairs = boxes.match(answered, true, similarity)
+        alone = max(len(answered), len(true)) - len(pairs)
+        values = [similarity(answered[i], true[j]) for i, j in pairs] + [nothing] * alone
         return sum(map(of, values)) / len(values)
 
     return measure
@@ -138,22 +134,22 @@ def judge_boxes(name: str, kind: tuple, measure: Callable, *columns: list, nothi
         kind: how a truth and an answer are read, and what is wrong with a truth without objects.
         nothing: what an answer without objects earns.
     """
-    found, (read, read_answer, wrong) = [], kind
-    for said, solution, size, extent in zip(*columns, strict=True):
+    values, (read, read_answer, wrong) = [], kind
+    for answer, solution, size, extent in zip(*columns, strict=True):
         if solution is None or size is None or extent is None:
-            found.append(None)
+            values.append(None)
             continue
         text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
         if not text.strip() or boxes.says_none(find_answer(text) or text):
-            found.append(1.0 if boxes.says_none(said or "") else nothing)
+            values.append(1.0 if boxes.says_none(answer or "") else nothing)
             continue
         # has to be right: nothing could earn a reward otherwise
         true = read(find_answer(text) or text, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"reward {name}: solution {solution!r:.300} {wrong}")
-        given = [(label, box.to(size)) for label, box in read_answer(said or "", extent)]
-        found.append(measure(given, true) if given else nothing)
-    return found
+        answered = [(label, box.to(size)) for label, box in read_answer(answer or "", extent)]
+        values.append(measure(answered, true) if answered else nothing)
+    return values
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:

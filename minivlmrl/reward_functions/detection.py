@@ -11,9 +11,7 @@ from minivlmrl.data.boxes import Box, unfenced, value_of
 from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, mean, overlap
 
 
-def detection(
-    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns
-) -> list:
+def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: from 0 to 1."""
     columns = answer_texts, solution, image_sizes, answer_extents
     return judge_boxes("detection", LABELLED, mean(overlap), *columns)

@@ -35,15 +35,16 @@ def judge_rows(
     Raises:
         ValueError: `read` finds nothing in a solution, which is no `kind` then.
     """
-    found = []
-    for said, truth in zip(answer_texts, solution, strict=True):
+    values = []
+    for answer, truth in zip(answer_texts, solution, strict=True):
         truth = "" if truth is None else find_answer(str(truth)) or str(truth)
-        wanted = read(unwrap(truth)) if truth.strip() else None
-        if truth.strip() and wanted is None:
+        right = read(unwrap(truth)) if truth.strip() else None
+        if truth.strip() and right is None:
             raise ValueError(f"reward {name}: solution {truth!r:.80} is no {kind}")
-        given = read(unwrap(said)) if said and len(said) <= LONGEST else None
-        found.append(None if wanted is None else float(given is not None and same(wanted, given)))
-    return found
+        answer = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
+        equal = right is not None and answer is not None and same(right, answer)
+        values.append(None if right is None else float(equal))
+    return values
 
 
 def unwrap(text: str) -> str:
@@ -61,8 +62,10 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
     """1.0 for the letter of the right choice: B, (b), B., B) a dog. Not: B or C, not B, A. B. C."""
 
     def letter(text: str) -> str | None:
-        said = CHOICE.fullmatch(text)
-        return (said[1] or said[2]).upper() if said and not OTHER.search(said[3] or "") else None
+        match = CHOICE.fullmatch(text)
+        if not match or OTHER.search(match[3] or ""):
+            return None
+        return (match[1] or match[2]).upper()
 
     return judge_rows("choice", "choice such as B, (B) or B. a dog", letter, answer_texts, solution)
 
@@ -71,12 +74,12 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
     """1.0 for the right one of yes (true) and no (false), alone or first. Not: yes and no."""
 
     def read(text: str) -> bool | None:
-        said = YES_NO.fullmatch(text)
-        yes = said and said[1].lower() in ("yes", "true")
+        match = YES_NO.fullmatch(text)
+        yes = match and match[1].lower() in ("yes", "true")
         other = r"\bfalse\b" if yes else r"\b(?:yes|true)\b"
-        if not said or re.search(other, said[2], re.IGNORECASE):
+        if not match or re.search(other, match[2], re.IGNORECASE):
             return None
-        return None if yes and DENIED.search(said[2]) else yes
+        return None if yes and DENIED.search(match[2]) else yes
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
 
@@ -95,9 +98,9 @@ def class_name(
     names = frozenset(_words(name) for name in classes or () if name.strip())
 
     def named(text: str) -> str | None:
-        found = set(_pattern(names).findall(_words(text)))
+        there = set(_pattern(names).findall(_words(text)))
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
-        return found.pop() if len(found) == 1 and not denied else None
+        return there.pop() if len(there) == 1 and not denied else None
 
     read, kind = named if names else _words, f"class of {len(names)}"
     return judge_rows("class", kind, read, answer_texts, solution)
@@ -109,6 +112,6 @@ def _words(text: str) -> str:
 
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Whole names, the longest first: "green square" is not "square"."""
+    """Match whole names, the longest first: "green square" is not "square"."""
     any_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.compile(rf"(?<!\w)(?:{any_of})(?!\w)")

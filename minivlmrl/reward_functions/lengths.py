@@ -38,8 +38,8 @@ def repetition(
 
     Example: 5 5 5 5 5 has four pairs, three of them repetitions: -0.75 with ngram_size=2.
     """
-    found = []
+    values = []
     for ids in completion_ids:
         ngrams = list(zip(*(ids[start:] for start in range(ngram_size)), strict=False))
-        found.append(max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0)
-    return found
+        values.append(max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0)
+    return values

@@ -1,1 +1,1 @@
-"""How a next token is filtered, and which texts end a completion."""
+"""A recipe's sampler: filters, stop strings, pieces of a token budget, steps as CUDA graphs."""

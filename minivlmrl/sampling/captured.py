@@ -65,14 +65,14 @@ class StaticDecodeAttention(DecodeAttention):
         costs = [self.cost(int((-(-counts // size)).sum()), size) for size in sizes]
         if self.cost(len(self.prompt_bias), self.slots.slots) < SHRINK * min(costs):
             return None
-        size = sizes[costs.index(min(costs))]
-        groups = -(-counts // size)  # of each prompt
-        kept = torch.full((int(groups.sum()) * size,), int(going_on.byte().argmin()))
-        first = (groups.cumsum(0) - groups)[prompts] * size  # where each row's prompt begins
-        kept[first + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[prompts]] = rows
-        owners = self.prompt_index[kept.view(-1, size)[:, 0]]  # the first of each is going on
+        size, ended = sizes[costs.index(min(costs))], int(going_on.byte().argmin())
+        of_prompts = rows.split(counts[counts > 0].tolist())  # rows of a prompt are neighbours
+        groups = [group for some in of_prompts for group in some.split(size)]
+        kept = torch.stack([F.pad(x, (0, size - len(x)), value=ended) for x in groups])
+        owners = self.prompt_index[kept[:, 0]]
         self.prompts = self.prompts[owners]
-        return self.move(kept, owners, torch.arange(len(owners)).repeat_interleave(size))
+        index = torch.arange(len(owners)).repeat_interleave(size)
+        return self.move(kept.flatten(), owners, index)
 
     def cost(self, groups: int, slots: int) -> int:
         """Keys that a step reads: a prompt's once in a group, own ones in each slot."""

@@ -1,1 +1,1 @@
-"""Many processes: ranks, sharded weights, states to resume from."""
+"""Many processes: ranks, sharded weights, and folders of models in and out."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import adapters, full, plain_weights
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
-from minivlmrl.hub.family import FAMILIES, Family, family_of, hub_name, memory_name
+from minivlmrl.hub.family import CONTROL_TOKENS, FAMILIES, Family, family_of, hub_name, memory_name
 from minivlmrl.hub.folder import (
     ASKED,
     INDEX,
@@ -30,7 +30,7 @@ from minivlmrl.hub.folder import (
     write_json,
 )
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.hub.preprocessor import write_image_processor
+from minivlmrl.hub.preprocessor import read_image_processor, write_image_processor
 from minivlmrl.hub.qwen3_5 import GatedDeltaNet
 from minivlmrl.hub.qwen3_vl import write_videos
 from minivlmrl.hub.tokenizer import load_tokenizer
@@ -147,7 +147,7 @@ def random_model(
     """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
-    ids = {name: tokenizer.special_tokens[token] for name, token in family.control_tokens.items()}
+    ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
     config = ModelConfig.from_dict(values | ids, str(config_file))
     model = family.model(config)
     initialize(model, torch.Generator().manual_seed(seed))
@@ -157,7 +157,7 @@ def random_model(
     settings["temporal_patch_size"] = vision.temporal_patch_size
     # from one merged token on
     bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
-    images = family.read_image_processor(settings, "data", *bounds)
+    images = read_image_processor(family.images | settings, "data", *bounds)
     images.videos = family.read_videos({}, "data", images)
     template = default_template(family)
     return model, Processor(tokenizer, images, template, box_space=family.box_space)
@@ -191,7 +191,8 @@ def load_processor(
     folder = find_folder(folder)
     config, (file, settings) = read_config(folder), image_settings(folder)
     family, vision = FAMILIES[config.model_type], config.vision_config
-    images = family.read_image_processor(settings, str(file), min_pixels, max_pixels)
+    settings = family.images | settings
+    images = read_image_processor(settings, str(file), min_pixels, max_pixels)
     file_of_videos, settings = video_settings(folder)
     images.videos = family.read_videos(settings, str(file_of_videos), images)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
@@ -201,7 +202,7 @@ def load_processor(
         other = f"{file.name} has {name}", getattr(images, name)
         pairs.append((f"vision_config.{own}", getattr(vision, own), *other))
     for name in ("image_token_id", "video_token_id"):
-        token = family.control_tokens[name]
+        token = CONTROL_TOKENS[name]
         said = f"tokenizer.json has {token}"
         pairs.append((name, getattr(config, name), said, tokenizer.special_tokens[token]))
     wrong = [f"{name} is {a}, but {other} {b}" for name, a, other, b in pairs if a != b]

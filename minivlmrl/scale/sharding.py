@@ -127,22 +127,23 @@ class Sharding:
         """Copy this rank's rows of a full tensor, in the form of a parameter."""
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
-        own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
+        part = tensor[shards.get_local_rank() * rows :][:rows]
+        part = part.to(self.device, like.dtype, copy=True)
         # from_local would move an offloaded part to the GPU
-        return dist.tensor.DTensor(own, like._spec, requires_grad=False)
+        return dist.tensor.DTensor(part, like._spec, requires_grad=False)
 
 
 class VisionInStep:
     """Makes a rank without images run the tower if another has some, on a black image times 0.
 
-    Without images on any rank none runs it: its parameters have no gradient, AdamW lets them be.
+    If no rank has images, none runs the tower, and AdamW skips its parameters.
     """
 
     def __init__(self):
         self.zero: Tensor | None = None
 
     def before(self, model: nn.Module, arguments: tuple):
-        batch, vision = arguments[0], model.config.vision_config
+        batch = arguments[0]
         images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
         if dist.get_world_size() == 1:
             return
@@ -150,18 +151,22 @@ class VisionInStep:
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if images or not on_any_rank:
             return
-        device = batch.input_ids.device
-        side, channels = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
-        black = torch.zeros(side**2, channels * vision.patch_size**2, device=device)
-        self.zero = 0 * model.visual(black, torch.tensor([[1, side, side]])).sum()
+        self.zero = see_black(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def after(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
         zero, self.zero = self.zero, None
         return hidden if zero is None else hidden + zero
 
 
+def see_black(tower: Callable, config, device) -> Tensor:
+    """Run a vision tower on one black token, times 0: a number that depends on all its weights."""
+    side = config.spatial_merge_size
+    black = torch.zeros(side**2, config.patch_dim, device=device)
+    return 0 * tower(black, torch.tensor([[1, side, side]])).sum()
+
+
 def units(module: nn.Module) -> list[nn.Module]:
-    """The units of a module, each gathered and freed as one; none if it is not sharded."""
+    """List the units of a module, each gathered and freed as one; none if it is not sharded."""
     return [part for part in module.modules() if hasattr(type(part), "unshard")]
 
 
@@ -238,9 +243,7 @@ def gathered(model: nn.Module) -> nn.Module:
     """
     for unit in units(model):
         unit.unshard()
-    with torch.device("meta"):
-        twin = family_of(model).model(model.config).to(model.sharding.compute_dtype)
-    place_like(twin, model)
+    twin = twin_of(model, model.sharding.compute_dtype)
     run_in_pieces(twin, model.sharding.tower_pieces)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assign(twin, weights | dict(model.named_buffers()))
@@ -253,13 +256,19 @@ def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
         return copy.deepcopy(model, shared_base(model))
     reshard(model)
     dtype = model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
-    with torch.device("meta"):
-        twin = family_of(model).model(model.config).to(dtype)
-    place_like(twin, model)
+    twin = twin_of(model, dtype)
     model.sharding.shard(twin)
     dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
     weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in model.named_parameters()}
     assign(twin, weights | dict(model.named_buffers()))
+    return twin
+
+
+def twin_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Build a model of the same layers on the meta device."""
+    with torch.device("meta"):
+        twin = family_of(model).model(model.config).to(dtype)
+    place_like(twin, model)
     return twin
 
 
@@ -286,7 +295,8 @@ def run_in_pieces(model: nn.Module, tokens: int | None):
 def _in_pieces(whole: Callable, tokens: int, pixel_values: Tensor, grids: Tensor) -> Tensor:
     """Do what the forward of a tower does. Ranks of a sharded one run equally many pieces, the last
     ones maybe on a black image times 0."""
-    side, pieces, room = whole.__self__.config.spatial_merge_size, [], 0
+    tower, pieces, room = whole.__self__, [], 0
+    side, device = tower.config.spatial_merge_size, pixel_values.device
     for frames, height, width in grids.tolist():
         for _ in range(frames):
             if height * width > room:
@@ -294,14 +304,13 @@ def _in_pieces(whole: Callable, tokens: int, pixel_values: Tensor, grids: Tensor
                 room = tokens * side**2
             pieces[-1].append((1, height, width))
             room -= height * width
-    most = torch.tensor(len(pieces), device=pixel_values.device)
-    if sharded := is_sharded(whole.__self__):
+    most = torch.tensor(len(pieces), device=device)
+    if sharded := is_sharded(tower):
         dist.all_reduce(most, dist.ReduceOp.MAX)
     grids = [torch.tensor(piece) for piece in pieces]
     pixels = pixel_values.split([int(piece.prod(1).sum()) for piece in grids])
     run = partial(again, whole)
     seen = torch.cat([run(*piece) for piece in zip(pixels, grids, strict=True)])
-    black = pixel_values.new_zeros(side**2, pixel_values.shape[1])
     for _ in range(int(most) - len(pieces) if sharded else 0):
-        seen = seen + 0 * run(black, torch.tensor([[1, side, side]])).sum()
+        seen = seen + see_black(run, tower.config, device)
     return seen
