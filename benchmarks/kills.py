@@ -34,24 +34,22 @@ RECIPE = tiny.recipe(
     STAGE,
     data={"demonstrations": 8, "eval_rows": 2, "pairs": 8},
     grpo={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "max_steps": 8},
-    reference={"sync_ref_model": True, "ref_model_sync_steps": 3},
-    ppo={"num_mini_batches": 2, "critic": "separate"},
+    ppo={"num_mini_batches": 2},
     rewards={"format": 0.5, "accuracy": 1.0, "cosine(max_length=6)": 0.1},
 )
 ALWAYS = ["--log_completions=1", "--eval_steps=2", "--save_steps=2", "--keep_best=sampled"]
 ALWAYS += ["--state_steps=1"]
-PLAIN = "--reference.sync_ref_model=false"
 CASES = {
     "sft": ["--stages=[sft]"],
     "sft, 8-bit AdamW": ["--stages=[sft]", "--optimizer.name=adamw_8bit"],
     "grpo, long enough for warnings": ["--stages=[grpo]", "--grpo.max_steps=14"],
-    "sft, grpo with LoRA": ["--stages=[sft, grpo]", "--adapter.r=4", "--adapter.dropout=0.3", PLAIN],
-    "grpo with LoRA on NF4": ["--stages=[grpo]", "--adapter.r=2", "--adapter.quantize=nf4", PLAIN],
-    "dpo": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--keep_best=pairs", PLAIN],
+    "sft, grpo with LoRA": ["--stages=[sft, grpo]", "--adapter.r=4", "--adapter.dropout=0.3"],
+    "grpo with LoRA on NF4": ["--stages=[grpo]", "--adapter.r=2", "--adapter.quantize=nf4"],
+    "dpo": ["--stages=[dpo]", "--keep_best=pairs"],
     "kto": ["--stages=[kto]"],
-    "sft, reward_model": ["--stages=[sft, reward_model]", PLAIN],
+    "sft, reward_model": ["--stages=[sft, reward_model]"],
     "ppo": ["--stages=[ppo]"],
-    "sft, ppo with LoRA": ["--stages=[sft, ppo]", "--adapter.r=4", PLAIN],
+    "sft, ppo with LoRA": ["--stages=[sft, ppo]", "--adapter.r=4"],
 }
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from minivlmrl.advantages import EPSILON, group_advantages
 from minivlmrl.losses import Counts
-from minivlmrl.objectives.baselines import gae, leave_one_out, token_rewards
-from minivlmrl.objectives.policy_losses import FamilyLoss, LossType, PolicyInputs, policy_loss
-from minivlmrl.objectives.ppo_loss import PPOLoss, PPORollout, ppo_loss
+from minivlmrl.objectives.baselines import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards
+from minivlmrl.objectives.policy_losses import FamilyLoss, LossType, policy_loss
 from minivlmrl.objectives.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss
 
 END, T = 2, 3  # the token that ends a completion; tokens of the longest
@@ -70,9 +69,9 @@ def expected_policy_loss(
         advantages = group_advantages(rewards[i], G, "none" if by_batch else scale) / std
         if options.loss_type == "rloo":
             advantages = leave_one_out(rewards[i], G)
-        inputs = PolicyInputs(logps[i], None, sampler[i], None if ref is None else ref[i])
+        constants = {"old_per_token_logps": sampler[i], "ref_per_token_logps": None if ref is None else ref[i]}
         counts = Counts(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
-        return policy_loss(inputs, advantages, MASK[i], options, counts)[0]
+        return policy_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants)[0]
 
     return expect(loss, sampler, G)
 
@@ -80,10 +79,12 @@ def expected_policy_loss(
 def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLoss, old: Tensor) -> Tensor:
     """Mean of ppo_loss over all completions, with GAE on graded rewards and the values (7,) of prefixes."""
     values, counts = values[PREFIX] * MASK, Counts(1, (chances(old) @ MASK.sum(1)).item())
-    fixed = old, values, *gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
+    advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
+    fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
 
     def loss(i: Tensor) -> Tensor:
-        return ppo_loss(logps[i], values[i], MASK[i], PPORollout(*(x[i] for x in fixed)), options, counts=counts)[0]
+        drawn = {name: x[i] for name, x in fixed.items()}
+        return ppo_loss(logps[i], values[i], MASK[i], options, **drawn, counts=counts)[0]
 
     return expect(loss, old)
 

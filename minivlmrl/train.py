@@ -65,8 +65,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
     progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config, algorithm.run.optimizer)
-    if not states.restore(algorithm, optimizer):
-        algorithm.begin(batches, results.held_out)
+    states.restore(algorithm, optimizer)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = states.saved_before_mistakes(algorithm.steps(batches), results, progress, log)
     for number in range(progress.step, config.max_steps):
@@ -101,5 +100,4 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    algorithm.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}

@@ -10,10 +10,10 @@ from stages import STAGES, Stage, snapshot
 
 @pytest.mark.parametrize("following", STAGES)
 def test_a_later_stage_trains_everything_again(stage, following):
-    run = stage("dpo", "--reference.num_shared_layers=2")
-    assert not run.model.model.embed_tokens.weight.requires_grad
+    run = stage("dpo", "--model.freeze=[vision]")
+    assert not any(p.requires_grad for p in run.model.visual.blocks.parameters())
     first = run.algorithm
-    first.run.stages, first.run.reference.num_shared_layers = [following], 0
+    first.run.stages, first.run.model.freeze = [following], []
     algorithm = find_algorithm(following, first.run)(first.run, run.model, first.processor, first.world)
     assert all(p.requires_grad for p in run.model.parameters())
     alone = {name for name, p in algorithm.trained.named_parameters() if not p.requires_grad}

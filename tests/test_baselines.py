@@ -1,12 +1,19 @@
-"""Other advantages than GRPO's, and what PPO makes of rewards and values, by arithmetic done by hand."""
+"""Other advantages than GRPO's, and PPO's, by hand; PPO against what TRL 1.12.0, the last with a PPOTrainer, gave."""
+
+import json
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from by_hand import tensor
 
-from minivlmrl.objectives.baselines import gae, leave_one_out, normalize_then_sum, token_rewards, whiten
+from minivlmrl.objectives.baselines import gae, leave_one_out, normalize_then_sum, ppo_loss, token_rewards, whiten
 
-NAN = float("nan")
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "ppo_trl_1.12.0.json").read_text())
+CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]
+PAD, EOS = 0, 1
 
 
 def test_normalize_then_sum():
@@ -45,3 +52,82 @@ def test_whiten_by_hand():
     x, mask = torch.tensor([[1.0, 2.0], [3.0, 50.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     torch.testing.assert_close(whiten([x], [mask])[0], torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
     torch.testing.assert_close(whiten([x], [mask], shift_mean=False)[0], torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+
+
+def trl_step(case):
+    """Our functions put together as TRL puts its own: padded rows, the score one place after the last token."""
+    inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()}
+    config = {"kl_coef": 0.05, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "whiten_rewards": False}
+    config |= {"missing_eos_penalty": None} | case["config"]
+    responses = inputs["responses"].long()
+    T = responses.shape[1]
+    after_stop = (responses == EOS).cumsum(1) - (responses == EOS).long() > 0
+    post = responses.masked_fill(after_stop, PAD)
+    last = (post != PAD).long().cumprod(1).sum(1) - 1  # (B,)
+    place = torch.arange(T)
+    mask, value_mask = (place <= last[:, None]).double(), (place <= last[:, None] + 1).double()
+    scores = inputs["scores"]
+    if config["missing_eos_penalty"] is not None:
+        scores = scores - config["missing_eos_penalty"] * (post != EOS).all(1)
+    old, values = inputs["logprobs"] * mask + (1 - mask), inputs["values"] * value_mask
+    rewards = token_rewards(
+        scores, old, inputs["ref_logprobs"], mask, config["kl_coef"], config["kl_estimator"],
+        torch.where(last + 1 < T, last + 1, last),
+    )  # fmt: skip
+    if config["whiten_rewards"]:
+        [rewards] = whiten([rewards], [value_mask], shift_mean=False)
+    advantages, returns = gae(rewards, values, config["gamma"], config["lam"])
+    [advantages] = whiten([advantages], [mask])
+    logps, new_values = inputs["new_logprobs"].requires_grad_(), inputs["new_values"].requires_grad_()
+    loss, metrics = ppo_loss(
+        logps, new_values * value_mask, mask, old_per_token_logps=old, old_values=values, advantages=advantages,
+        returns=returns, value_mask=value_mask,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(loss, (logps, new_values))
+    return {
+        "rewards": rewards, "advantages": advantages, "returns": returns, "loss": loss.detach(),
+        "pg_loss": metrics["policy_loss"], "vf_loss": metrics["value_loss"],
+        "grad_new_logprobs": gradients[0], "grad_new_values": gradients[1],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_the_recorded_trl(case):
+    """1e-6: TRL whitens in float32."""
+    for name, value in trl_step(case).items():
+        expected = torch.tensor(case["outputs"][name], dtype=torch.float64)
+        torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_metrics_by_hand():
+    """A ratio counts as clipped where its bound is the loss, a value where the one near the old value is; no padding.
+
+    Ratios 1.5 and 0.5 with advantage 1, 1.1 and 0.5 with -1, and 1.1: clipped are the first and the fourth. Values, of
+    a return 2 and an old value 1: (1.1 - 2)^2 / 2 within the range; (1.2 - 2)^2 / 2 where 1.5 or 1.6 moved too far;
+    (0.5 - 2)^2 / 2 where it moved away, for the unclipped one is larger.
+    """
+    ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
+    values, one = torch.tensor([[1.1, 1.5, 0.5, 1.6, 9.0, 9.0]]), torch.ones(1, 6)
+    mask, value_mask = torch.tensor([[1.0] * 5 + [0.0]]), torch.tensor([[1.0] * 4 + [0.0] * 2])
+    old = {"old_per_token_logps": 0 * one, "old_values": one}
+    fixed = {**old, "advantages": advantages, "returns": 2 * one, "value_mask": value_mask}
+    _, metrics = ppo_loss(ratios.log(), values, mask, **fixed)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx({
+        "policy_loss": (-1.2 - 0.5 + 1.1 + 0.8 - 1.1) / 5,
+        "value_loss": (0.405 + 0.32 + 1.125 + 0.32) / 4,
+        "approx_kl": 0.5 * (log(1.5) ** 2 + 2 * log(0.5) ** 2 + 2 * log(1.1) ** 2) / 5,
+        "clip_ratio/policy": 2 / 5,
+        "clip_ratio/value": 2 / 4,
+        "ratio": (1.5 + 0.5 + 1.1 + 0.5 + 1.1) / 5,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [None, SimpleNamespace(tokens=0)])
+def test_no_token_is_no_loss(counts):
+    """Of rows that are all left out, as of a step without any: loss, gradients and metrics are 0 and not NaN."""
+    logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
+    fixed = dict.fromkeys(("old_per_token_logps", "old_values", "advantages", "returns"), torch.ones(2, 3))
+    loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, counts=counts)
+    assert [loss.item(), *(value.item() for value in metrics.values())] == [0.0] * 7
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, (logps, values)))

@@ -224,16 +224,6 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
     assert torch.equal(inputs.sampling_per_token_logps[real], said)
 
 
-def test_shuffled_rewards_are_the_same_ones_elsewhere(stage, samples):
-    run = stage("grpo", "--grpo.shuffle_rewards=true", "--grpo.micro_batch_size=4", "--grpo.loss_type=rloo",
-                "--grpo.num_generations=2")  # fmt: skip
-    [batch] = run.next()
-    rewards = earned(run.algorithm, samples[0]).view(4, 2)
-    plain = (rewards - rewards.flip(1)).flatten()
-    assert not torch.allclose(batch.advantages, plain)
-    assert run.update()["reward"] == pytest.approx(rewards.mean().item())
-
-
 def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(stage):
     """By the entropies of the policy that sampled."""
     options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]

@@ -124,13 +124,16 @@ def test_a_chapter_imports_earlier_ones(name):
     assert {other.partition(".")[0] for other in imports(name)} <= LIBRARIES | set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("loss") or "losses" in name])
+ALONE = ["minivlmrl.losses", "minivlmrl.advantages"]  # chapters of pure functions
+OBJECTIVES = [name for name in FILES if folder(name) == "objectives" and not name.endswith((".checks", ".parity"))]
+
+
+@pytest.mark.parametrize("name", [*ALONE, *OBJECTIVES])
 def test_losses_can_be_copied_out(name):
-    """They import torch alone; a shelf of losses may also import the book's."""
-    found = {other.partition(".")[0] for other in imports(name) if not other.startswith("minivlmrl.losses")}
-    allowed = {"torch", "math", "dataclasses", "collections", "typing"}
-    assert found <= (allowed if name == "minivlmrl.losses" else allowed | {"minivlmrl"})
-    assert ours(name) <= {"minivlmrl.losses"}
+    """They import torch and the standard library; those of objectives/ also the book's two files of pure functions."""
+    allowed = {"torch", "math", "dataclasses", "collections", "typing", "minivlmrl"}
+    assert {other.partition(".")[0] for other in imports(name)} <= allowed
+    assert ours(name) <= (set() if name in ALONE else set(ALONE))
 
 
 def test_folders_are_an_order():

@@ -16,8 +16,9 @@ from minivlmrl.adapters.lora import adapters, quantize_base
 from minivlmrl.adapters.nf4 import NF4, pack, unpack
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import table
-from minivlmrl.algorithms.value_model import copy_as_value_model
+from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.scale.checkpoint import load_model
+from minivlmrl.scale.sharding import copy_model
 
 
 def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
@@ -70,7 +71,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
 def test_a_copy_shares_the_packed_base(pair):
     """A value model of the same base costs adapters and a head."""
     model, _ = pair
-    twin = copy_as_value_model(model).backbone
+    twin = ValueModel(copy_model(model)).backbone
     name = next(iter(adapters(model)))
     assert twin.get_submodule(name).packed is model.get_submodule(name).packed
     assert torch.equal(twin(batch(model)), model(batch(model)))
@@ -87,7 +88,7 @@ NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
     ],
 )  # fmt: skip
 def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
-    small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--ppo.critic=separate", "--grpo.beta=0.1"]
+    small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
     folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}", "--data.eval_rows=1")
     model = load_model(checkpoint)
     load_adapter(model, folder / "checkpoint" / "adapter")

@@ -9,24 +9,22 @@ import torch
 
 from minivlmrl.losses import Counts
 from minivlmrl.objectives import preference_losses as preference
-from minivlmrl.objectives import sft_loss as sft
 from minivlmrl.objectives.parity import cases, check, distance
-from minivlmrl.objectives.policy_losses import FamilyLoss, PolicyInputs, policy_loss
+from minivlmrl.objectives.policy_losses import FamilyLoss, policy_loss
 
 
 def my_loss(batch, options):
     """Ours, as someone would write it who compares theirs."""
     if options["kind"] == "sft":
-        return sft.sft_loss(**batch, loss_type=options["loss_type"])
+        return preference.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
         names = preference.DPOLoss.__dataclass_fields__
         chosen = preference.DPOLoss(**{n: options[n] for n in names if n in options})
         return preference.dpo_loss(**batch, options=chosen)[0]
     names = FamilyLoss.__dataclass_fields__
-    given = PolicyInputs(**{name: x for name, x in batch.items() if name not in ("mask", "advantages")})
     chosen = FamilyLoss(**{name: options[name] for name in names if name in options})
     counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return policy_loss(given, batch["advantages"], batch["mask"], chosen, counts)[0]
+    return policy_loss(**batch, options=chosen, counts=counts)[0]
 
 
 def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):

@@ -14,7 +14,6 @@ from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, grpo_loss
 from minivlmrl.objectives.policy_losses import (
     CORRECTION_MODES,
     FamilyLoss,
-    PolicyInputs,
     family_kl,
     policy_loss,
     rollout_importance_ratio,
@@ -44,13 +43,9 @@ def test_with_the_books_options_it_is_the_books_loss_bit_for_bit(loss_type, leve
         chosen = dict(loss_type=loss_type, importance_sampling_level=level, kl_estimator=estimator, beta=beta)
         for family in (False, True):
             logps = batch["per_token_logps"].clone().requires_grad_()
-            if family:
-                inputs = PolicyInputs(logps, **constants)
-                loss, metrics = policy_loss(inputs, batch["advantages"], batch["mask"], FamilyLoss(**chosen), counts)
-            else:
-                options = PolicyLoss(**chosen)
-                given = batch["advantages"], batch["mask"], options
-                loss, metrics = grpo_loss(logps, *given, **constants, counts=counts)
+            function, options = (policy_loss, FamilyLoss) if family else (grpo_loss, PolicyLoss)
+            given = logps, batch["advantages"], batch["mask"], options(**chosen)
+            loss, metrics = function(*given, **constants, counts=counts)
             found.append((loss.detach(), torch.autograd.grad(loss, logps)[0], metrics))
         (a, da, metrics), (b, db, more) = found
         assert torch.equal(a, b) and torch.equal(da, db) and metrics == more

@@ -25,7 +25,6 @@ from runs import leave_out
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl import generate, train
-from minivlmrl.algorithms import dpo as dpo_file
 from minivlmrl.data.mix import shuffled
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
@@ -51,14 +50,12 @@ RECIPE = tiny.recipe(
     timeout=30,
     data={"task": "shapes(demonstrations=10, pairs=10)", "eval_rows": 2},
     rewards={"letters": 1.0},
-    dpo={"precompute_ref_log_probs": True},
-    # rollouts of two steps that are gone through twice, whose reference has moved
+    # rollouts of two steps that are gone through twice
     grpo={
         "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "top_entropy_quantile": 0.5,
         "rollout_correction": "token_truncate",
     },
-    reference={"sync_ref_model": True, "ref_model_sync_steps": 3},
-    ppo={"num_mini_batches": 2, "num_ppo_epochs": 2, "critic": "separate"},
+    ppo={"num_mini_batches": 2, "num_ppo_epochs": 2},
 )  # fmt: skip
 
 
@@ -115,7 +112,6 @@ PLACES = {
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
     "while resuming": (resume_file.States, "restore", {"after": kill}),
-    "in the precomputing": (dpo_file, "per_token_logps", {"before": kill}),
 }
 
 
@@ -169,7 +165,6 @@ def straight(recipe):
 # killed and resumed
 
 STATES = ["--state_steps=2", "--resume=auto"]
-STILL = "--reference.sync_ref_model=false"  # dpo keeps no reference here
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its state comes with the last
     "grpo": (["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
@@ -178,7 +173,7 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
     ]),
-    "dpo": ([STILL, *DROPOUT], [("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3)]),
+    "dpo": (DROPOUT, [("when metrics are written", 3), ("in backward", 3)]),
     "sft, ppo": (["--sft.max_steps=2"], [("in the optimizer", 4), ("in the optimizer", 5)]),
     "sft, reward_model": ([], [("in backward", 20)]),
     "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),
@@ -203,7 +198,6 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
 def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, attempts):
     """2 ranks that share the weights, others with all of them each, at the end 1; killed in the middle of a rollout."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
-    options += [STILL] if stages == "dpo" else []
     for ranks, steps in attempts:
         more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--state_steps=1", "--resume=auto"]
         die = "when metrics are written"
@@ -285,8 +279,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(
 
 
 WORK = {  # where a signal comes: stages, states that are left
-    "first evaluation": ((evaluate_file, "draw"), ["--stages=[sft]"], []),
-    "precomputing": ((dpo_file, "per_token_logps"), ["--stages=[sft, dpo]", STILL, "--dpo.max_steps=1"], ["000002"]),
+    "first evaluation": ((evaluate_file, "draw"), ["--stages=[sft]"], [])
 }
 
 
@@ -457,10 +450,7 @@ def test_going_back_to_a_state_gives_up_the_later_ones_of_its_own_folder(recipe,
     [
         (["--resume=/gone"], "/gone: no such state; give 'auto', 'never' or the folder of a state, RUN"),
         (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
-        (
-            ["--resume=auto", "--grpo.beta=0", "--reference.sync_ref_model=false"],
-            "of another model or recipe; only one of the two has reference.",
-        ),
+        (["--resume=auto", "--grpo.beta=0"], "of another model or recipe; only one of the two has reference."),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):

@@ -201,9 +201,6 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
     (["--grpo.loss_type=rloo", "--grpo.importance_sampling_level=sequence"], "rloo has its own"),
     (["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
      r"grpo\.soft_punish_cache is added to the sum"),
-    (["--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs a reference model; the weight"),
-    (["--stages=ppo", "--ppo.kl_coef=0", "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs"),
-    (["--grpo.normalize_advantages=true"], r"grpo\.normalize_advantages is an option of loss_type rloo"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
     (["--data.eval_rewards=[accuracy]"], r"eval_rewards.*\['accuracy'\]"),
 ])  # fmt: skip

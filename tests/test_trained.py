@@ -12,12 +12,13 @@ from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, is_adap
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained, table
 from minivlmrl.algorithms import reward_model, value_model
-from minivlmrl.algorithms.reference import Reference, ReferenceConfig
-from minivlmrl.algorithms.value_model import copy_as_value_model
+from minivlmrl.algorithms.reference import Reference
+from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.scale.sharding import copy_model
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -67,18 +68,17 @@ def test_what_is_refused(folder, options, says):
 
 # stages
 
-RUNS = {name: [] for name in STAGES} | {"ppo with a critic": ["--ppo.critic=separate"]}
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 
-@pytest.mark.parametrize(("name", "model"), [*((name, "model") for name in RUNS), ("ppo with a critic", "qwen3_vl")])
+@pytest.mark.parametrize(("name", "model"), [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl")])
 def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
-    """The base keeps its bits; a critic or reward model has it too, not a copy."""
-    run = stage(name.split()[0], *ADAPTERS, *RUNS[name], model=model)
+    """The base keeps its bits; a reward model has it too, not a copy."""
+    run = stage(name, *ADAPTERS, model=model)
     before = snapshot(run.algorithm.trained)
     run.go(2)
     moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
-    assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight", "critic.score.weight"}
+    assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight"}
     assert {key for key in before if key.endswith("lora_B")} <= moved
     base = {p.data_ptr() for key, p in run.model.named_parameters() if not is_adapter(key)}
     others = [p for key, p in run.algorithm.trained.named_parameters() if not is_adapter(key) and "score" not in key]
@@ -104,28 +104,20 @@ def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
 
 
 def test_a_later_stage_has_the_adapters_of_the_earlier_one_as_its_reference(stage):
-    """Not the base; and it may move, as a whole reference may."""
+    """Not the base."""
     model = adapted(dtype=torch.float64)
-    reference = Reference(model, ReferenceConfig(sync_ref_model=True, ref_model_sync_steps=1))
+    reference = Reference(model)
     group = batch(model)
     before = reference.logps(group)
     assert torch.equal(before, group.pad(per_token_logps(model, group)[0]))
-    starts = {name: layer.lora_B.detach() + 0.6 for name, layer in adapters(model).items()}
     for layer in adapters(model).values():
         layer.lora_B.data += 1
     assert torch.equal(reference.logps(group), before)
-    reference.after_step(1)
-    for layer in adapters(model).values():
-        layer.lora_B.data -= 0.4
-    expected = group.pad(per_token_logps(model, group)[0])
-    torch.testing.assert_close(reference.logps(group), expected, rtol=1e-9, atol=1e-9)
-    for name, layer in adapters(model).items():
-        torch.testing.assert_close(layer.lora_B.detach(), starts[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_value_model_has_its_own_adapters_on_the_same_base():
     policy = adapted(dtype=torch.float64)
-    model = copy_as_value_model(policy, ["vision"])
+    model = ValueModel(copy_model(policy), ["vision"])
     theirs = dict(policy.named_parameters())
     for name, parameter in model.backbone.named_parameters():
         assert (parameter is theirs[name]) != is_adapter(name) and torch.equal(parameter, theirs[name])

@@ -4,20 +4,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.algorithms.value_model import (
-    ValueModel,
-    copy_as_value_model,
-    load_value_model,
-    pack_to_end,
-    save_value_model,
-)
+from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_to_end, save_value_model
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Processor, Prompt
 from minivlmrl.scale.checkpoint import save_model
-from minivlmrl.scale.sharding import Sharding, ShardingSection
+from minivlmrl.scale.sharding import Sharding, ShardingSection, copy_model
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -77,7 +71,7 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
     policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
     if way == "bfloat16 compute":
         Sharding(ShardingSection(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
-    model = copy_as_value_model(policy)
+    model = ValueModel(copy_model(policy))
     model.score.weight.fill_(1 + 2**-12)
     batch = pack(prompts, completions, policy.config)
     values, states = model(batch), completion_states(model.backbone, batch)

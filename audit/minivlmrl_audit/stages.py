@@ -16,12 +16,11 @@ from minivlmrl.losses import Counts
 from minivlmrl.objectives.policy_losses import (
     AVERAGES,
     FamilyLoss,
-    PolicyInputs,
+    kept_tokens,
     mean_entropy,
     policy_terms,
 )
-from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss
-from minivlmrl.objectives.sft_loss import sft_loss
+from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import first, piece, shown_as
 
@@ -245,13 +244,15 @@ def policy(
     if ratio is not None:
         ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
         ratio = piece(d, change, "correction", ratio)[part]
-    tensors = PolicyInputs(lp, entropies[part], old, ref, sampler, ratio)
     level = piece(d, change, "ratio mask", mask)[part]
-    x, kept, _ = policy_terms(tensors, a * flip * bool(times), level, o)
+    kept = kept_tokens(entropies[part], level, o.top_entropy_quantile)
+    constants = {"old_per_token_logps": old, "ref_per_token_logps": ref, "kept": kept}
+    constants |= {"sampling_per_token_logps": sampler, "importance_sampling_ratio": ratio}
+    x, _ = policy_terms(lp, a * flip * bool(times), level, o, **constants)
     x = piece(d, change, "terms", x * flip * (times or 1.0) * mask[part], at=(part,))
     divide = other_mask(d, mask, change, "divide")
     over, average = counts(d, part, divide, change), AVERAGES[change.get("average", o.loss_type)]
-    bonus = o.entropy_coef * mean_entropy(tensors, kept, over) if o.entropy_coef else 0.0
+    bonus = o.entropy_coef * mean_entropy(entropies[part], kept, over) if o.entropy_coef else 0.0
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
 
 

@@ -129,14 +129,16 @@ def k1_in_the_loss(put):
     put(losses, "correct_kl", lambda kl, ratio, options: kl)
 
 
-def follow(after_step, self, steps):
+def follow(logps, self, *given):
     self.model.load_state_dict(self.policy.state_dict())
+    return logps(self, *given)
 
 
-def round_weights(after_step, self, steps):
-    after_step(self, steps)
-    for parameter in self.policy.parameters():
+def round_weights(optimizer_step, algorithm, *given):
+    metrics = optimizer_step(algorithm, *given)
+    for parameter in algorithm.policy.parameters():
         parameter.data = parameter.data.bfloat16().float()
+    return metrics
 
 
 def wrong_positions(prefill, model, batch, prompt_index, *rest):
@@ -452,7 +454,7 @@ BUGS = {
         GITHUB + "X-GenGroup/Flow-Factory/issues/122",
         around(losses, "correct_kl", lambda _, kl, ratio, options: kl.detach()),
     ),
-    "reference_follows": Bug(GITHUB + "aburkov/theLMbook/issues/8", around(Reference, "after_step", follow)),
+    "reference_follows": Bug(GITHUB + "aburkov/theLMbook/issues/8", around(Reference, "logps", follow)),
     "stale_sampler": Bug(  # all completions are the first policy's
         GITHUB + "huggingface/trl/issues/3679",
         around(grpo_stage, "build_sampler", lambda sampler, model, *rest, **options: sampler(
@@ -468,7 +470,7 @@ BUGS = {
         trl=InTRL("schedule", "steps twice", around(None, "create_scheduler", two_steps),
                   {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
     ),
-    "bfloat16_weights": Bug(GITHUB + "NVIDIA-NeMo/Automodel/pull/3444", around(GRPO, "after_step", round_weights)),
+    "bfloat16_weights": Bug(GITHUB + "NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
         GITHUB + "huggingface/trl/issues/5279",
         around(grpo, "pack", text_positions),

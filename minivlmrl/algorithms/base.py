@@ -1,13 +1,14 @@
 """What the loop of train.py asks of an algorithm, and the options that all have."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from minivlmrl.adapters.lora import dropout
 from minivlmrl.adapters.trained import select_trained
+from minivlmrl.algorithms.reference import Reference
 from minivlmrl.rows import Processor
 from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.scale.ranks import World
@@ -29,6 +30,12 @@ class TrainingConfig:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
 
 
+def loss_options(kind: type, config, **changed):
+    """Make the options of a loss of what a section says; the others are as the loss has them."""
+    said = {field.name: getattr(config, field.name, field.default) for field in fields(kind)}
+    return kind(**said | changed)
+
+
 class Algorithm:
     """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
 
@@ -37,12 +44,12 @@ class Algorithm:
     answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
     trains_policy = True  # or a model of its own, and the policy stays as it is
     steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
-    reference = None  # see algorithms/reference.py
 
     def __init__(self, run, model: nn.Module, processor: Processor, world: World):
         self.run, self.config, self.world = run, getattr(run, self.stage), world
         self.policy, self.processor, self.trained = model, processor, model
         select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
+        self.reference = Reference(model) if self.has_reference(self.config) else None
 
     @staticmethod
     def check(run):
@@ -58,25 +65,10 @@ class Algorithm:
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
 
-    def begin(self, batches, held_out):
-        """Prepare the first step; a resumed run has this in its state."""
-
-    def after_step(self, steps: int):
-        """Do what follows an update; `steps` of this stage are done."""
-        if self.reference is not None:
-            self.reference.after_step(steps)
-
     def modules(self) -> dict[str, nn.Module]:
-        """All that has weights which a resumed run needs; state_dict() is the rest."""
+        """List all that has weights which a resumed run needs."""
         reference = {} if self.reference is None else {"reference": self.reference.model}
         return {"policy": self.policy} | reference
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What else a state keeps, the same on all ranks."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        """Restore what state_dict returned, maybe on another number of ranks."""
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""

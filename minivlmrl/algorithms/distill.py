@@ -1,12 +1,12 @@
 """On-policy distillation: the student samples, a teacher scores its completions (arXiv 2306.13649).
 
-The teacher may read a prompt of its own: a larger picture, an uncut one, a hint. It says of every
-token how likely each other one was, so no reward is needed; the rewards of a recipe are metrics.
+The teacher may read a prompt of its own: a larger picture, an uncut one, a hint. At every position
+it gives the distribution of the next token, so no reward is needed; a recipe's are metrics.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,15 +14,25 @@ from torch import Tensor
 from minivlmrl.adapters.lora import AdapterCopy
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.reference import check_online
+from minivlmrl.algorithms.reference import computing
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.checker import Code, FilePath, load_name
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Row
 from minivlmrl.scale.checkpoint import load_model
-from minivlmrl.scale.sharding import reshard
+
+
+@dataclass
+class TeacherSection:
+    """The section `reference`: who teaches in the stage distill."""
+
+    teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
+    # "file.py:function", from a Row to what the teacher sees of it: docs/distill.md
+    teacher_prompt: Code | None = None
+    # 0 is KL(teacher || student), 1 KL(student || teacher), between is Jensen-Shannon
+    teacher_beta: Annotated[float, "[0, 1]"] = 0.5
 
 
 @dataclass
@@ -38,11 +48,11 @@ class Distill(GRPOStage):
 
     stage, batch_type, compares_groups = "distill", DistillBatch, False
 
-    @staticmethod
-    def check(run):
+    @classmethod
+    def check(cls, run):
         if not run.reference.teacher and not run.reference.teacher_prompt:
             raise ValueError("distill needs reference.teacher or reference.teacher_prompt, or both")
-        check_online("distill", run, not run.reference.teacher)
+        super().check(run)
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -52,36 +62,39 @@ class Distill(GRPOStage):
         super().__init__(run, model, processor, world)
         name, path = run.reference.teacher_prompt, run.reference.teacher
         self.shown = load_name(name) if name else lambda row: row
+        self.computed = self.reference.model
         if path is not None:
             self.reference = None
             options = model.lm_head.weight.dtype, world.device, getattr(model, "sharding", None)
-            self.teacher = load_model(path, *options).requires_grad_(False)
-        else:
-            copied = self.reference.model
-            self.teacher = model if isinstance(copied, AdapterCopy) else copied
+            self.computed = load_model(path, *options).requires_grad_(False)
+        self.teacher = model if isinstance(self.computed, AdapterCopy) else self.computed
         if self.teacher.config.vocab_size != model.config.vocab_size:
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
         rollout.metrics = self.metrics(rollout, rewards, combine(rewards, self.reward_weights))
-        self.rollout = rollout
-        return [self.micro_batches(rollout, part) for part in parts]
+        steps = [self.micro_batches(rollout, part) for part in parts]
+        for batch in chain(*steps):
+            self.ask_teacher(batch, rollout)
+        return steps
 
     def add_logps(self, batch: DistillBatch):
+        """Add none: the divergence is of distributions, not of drawn tokens."""
+
+    @torch.no_grad()
+    def ask_teacher(self, batch: DistillBatch, rollout: Rollout):
         """Compute the states of the teacher, after its own prompts and the same completions."""
-        G, rollout, rows = self.config.num_generations, self.rollout, batch.completion_index
-        groups = [(i, list(own)) for i, own in groupby(rows.tolist(), lambda row: row // G)]
-        said = [[rollout.completions[i][row % G] for row in own] for i, own in groups]
-        shown = [self.shown(rollout.rows[i]) for i, _ in groups]
-        prompts = [Row.prompt(row, self.processor) for row in shown]  # not that of the student
-        group = pack(prompts, said, self.teacher.config, self.world.device)
-        reshard(self.policy)
-        own = self.teacher is self.policy  # the reference is adapters alone
-        with self.reference.model.computing() if own else nullcontext(self.teacher) as teacher:
+        G, rows = self.config.num_generations, batch.completion_index.tolist()
+        asked = dict.fromkeys(row // G for row in rows)
+        completions = [
+            [rollout.completions[i][row % G] for row in rows if row // G == i] for i in asked
+        ]
+        rows_shown = [self.shown(rollout.rows[i]) for i in asked]
+        prompts = [Row.prompt(row, self.processor) for row in rows_shown]  # not the student's
+        group = pack(prompts, completions, self.teacher.config, self.world.device)
+        with computing(self.computed, self.policy) as teacher:
             batch.teacher_states = completion_states(teacher, group)
-            if own:
-                reshard(teacher)
         batch.advantages = torch.zeros(len(rows), device=self.world.device)
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -6,27 +6,35 @@ book's options both compute the same.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from minivlmrl import losses
 from minivlmrl.advantages import combine, group_advantages, group_std
+from minivlmrl.algorithms.base import loss_options
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
-from minivlmrl.objectives import policy_losses
 from minivlmrl.objectives.baselines import leave_one_out, normalize_then_sum
-from minivlmrl.objectives.policy_losses import CorrectionMode, FamilyLoss, PolicyInputs, policy_loss
-from minivlmrl.rows import Row, random_numbers
+from minivlmrl.objectives.policy_losses import (
+    CorrectionMode,
+    FamilyLoss,
+    FamilySection,
+    policy_loss,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
+from minivlmrl.rows import Row
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
 @dataclass
-class FamilyConfig(GRPOConfig, FamilyLoss):
+class FamilyConfig(GRPOConfig, FamilySection):
     """Options of the section `grpo`: the book's and these."""
 
     # for the sampler's mismatch, a mode of rollout_importance_ratio
@@ -39,36 +47,28 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
     # over 1: groups with equal rewards are sampled again
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
     multi_objective_aggregation: Aggregation = "sum_then_normalize"  # or GDPO
-    normalize_advantages: bool = False  # rloo: over the batch
-    reward_clip_range: list[float] | None = None  # rloo: [low, high], before the KL
-    shuffle_rewards: bool = False  # a control: rewards permuted over the batch carry no information
 
     def __post_init__(self):
         super().__post_init__()
-        clip = self.reward_clip_range
-        if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
-            raise ValueError(f"reward_clip_range is {clip}, it must be [low, high]")
         rloo = self.loss_type == "rloo"
         gdpo = self.multi_objective_aggregation == "normalize_then_sum"
         if rloo and self.importance_sampling_level != "token":
             raise ValueError("importance_sampling_level: rloo has its own, of whole completions")
         if rloo and gdpo:
             raise ValueError("multi_objective_aggregation: with rloo use sum_then_normalize")
-        for name in ("normalize_advantages", "reward_clip_range"):
-            if getattr(self, name) and not rloo:
-                raise ValueError(f"{name} is an option of loss_type rloo; use scale_rewards")
         if self.soft_punish_cache and gdpo:
             raise ValueError("soft_punish_cache is added to the sum of rewards: sum_then_normalize")
 
 
 def needs_family(config: FamilyConfig) -> bool:
-    """Whether a recipe asks for something that the book's GRPO does not have."""
-    loss_type, level = config.loss_type, config.importance_sampling_level
-    if loss_type not in ("grpo", "dapo", "dr_grpo") or level == "sequence_token":
-        return True
+    """Say whether a recipe asks for something that the book's GRPO does not have."""
     book = {field.name for field in fields(GRPOConfig)}
-    more = [own for own in fields(FamilyConfig) if own.name not in book]
-    return any(getattr(config, own.name) != own.default for own in more)
+    more = [field for field in fields(FamilyConfig) if field.name not in book]
+    return (
+        config.loss_type not in losses.AVERAGES
+        or config.importance_sampling_level == "sequence_token"
+        or any(getattr(config, field.name) != field.default for field in more)
+    )
 
 
 @dataclass
@@ -87,6 +87,9 @@ class Family(GRPOStage):
     def __init__(self, *args):
         super().__init__(*args)
         self.rloo = self.config.loss_type == "rloo"
+        # of rloo the KL is in the reward
+        beta = 0.0 if self.rloo else self.config.beta
+        self.options = loss_options(FamilyLoss, self.config, beta=beta)
         self.gdpo = self.config.multi_objective_aggregation == "normalize_then_sum"
         self.rounds = 1  # draws of rows that the present rollout took
 
@@ -150,9 +153,10 @@ class Family(GRPOStage):
         if config.rollout_correction:
             low, high = config.rollout_correction_bounds
             for batch in batches:
-                logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
-                how = *logps, config.rollout_correction, high, low
-                batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(*how)
+                batch.importance_sampling_ratio = rollout_importance_ratio(
+                    batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask,
+                    config.rollout_correction, high, low,
+                )  # fmt: skip
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -177,67 +181,56 @@ class Family(GRPOStage):
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
         every, quantile = torch.ones_like(entropies), self.config.top_entropy_quantile
-        threshold = policy_losses.top_entropy_threshold(entropies, every, quantile)
+        threshold = top_entropy_threshold(entropies, every, quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[FamilyBatch]]:
-        """Advantages, then micro-batches; first these for RLOO, whose KL is in the reward."""
+        """Make advantages, then micro-batches; RLOO's KL needs these first."""
         config, G = self.config, self.config.num_generations
         rewards = self.world.all_gather(rollout.rewards)
         total = self.world.all_gather(self.shaped(rollout))
-        if config.shuffle_rewards:
-            draw = rollout.rows[0].key.rpartition("/")[0]
-            order = random_numbers(f"{draw}/shuffle").permutation(len(total))
-            order = torch.from_numpy(self.world.gather_objects(order)[0])
-            by_rank = torch.arange(len(total)).view(self.world.size, self.steps_per_rollout, -1)
-            by_step = by_rank.transpose(0, 1).flatten()
-            order = by_step[order][by_step.argsort()]  # the same for any number of ranks
-            rewards, total = rewards[order], total[order]
         rollout.metrics = self.metrics(rollout, rewards, total)
         if config.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.rounds)
-        steps = None
         if self.rloo and config.beta:
-            steps = [self.micro_batches(rollout, part) for part in parts]
+            return self.prepare_with_kl(rollout, parts, total)
         if self.rloo:
-            worth = self.clip_and_penalise(total, steps)
-            advantages = leave_one_out(worth, G, config.normalize_advantages)
+            advantages = leave_one_out(total, G)
         elif self.gdpo:
             advantages = normalize_then_sum(rewards, self.reward_weights, G)
         else:
             advantages = group_advantages(total, G, config.scale_rewards)
-        own = self.world.local(advantages)
-        if steps is None:
-            return [self.micro_batches(rollout, part, own) for part in parts]
-        for batch in chain(*steps):
-            batch.advantages = own[batch.completion_index].to(self.world.device)
-        return steps
+        local = self.world.local(advantages)
+        return [self.micro_batches(rollout, part, local) for part in parts]
 
-    def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]] | None) -> Tensor:
-        """RLOO's rewards of all ranks: clipped, then minus beta times k1 of the completion's KL."""
-        bounds, beta = self.config.reward_clip_range, self.config.beta
-        rewards = rewards if bounds is None else rewards.clamp(*bounds)
-        if not beta:
-            return rewards
-        kl = [
+    def prepare_with_kl(self, rollout: Rollout, parts: list[range], rewards: Tensor):
+        """Take beta times k1 of its KL from the reward of each completion, for RLOO."""
+        steps = [self.micro_batches(rollout, part) for part in parts]
+        batches = [*chain(*steps)]
+        kl = torch.cat([
             ((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu()
-            for b in chain(*steps)
-        ]
-        order = torch.cat([b.completion_index for b in chain(*steps)]).argsort()
-        return rewards - beta * self.world.all_gather(torch.cat(kl)[order])
+            for b in batches
+        ])  # fmt: skip
+        order = torch.cat([batch.completion_index for batch in batches]).argsort()
+        rewards = rewards - self.config.beta * self.world.all_gather(kl[order])
+        local = self.world.local(leave_one_out(rewards, self.config.num_generations))
+        for batch in batches:
+            batch.advantages = local[batch.completion_index].to(self.world.device)
+        return steps
 
     def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = self.logps(batch.group)
         moves = self.config.num_iterations * self.config.steps_per_generation > 1
-        old = batch.old_per_token_logps if moves else None
-        fixed = old, batch.ref_per_token_logps, batch.sampler_logps, batch.importance_sampling_ratio
-        entropy = batch.entropy_threshold, batch.num_entropy_tokens or batch.counts.tokens
-        inputs = PolicyInputs(batch.group.pad(logps), batch.group.pad(entropies), *fixed, *entropy)
-        options = replace(self.config, beta=0.0) if self.rloo else self.config
-        mask, counts = batch.loss_mask, batch.counts
-        loss, metrics = policy_loss(inputs, batch.advantages, mask, options, counts)
+        loss, metrics = policy_loss(
+            batch.group.pad(logps), batch.advantages, batch.loss_mask, self.options,
+            old_per_token_logps=batch.old_per_token_logps if moves else None,
+            ref_per_token_logps=batch.ref_per_token_logps,
+            importance_sampling_ratio=batch.importance_sampling_ratio,
+            entropies=batch.group.pad(entropies), entropy_threshold=batch.entropy_threshold,
+            num_entropy_tokens=batch.num_entropy_tokens or batch.counts.tokens, counts=batch.counts,
+        )  # fmt: skip
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
 

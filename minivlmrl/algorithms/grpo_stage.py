@@ -4,8 +4,7 @@ from torch import Tensor
 
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
-from minivlmrl.algorithms.reference import Reference, check_online
-from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores
+from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.reward_functions.names import recipe_columns
@@ -16,11 +15,15 @@ class GRPOStage(Algorithm, GRPO):
     """GRPO with the options that the book has; `Family` and PPO are made of it."""
 
     stage, compares_groups = "grpo", True
-    reads_alone = True  # no other model than the policy and its reference reads the prompts
 
-    @staticmethod
-    def check(run):
-        check_online("grpo", run, run.grpo.beta)
+    @classmethod
+    def check(cls, run):
+        if run.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
+        if not run.rewards:
+            raise ValueError(f"rewards: {cls.stage} needs at least one")
+        if FOLDER in run.rewards:
+            check_reward_model(run, cls.stage)
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -28,18 +31,16 @@ class GRPOStage(Algorithm, GRPO):
 
     def __init__(self, run, model, processor, world):
         Algorithm.__init__(self, run, model, processor, world)
-        config = self.config
-        reference = Reference(model, run.reference) if self.has_reference(config) else None
         judged = FOLDER in run.rewards
-        # the reference's tower is the policy's then; other models read the prompts with their own
+        # the reference's tower is the policy's then; a reward model reads prompts with its own
         frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
         sample = build_sampler(
             *(model, processor, run.sampling, world, run.rollout.gather_weights),
-            keeps_vision=frozen and self.reads_alone and not judged,
+            keeps_vision=frozen and not judged,
         )
         rewards = {reward.on(world): run.rewards[reward.name] for reward in run.training_rewards}
-        GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
-        self.steps_per_rollout = config.steps_per_generation
+        GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
+        self.steps_per_rollout = self.config.steps_per_generation
         self.reward_model = RewardModelScores(run, model, world) if judged else None
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch, pieces
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import Step
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import row_mean
@@ -44,10 +43,6 @@ class KTO(AnswerAlgorithm):
     @staticmethod
     def has_reference(config) -> bool:
         return True
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.reference = Reference(self.policy, self.run.reference)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:

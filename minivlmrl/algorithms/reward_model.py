@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.value_model import (
+    ValueModel,
     check_value_model_folder,
-    copy_as_value_model,
     load_beside,
     pack_to_end,
     save_value_model,
@@ -22,7 +22,7 @@ from minivlmrl.algorithms.value_model import (
 from minivlmrl.hub.checker import FilePath
 from minivlmrl.objectives.preference_losses import RewardLoss, reward_loss
 from minivlmrl.rows import Completion, Prompt, Row
-from minivlmrl.scale.sharding import reshard
+from minivlmrl.scale.sharding import copy_model, reshard
 
 # the name of the stage, of its reward, and of what it leaves in the run's folder
 FOLDER = "reward_model"
@@ -44,7 +44,7 @@ class RewardModel(PairAlgorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.trained = copy_as_value_model(self.policy, self.run.model.freeze)
+        self.trained = ValueModel(copy_model(self.policy), self.run.model.freeze)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"trained": self.trained}

@@ -10,7 +10,7 @@ from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.batch import MicroBatch
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts
-from minivlmrl.objectives.sft_loss import SFTType, sft_loss
+from minivlmrl.objectives.preference_losses import SFTType, sft_loss
 from minivlmrl.rows import Dataset
 from minivlmrl.scale.sharding import reshard
 

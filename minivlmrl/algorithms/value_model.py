@@ -1,4 +1,4 @@
-"""A model that outputs a number instead of a token: the reward model, or a separate critic."""
+"""A model that outputs a number instead of a token, the reward model; and the head of a critic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +21,11 @@ HEAD_FILE = "score.safetensors"  # beside the model's own files
 
 
 class ValueModel(nn.Module):
-    """Backbone and one linear unit on its last hidden states, which starts at zero."""
+    """Backbone and one linear unit on its last hidden states; see value_head for its weight."""
 
-    def __init__(self, backbone: nn.Module, freeze: Sequence[str] = ()):
+    def __init__(self, backbone: nn.Module, freeze: Sequence[str] = (), weight=None):
         super().__init__()
-        self.backbone, self.score = backbone, value_head(backbone)
+        self.backbone, self.score = backbone, value_head(backbone, weight)
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
@@ -57,61 +57,57 @@ class ValueHead(nn.Linear):
         return super().forward(states.to(self.weight.dtype))
 
 
-def value_head(model: nn.Module) -> ValueHead:
-    """A head on a model's hidden states, zero at first, in float32 also on a bfloat16 model."""
-    weight = model.lm_head.weight
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    head = ValueHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=dtype)
-    nn.init.zeros_(head.weight)
+def value_head(model: nn.Module, weight: Tensor | None = None) -> ValueHead:
+    """Make a head on a model's hidden states, sharded like it, float32 also on a bfloat16 model.
+
+    Args:
+        weight: (1, hidden_size); None: zeros.
+    """
+    like = model.lm_head.weight
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    head = ValueHead(model.config.hidden_size, 1, bias=False, device=like.device, dtype=dtype)
+    with torch.no_grad():
+        head.weight.zero_() if weight is None else head.weight.copy_(weight)
+    if is_sharded(model):
+        model.sharding.shard_head(head)
     return head
 
 
-def load_value_model(folder: str | Path, *options, freeze: Sequence[str] = ()) -> ValueModel:
-    """Read what save_value_model wrote; options as of load_model, parts frozen as in a recipe."""
+def load_value_model(folder: str | Path, *options) -> ValueModel:
+    """Read what save_value_model wrote; options as of load_model."""
     check_value_model_folder(folder)
-    return _read_head(ValueModel(load_model(folder, *options), freeze), Path(folder) / HEAD_FILE)
+    backbone = load_model(folder, *options)
+    return ValueModel(backbone, weight=_read_head(folder, backbone))
 
 
 def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) -> ValueModel:
     """Read a value model that runs beside a policy; on its own base the adapters and head alone."""
     if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
-        model = copy_as_value_model(policy)
-        load_adapter(model.backbone, Path(folder) / "adapter")
-        return _read_head(model, Path(folder) / HEAD_FILE)
+        backbone = copy_model(policy)
+        load_adapter(backbone, Path(folder) / "adapter")
+        return ValueModel(backbone, weight=_read_head(folder, backbone))
     sharding = getattr(policy, "sharding", None)
     return load_value_model(folder, policy.lm_head.weight.dtype, device, sharding)
 
 
-def _read_head(model: ValueModel, file: Path) -> ValueModel:
-    shapes = {"score.weight": model.score.weight.shape}
+def _read_head(folder: str | Path, backbone: nn.Module) -> Tensor:
+    file, shape = Path(folder) / HEAD_FILE, (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
-    if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
-        raise ValueError(f"{file}: it must hold score.weight, {tuple(shapes['score.weight'])}")
-    with torch.no_grad():
-        model.score.weight.copy_(tensors["score.weight"])
-    if is_sharded(model.backbone):
-        model.backbone.sharding.shard_head(model.score)
-    return model
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {"score.weight": shape}:
+        raise ValueError(f"{file}: it must hold score.weight, {shape}")
+    return tensors["score.weight"]
 
 
 def check_value_model_folder(folder: str | Path):
     """Refuse a folder without a value model (ValueError)."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder; a reward model or critic has {HEAD_FILE}")
+        raise ValueError(f"{folder}: no such folder; a reward model has {HEAD_FILE}")
     if not (Path(folder) / HEAD_FILE).is_file():
         raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one")
 
 
-def copy_as_value_model(policy: nn.Module, freeze: Sequence[str] = ()) -> ValueModel:
-    """Copy the policy, sharded like it, as a value model whose adapters are on the same base."""
-    model = ValueModel(copy_model(policy), freeze)
-    if is_sharded(policy):
-        policy.sharding.shard_head(model.score)
-    return model
-
-
 def full_head(head: nn.Linear) -> dict[str, Tensor]:
-    """What a file holds of a head, gathered if it is sharded; all ranks call this."""
+    """Gather what a file holds of a head; all ranks call this."""
     reshard(head)
     return {"score.weight": full(head.weight).cpu()}
 

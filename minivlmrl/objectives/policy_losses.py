@@ -29,17 +29,23 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 @dataclass
-class FamilyLoss(PolicyLoss):
-    """Options of policy_loss: those of grpo_loss and more."""
+class FamilySection(PolicyLoss):
+    """Options of policy_loss that a recipe sets in its section `grpo`: grpo_loss' and these."""
 
     loss_type: LossType = "dapo"  # term and average
     # GSPO, GSPO-token
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
-    delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
-    kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
     # the term counts only for this upper share of entropies
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
+
+
+@dataclass
+class FamilyLoss(FamilySection):
+    """All options of policy_loss."""
+
+    delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
+    kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
     # nats per token: rows with A < 0 that drifted further do not count
     off_policy_mask_threshold: float | None = None
     sapo_temperature_pos: float = 1.0  # see sapo_term
@@ -50,58 +56,71 @@ class FamilyLoss(PolicyLoss):
     vespo_lambda_neg: float = 2.0  # for advantages below 0
 
 
-@dataclass
-class PolicyInputs:
-    """What policy_loss is computed from; all but the first two carry no gradient."""
-
-    per_token_logps: Tensor  # (B, T) nats, with gradient
-    # (B, T) nats, with gradient; for top_entropy_quantile and entropy_coef
-    entropies: Tensor | None = None
-    old_per_token_logps: Tensor | None = None  # (B, T); None: the present policy's (ratio 1)
-    ref_per_token_logps: Tensor | None = None  # (B, T); needed with beta
-    # (B, T) as the sampler recorded them; None: the old ones
-    sampling_per_token_logps: Tensor | None = None
-    # (B, T) or (B, 1), see rollout_importance_ratio
-    importance_sampling_ratio: Tensor | None = None
-    # of the whole step; None: this batch's quantile
-    entropy_threshold: float | Tensor | None = None
-    # tokens that the entropy's mean is over; None: see mean_entropy
-    num_entropy_tokens: float | Tensor | None = None
-
-
 def policy_loss(
-    inputs: PolicyInputs,
+    per_token_logps: Tensor,
     advantages: Tensor,
     mask: Tensor,
     options: FamilyLoss | None = None,
-    counts=None,
+    *,
+    entropies: Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
+    num_entropy_tokens: float | Tensor | None = None,
+    counts: Counts | None = None,
+    **constants,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy-gradient loss of the whole family; with PolicyLoss' own options it equals grpo_loss.
 
     Args:
+        per_token_logps: (B, T) nats, with gradient.
         advantages: (B,) or (B, T).
         mask: (B, T), 1 for tokens that count.
+        entropies: (B, T) nats, with gradient; for top_entropy_quantile and entropy_coef.
+        entropy_threshold: of the whole step, see kept_tokens; None: this batch's quantile.
+        num_entropy_tokens: tokens that the entropy's mean is over; None: see mean_entropy.
         counts: losses.Counts of the whole step; None: this batch is the step.
+        constants: see policy_terms.
     Returns:
         loss; metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
     Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask:
         arXiv 2506.01939; off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
     options, counts = options or FamilyLoss(), counts or counts_of(mask)
-    if inputs.entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
+    if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ValueError("entropy_coef and top_entropy_quantile need entropies")
-    per_token_loss, kept, metrics = policy_terms(inputs, advantages, mask, options)
+    kept = kept_tokens(entropies, mask, options.top_entropy_quantile, entropy_threshold)
+    terms = policy_terms(per_token_logps, advantages, mask, options, kept=kept, **constants)
+    per_token_loss, metrics = terms
     loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
     if options.entropy_coef:
-        loss = loss - options.entropy_coef * mean_entropy(inputs, kept, counts)
+        bonus = mean_entropy(entropies, kept, counts, num_entropy_tokens)
+        loss = loss - options.entropy_coef * bonus
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
-def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options: FamilyLoss):
-    """What policy_loss averages: losses of tokens (B, T), the mask that counts, and metrics."""
-    logps = inputs.per_token_logps
+def policy_terms(
+    per_token_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    options: FamilyLoss,
+    *,
+    kept: Tensor,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute what policy_loss averages, losses of tokens (B, T), and metrics.
+
+    Args:
+        kept: (B, T), 1 for tokens whose term counts; the KL counts for all.
+        old_per_token_logps: (B, T), of the policy that sampled; None: the present one (ratio 1).
+        ref_per_token_logps: (B, T), of the reference; needed with beta.
+        sampling_per_token_logps: (B, T), as the sampler recorded them; None: the old ones.
+        importance_sampling_ratio: (B, T) or (B, 1), see rollout_importance_ratio.
+    """
+    logps, old, sampler = per_token_logps, old_per_token_logps, sampling_per_token_logps
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    old = logps.detach() if inputs.old_per_token_logps is None else inputs.old_per_token_logps
+    old = logps.detach() if old is None else old
     log_ratio = logps - old
     level = "sequence_sum" if options.loss_type == "rloo" else options.importance_sampling_level
     ratio = importance_ratio(log_ratio, mask, level)
@@ -110,33 +129,35 @@ def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options
     elif options.loss_type == "sapo":
         per_token_loss, metrics = sapo_term(ratio, advantages, options)
     elif options.loss_type == "vespo":
-        log_weight = vespo_log_weight(log_ratio.detach(), inputs.importance_sampling_ratio, mask)
+        log_weight = vespo_log_weight(log_ratio.detach(), importance_sampling_ratio, mask)
         per_token_loss, metrics = vespo_term(logps, log_weight, advantages, options)
     else:
         per_token_loss, metrics = two_sided(ratio, advantages, options)
     if options.off_policy_mask_threshold is not None:
-        sampler = inputs.sampling_per_token_logps
-        sampler = old if sampler is None else sampler
-        drift = row_mean((sampler - logps.detach()).nan_to_num(0.0), mask)  # (B, 1)
-        near = drift <= options.off_policy_mask_threshold
+        drift = (old if sampler is None else sampler) - logps.detach()
+        near = row_mean(drift.nan_to_num(0.0), mask) <= options.off_policy_mask_threshold  # (B, 1)
         per_token_loss = per_token_loss * ((advantages >= 0) | near)
-    kept = mask
     if options.top_entropy_quantile < 1:
-        threshold = inputs.entropy_threshold
-        if threshold is None:
-            threshold = top_entropy_threshold(inputs.entropies, mask, options.top_entropy_quantile)
-        kept = mask * (inputs.entropies >= threshold)
         per_token_loss = per_token_loss * kept
-    if inputs.importance_sampling_ratio is not None and options.loss_type != "vespo":
-        per_token_loss = per_token_loss * inputs.importance_sampling_ratio
+    if importance_sampling_ratio is not None and options.loss_type != "vespo":
+        per_token_loss = per_token_loss * importance_sampling_ratio
     if options.beta:
-        metrics["kl"] = kl = family_kl(logps, inputs.ref_per_token_logps, ratio, options)
+        metrics["kl"] = kl = family_kl(logps, ref_per_token_logps, ratio, options)
         per_token_loss = per_token_loss + options.beta * kl
-    return per_token_loss, kept, metrics
+    return per_token_loss, metrics
+
+
+def kept_tokens(entropies: Tensor | None, mask: Tensor, quantile: float, threshold=None) -> Tensor:
+    """Keep this upper share of tokens by entropy, (B, T); a threshold, if given, decides instead."""
+    if quantile == 1:
+        return mask
+    if threshold is None:
+        threshold = top_entropy_threshold(entropies, mask, quantile)
+    return mask * (entropies >= threshold)
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """The ratio of losses, of GSPO-token (arXiv 2507.18071 eq. 14) and of RLOO (2402.14740)."""
+    """Compute losses' ratio, GSPO-token's (arXiv 2507.18071 eq. 14) or RLOO's (2402.14740)."""
     # the value of "sequence", with the gradient of each token's own log-probability
     if level == "sequence_token":
         return (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
@@ -146,11 +167,12 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """losses.clipped, the unclipped ratio bounded too (delta of INTELLECT-2, arXiv 2505.07291)."""
-    bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
-    _, metrics = clipped(bounded, advantages, options)
-    within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
-    return -torch.min(bounded * advantages, within * advantages), metrics
+    """losses.clipped, with delta the unclipped ratio bounded too (INTELLECT-2, 2505.07291)."""
+    term, metrics = clipped(ratio, advantages, options)
+    if options.delta is not None:
+        within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
+        term = -torch.min(ratio.clamp(max=options.delta) * advantages, within * advantages)
+    return term, metrics
 
 
 def cispo_term(
@@ -199,11 +221,10 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
     return kl * ratio.detach() if options.use_bias_correction_kl else kl
 
 
-def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
-    """Mean entropy of kept tokens; without num_entropy_tokens by the share of rows, as in TRL."""
-    total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
+def mean_entropy(entropies: Tensor, kept: Tensor, counts: Counts, over=None) -> Tensor:
+    """Mean entropy of kept tokens, `over` how many; None: by the share of rows, as in TRL."""
     share = kept.sum().clamp(min=1) * counts.sequences / len(kept)
-    return total / (share if over is None else over)
+    return (entropies * kept).sum() / (share if over is None else over)
 
 
 AVERAGES = losses.AVERAGES | {

@@ -1,4 +1,5 @@
-"""Preference losses: DPO's family, KTO, the reward model's. Imports torch alone: copy it out.
+"""Losses of given answers: DPO's family, KTO, the reward model's, SFT's. Imports torch alone: copy it
+out.
 
 B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
 `per_token_logps` carries the gradient. Each loss divides by `counts`, an object with `sequences`
@@ -18,13 +19,14 @@ from torch.nn.functional import logsigmoid
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOType = Literal["kto", "apo_zero_unpaired"]
-F_DIVERGENCES, KTO_LOSS_TYPES = get_args(Divergence), get_args(KTOType)
+SFTType = Literal["nll", "dft"]
+F_DIVERGENCES, KTO_LOSS_TYPES, SFT_LOSS_TYPES = map(get_args, (Divergence, KTOType, SFTType))
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 
 
 @dataclass
-class DPOLoss:
-    """Options of dpo_loss, and of the section `dpo` of a recipe."""
+class DPOSection:
+    """Options of dpo_loss that a recipe sets in its section `dpo`."""
 
     # of DPO_LOSSES; MPO: sigmoid, bco_pair, sft ...
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
@@ -35,12 +37,10 @@ class DPOLoss:
     label_smoothing: float = 0.0
     # which divergence from the reference is bounded, see f_score
     f_divergence_type: Divergence = "reverse_kl"
-    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
     # LD-DPO: weight of tokens beyond the shorter answer's length
     ld_alpha: Annotated[float, "[0, 1]"] | None = None
     # WPO: weight pairs with how likely the policy itself is to give such answers
     use_weighting: bool = False
-    discopop_tau: Annotated[float, "> 0"] = 0.05  # temperature of discopop
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
@@ -60,6 +60,14 @@ class DPOLoss:
             raise ValueError("loss_type exo_pair takes log(label_smoothing): give one over 0")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing is {self.label_smoothing}, it must be in [0, 0.5)")
+
+
+@dataclass
+class DPOLoss(DPOSection):
+    """All options of dpo_loss."""
+
+    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
+    discopop_tau: Annotated[float, "> 0"] = 0.05  # temperature of discopop
 
 
 @dataclass
@@ -298,6 +306,30 @@ def reward_loss(
         per_pair_loss = per_pair_loss + center * (chosen + rejected).square()
     loss = per_pair_loss.sum() / (len(difference) if counts is None else counts.sequences / 2)
     return loss, _reward_metrics(chosen.detach(), rejected.detach())
+
+
+def sft_loss(
+    per_token_logps: Tensor, mask: Tensor, loss_type: SFTType = "nll", *, counts=None
+) -> Tensor:
+    """Mean negative log-probability of the demonstrated tokens.
+
+    Example: two rows of 1 and 3 tokens, all with log-probability -2: loss 2.0 (4 tokens share the
+    mean, not 2 rows); with dft each token counts p = e^-2 = 0.135 of that, so 0.271.
+
+    Args:
+        per_token_logps: (B, T) float, nats.
+        mask: (B, T), 1 for tokens that are trained on.
+        loss_type: "nll"; or "dft", which weighs each token with its own probability, a constant for
+            the gradient: then an unlikely demonstration pulls no harder than a likely one.
+        counts: an object with `tokens` of the optimizer step, by default those of the mask.
+    Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = counts.tokens.
+    """
+    _check_known("loss_type", loss_type, SFT_LOSS_TYPES)
+    per_token_loss = -per_token_logps
+    if loss_type == "dft":
+        per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p
+    tokens = mask.sum().clamp(min=1) if counts is None else counts.tokens
+    return (per_token_loss * mask).sum() / tokens
 
 
 def _check_known(name: str, value: str, known):

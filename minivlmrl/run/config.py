@@ -13,11 +13,11 @@ import yaml
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.adapters.trained import Part
 from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.distill import TeacherSection
 from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
-from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
 from minivlmrl.hub.checker import Code, FilePath, RecipePath, RewardName, build, naming, parse_yaml
@@ -114,7 +114,7 @@ class RunConfig:
         default_factory=lambda: {"format": 0.5, "accuracy": 1.0}
     )
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: TeacherSection = field(default_factory=TeacherSection)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from minivlmrl.adapters.adamw8bit import empty_state
 from minivlmrl.adapters.lora import adapter_parameters, dropout
 from minivlmrl.adapters.trained import select_trained
-from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import chooser, draw_by
@@ -104,21 +103,19 @@ class Costs:
         self.backbone = self.parameters - head
         self.known = {}
 
-    def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
-        """The model of a run on the meta device; `layers` of it are shared with a reference."""
+    def build(self, run: RunConfig) -> nn.Module:
+        """Make the model of a run on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         run.adapter.place(model)
         select_trained(model, run.model.freeze)
-        for parameter in shared_parameters(model, layers):
-            parameter.requires_grad_(False)
         return model
 
-    def activations(self, run: RunConfig, work: Work, train: bool, layers: int = 0) -> int:
+    def activations(self, run: RunConfig, work: Work, train: bool) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
-        key = repr((run.model, run.adapter, work, train, layers))
+        key = repr((run.model, run.adapter, work, train))
         if key in self.known:
             return self.known[key]
-        model, batch = self.build(run, layers), meta_batch(self.config, work)
+        model, batch = self.build(run), meta_batch(self.config, work)
         if run.model.compute_dtype:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
@@ -188,8 +185,7 @@ def plan(
     if gpus % sharding.replicas:
         given = f"sharding.replicas is {sharding.replicas}"
         raise ValueError(f"{given}, of which {gpus} is no multiple")
-    layers = run.reference.num_shared_layers if has_reference else 0  # with the vision tower
-    model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
+    model, dtype = costs.build(run), DTYPES[run.model.dtype]
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     trained = [p for p in model.parameters() if p.requires_grad]
     state = 2 * bytes_of(trained)
@@ -201,14 +197,9 @@ def plan(
     adapted = bytes_of(
         adapter_parameters(model)
     )  # all that a second model adds to one with adapters
-    # with FSDP models share nothing
-    copied = whole - (0 if fsdp else bytes_of(shared_parameters(model, layers)))
-    copied *= 1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize
     held = {"weights": whole, "optimizer": state}  # all the time
-    if getattr(config, "critic", None) == "separate":  # weights, gradients and the two of AdamW
-        held["value model"] = (4 + summed) * (adapted or backbone)
     if has_reference:
-        held["reference"] = adapted or copied
+        held["reference"] = adapted or whole * computed.itemsize / dtype.itemsize
     if not algorithm.trains_policy:  # in addition to the copy that is trained
         held["policy"] = adapted or whole
     if online and "reward_model" in run.rewards:
@@ -246,7 +237,7 @@ def plan(
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": bytes_of(trained) * part * (1 + summed),
-        "forward and backward": costs.activations(run, micro, True, layers),
+        "forward and backward": costs.activations(run, micro, True),
         "logits": logits,
     }
     return {name: always | items for name, items in phases.items()}

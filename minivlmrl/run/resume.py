@@ -35,7 +35,7 @@ from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
 from minivlmrl.run.signals import Preempted, StopSignals
-from minivlmrl.run.state_files import digest, find_pieces, read_into, read_rows, write_tensors
+from minivlmrl.run.state_files import digest, find_pieces, read_into, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 
@@ -101,13 +101,13 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
-    # which model.path has; layers that policy and reference share are there once
+    # which model.path has
     base, named = shared_base(algorithm.policy), modules.named_parameters()
     found = {name: parameter for name, parameter in named if id(parameter) not in base}
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value
-    return found | {f"algorithm.{name}": value for name, value in algorithm.state_dict().items()}
+    return found
 
 
 def check_resume(config: RunConfig) -> list[Path]:
@@ -228,20 +228,17 @@ class States:
             if self.world.is_main:
                 print(said, flush=True)
 
-    def restore(self, algorithm: Algorithm, optimizer: Optimizer) -> bool:
+    def restore(self, algorithm: Algorithm, optimizer: Optimizer):
         """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
         path, self.resumed = self.resumed, None
         self.algorithm, self.optimizer = algorithm, optimizer
         if path is None:
-            return False
+            return
         try:
             pieces = find_pieces(path)
             for name, parameter in algorithm.trained.named_parameters():
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
                     optimizer.state[parameter] = empty_state(optimizer, parameter)
-            others = [key for key in pieces if key.startswith("algorithm.")]
-            own = {key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others}
-            algorithm.load_state_dict(own)
             found = tensors(algorithm, optimizer)
             if other := min(found.keys() ^ pieces.keys(), default=None):
                 raise ValueError(f"only one of the two has {other}")
@@ -250,7 +247,6 @@ class States:
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
             cause = f"this state is of another model or recipe; {error}"
             raise ValueError(f"{path}: {cause}") from error
-        return True
 
     def choose(self) -> tuple[Path, Progress] | None:
         """Read the state that config.resume means, and remove those that are given up by that."""

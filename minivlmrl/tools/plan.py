@@ -127,7 +127,7 @@ def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) 
     moved, items = (plan(r, stage, costs, gpus, *lengths)["train"] for r in (run, kept))
     shards = gpus // run.sharding.replicas if run.sharding.enabled else 1
     weights = bytes_of(adapter_parameters(costs.build(run))) or items["weights"] * shards
-    others = "optimizer", "value model", "reference", "policy"
+    others = "optimizer", "reference", "policy"
     state = weights + shards * sum(items.get(name, 0) for name in others)
     host = (sum(items.values()) - sum(moved.values())) / GB
     said = f"{host:.1f} GB of host memory for each GPU; " * (host > 0)

@@ -101,8 +101,7 @@ def steps_to(config, stage: str, number: int) -> Iterator[tuple]:
         algorithm = algorithms[config.stages[index]](config, model, processor, world)
         batches = Batches(datasets[algorithm.stage], algorithm, progress.draws)
         optimizer = build_optimizer(algorithm.trained, algorithm.config, config.optimizer)
-        if not states.restore(algorithm, optimizer):
-            algorithm.begin(batches, datasets.get("eval"))
+        states.restore(algorithm, optimizer)
         steps = algorithm.steps(batches)
         for done in range(progress.step, number + 1 if index == wanted else lengths[index]):
             yield algorithm, optimizer, next(steps), done, batches

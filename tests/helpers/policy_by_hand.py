@@ -7,9 +7,10 @@ import torch
 from by_hand import tensor
 
 from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, counts_of, grpo_loss
-from minivlmrl.objectives.policy_losses import FamilyLoss, PolicyInputs, policy_loss
+from minivlmrl.objectives.policy_losses import FamilyLoss, policy_loss, policy_terms
 
-OPTIONS, BOOK, INPUTS = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss, PolicyInputs))
+OPTIONS, BOOK = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss))
+INPUTS = {"entropies", "entropy_threshold", "num_entropy_tokens", *policy_terms.__kwdefaults__}
 BOOKS_INPUTS = {"old_per_token_logps", "ref_per_token_logps"}
 
 
@@ -17,14 +18,14 @@ def loss_of(per_token_logps, advantages, mask, **given):
     """Loss and metrics of policy_loss. With options and tensors that grpo_loss knows too it gives the same bits.
 
     Args:
-        given: fields of FamilyLoss, of PolicyInputs and of Counts by their names; what is None is left out.
+        given: fields of FamilyLoss and Counts, and keywords of policy_loss, by name; what is None is left out.
     """
     given = {name: value for name, value in given.items() if value is not None}
     options = {name: given.pop(name) for name in OPTIONS & given.keys()}
     inputs = {name: given.pop(name) for name in INPUTS & given.keys()}
     own = counts_of(mask)
     counts = Counts(**{"sequences": own.sequences, "tokens": own.tokens, **given})
-    found = policy_loss(PolicyInputs(per_token_logps, **inputs), advantages, mask, FamilyLoss(**options), counts)
+    found = policy_loss(per_token_logps, advantages, mask, FamilyLoss(**options), counts=counts, **inputs)
     plain = inputs.keys() - {"entropies"} <= BOOKS_INPUTS and options.keys() <= BOOK
     plain = plain and options.get("importance_sampling_level") != "sequence_token"
     if plain and options.get("loss_type", "dapo") in AVERAGES:

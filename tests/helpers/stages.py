@@ -81,7 +81,6 @@ class Stage:
             rows = LabelledShapes(Shapes(8, "rows")) if stage == "kto" else Shapes(8, "rows")
         self.batches = Batches(rows, self.algorithm)
         self.optimizer = build_optimizer(self.algorithm.trained, self.config, config.optimizer)
-        self.algorithm.begin(self.batches, held_out)
         self.work = self.algorithm.steps(self.batches)
         self.step = None
 

@@ -59,8 +59,7 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
     if in_book and family == policy_losses.FamilyLoss(**common) and "importance_sampling_ratio" not in batch:
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
         return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**common), counts=counts)
-    inputs = policy_losses.PolicyInputs(**{name: batch[name] for name in batch.keys() - {"advantages", "mask"}})
-    return policy_losses.policy_loss(inputs, batch["advantages"], batch["mask"], family, counts)
+    return policy_losses.policy_loss(**batch, options=family, counts=counts)
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:

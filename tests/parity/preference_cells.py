@@ -9,7 +9,6 @@ from parity.policy_cells import T, policy_batch, trl
 from torch import Tensor
 
 from minivlmrl.objectives import preference_losses as preference
-from minivlmrl.objectives import sft_loss as sft
 
 
 def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -63,7 +62,7 @@ def sft_cell(q: Question) -> Cell:
     counts = None if items is None else SimpleNamespace(tokens=items / processes)
 
     def ours(batch: dict):
-        return sft.sft_loss(batch["per_token_logps"], batch["mask"], kind, counts=counts), {}
+        return preference.sft_loss(batch["per_token_logps"], batch["mask"], kind, counts=counts), {}
 
     return loss_cell(q, policy_batch(q.seed), ours, partial(trl, "sft_loss", **q.options))
 
