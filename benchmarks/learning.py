@@ -66,6 +66,10 @@ def looks(file: str) -> str:
     return f"--data.eval_rewards=[accuracy, recipes/{file}:looks]"
 
 
+def shuffled(**weights: float) -> str:
+    return f"--rewards={json.dumps({f'recipes/shuffled.py:shuffled(of={name!r})': x for name, x in weights.items()})}"
+
+
 AFTER_SFT = "../train.py {root}/recipes/shapes.yaml --seed={seed} --stages=[sft] --output_dir=sft --num_threads=1"
 LORA = ["--model.config=null", "--model.path=sft/checkpoint", "--adapter.r=16", "--grpo.learning_rate=1e-3"]
 LORA += ["--adapter.target=[language, vision, merger]"]
@@ -83,7 +87,7 @@ PLAN = [
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
     Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--optimizer.name=adamw_8bit"], 0.25),
     Entry("lora", "shapes.yaml", ["--stages=[grpo]", *LORA], 0.43, before=AFTER_SFT),
-    grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
+    Entry("shuffled rewards", "shapes.yaml", [shuffled(format=0.5, accuracy=1.0)], most_sampled_gain=0.1),
     Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
     Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
@@ -109,7 +113,7 @@ LONG = [
     zoom("a third informed", "INFORMED", sampled_gain=0.5),
     zoom("a box", *BOX, "--sampling.max_new_tokens=56", looks(BOX[2]), sampled_gain=0.3),
     zoom("two looks", *TWICE, "--sampling.max_new_tokens=72", looks(TWICE[2]), sampled_gain=0.3),
-    Entry("zoom, shuffled rewards", "zoom.yaml", [*SHORT, "--grpo.shuffle_rewards=true"], most_sampled_gain=0.1),
+    Entry("zoom, shuffled rewards", "zoom.yaml", [*SHORT, shuffled(accuracy=1.0)], most_sampled_gain=0.1),
 ]
 
 

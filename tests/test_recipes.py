@@ -1,11 +1,14 @@
 """Recipes of the repository in small runs."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from runs import metrics, summary
 
+from minivlmrl.hub.load import load_name
+from minivlmrl.rewards import accuracy, format
 from minivlmrl.scale.checkpoint import load_model
 from recipes import localisation
 from recipes.digits import write_digits
@@ -44,6 +47,26 @@ def test_eval_rewards_say_what_is_reported(run, plain):
         "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "giou sampled", "giou greedy",
     ]  # fmt: skip
     assert table["greedy"] == 0 and table["giou greedy"] == -1  # an untrained model answers no box
+
+
+def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
+    """In one order for all rewards of a rollout, in another for another rollout; what cannot be judged stays so."""
+    shuffled = load_name(f"{ROOT}/recipes/shuffled.py:shuffled")
+    texts = [f"<think>.</think><answer>{i % 3}</answer>" if i % 2 else "" for i in range(20)]
+    columns = {"answer_texts": [i % 3 if i % 2 else None for i in range(20)], "solution": ["1"] * 19 + [None]}
+    columns["answer_texts"] = [None if one is None else str(one) for one in columns["answer_texts"]]
+    ids = [[i] for i in range(20)]
+    first, other = (shuffled(texts, completion_ids=x, **columns) for x in (ids, ids[::-1]))
+    right, form = accuracy(**columns), format(texts)
+    assert first not in (right, other) and Counter(first) == Counter(other) == Counter(right)
+    both = zip(first, shuffled(texts, of="format", completion_ids=ids, **columns), strict=True)
+    assert Counter(both) == Counter(zip(right, form, strict=True))
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    assert shuffled(said, of="format", completion_ids=ids, **columns) == shuffled(
+        texts, of="format", completion_ids=ids, **columns
+    )
+    control = f"--rewards={{{ROOT}/recipes/shuffled.py:shuffled: 1.0}}"
+    assert "rewards/" in " ".join(metrics(run("--stages=[grpo]", "--grpo.max_steps=1", control))[0])
 
 
 @pytest.mark.slow

@@ -1,0 +1,19 @@
+"""A control: what a reward says of a rollout's completions, permuted, so that it carries no information.
+
+    python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
+
+A run that learns from it has another source than its rewards. Each of several ranks permutes its own completions.
+"""
+
+import math
+import random
+
+from minivlmrl.reward_functions.names import get_reward
+
+
+def shuffled(completions, of="accuracy", **columns):
+    """Give each completion what another one earns by the reward `of`; all rewards are permuted alike."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    earned = get_reward(of)(completions=texts, **columns)
+    random.Random(repr(columns["completion_ids"])).shuffle(earned)
+    return [None if math.isnan(value) else value for value in earned]
