@@ -153,10 +153,9 @@ class Family(GRPOStage):
         if config.rollout_correction:
             low, high = config.rollout_correction_bounds
             for batch in batches:
-                batch.importance_sampling_ratio = rollout_importance_ratio(
-                    batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask,
-                    config.rollout_correction, high, low,
-                )  # fmt: skip
+                logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
+                ratio = rollout_importance_ratio(*logps, config.rollout_correction, high, low)
+                batch.importance_sampling_ratio = ratio
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -209,12 +208,12 @@ class Family(GRPOStage):
         """Take beta times k1 of its KL from the reward of each completion, for RLOO."""
         steps = [self.micro_batches(rollout, part) for part in parts]
         batches = [*chain(*steps)]
-        kl = torch.cat([
-            ((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu()
-            for b in batches
-        ])  # fmt: skip
+        kl = []
+        for batch in batches:
+            log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
+            kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
         order = torch.cat([batch.completion_index for batch in batches]).argsort()
-        rewards = rewards - self.config.beta * self.world.all_gather(kl[order])
+        rewards = rewards - self.config.beta * self.world.all_gather(torch.cat(kl)[order])
         local = self.world.local(leave_one_out(rewards, self.config.num_generations))
         for batch in batches:
             batch.advantages = local[batch.completion_index].to(self.world.device)
@@ -224,13 +223,15 @@ class Family(GRPOStage):
         logps, entropies = self.logps(batch.group)
         moves = self.config.num_iterations * self.config.steps_per_generation > 1
         loss, metrics = policy_loss(
-            batch.group.pad(logps), batch.advantages, batch.loss_mask, self.options,
+            *(batch.group.pad(logps), batch.advantages, batch.loss_mask, self.options),
             old_per_token_logps=batch.old_per_token_logps if moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             importance_sampling_ratio=batch.importance_sampling_ratio,
-            entropies=batch.group.pad(entropies), entropy_threshold=batch.entropy_threshold,
-            num_entropy_tokens=batch.num_entropy_tokens or batch.counts.tokens, counts=batch.counts,
-        )  # fmt: skip
+            entropies=batch.group.pad(entropies),
+            entropy_threshold=batch.entropy_threshold,
+            num_entropy_tokens=batch.num_entropy_tokens or batch.counts.tokens,
+            counts=batch.counts,
+        )
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
 

@@ -101,10 +101,9 @@ class PPO(GRPOStage):
         scores = self.world.local(total).nan_to_num(0.0)  # (n,)
         for batch in batches:
             old, ref = batch.old_per_token_logps, batch.ref_per_token_logps
-            earned = token_rewards(
-                scores[batch.completion_index].to(old.device), old, old if ref is None else ref,
-                batch.group.completion_mask, config.kl_coef,
-            )  # fmt: skip
+            ref = old if ref is None else ref
+            ends, mask = scores[batch.completion_index].to(old.device), batch.group.completion_mask
+            earned = token_rewards(ends, old, ref, mask, config.kl_coef)
             advantages, returns = gae(earned, batch.old_values, config.gamma, config.lam)
             batch.advantages, batch.returns = advantages, returns
         masks = [batch.loss_mask for batch in batches]
@@ -123,8 +122,11 @@ class PPO(GRPOStage):
     def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies, values = self.logps_and_values(batch.group)
         loss, metrics = ppo_loss(
-            batch.group.pad(logps), batch.group.pad(values), batch.loss_mask, self.config,
-            old_per_token_logps=batch.old_per_token_logps, old_values=batch.old_values,
-            advantages=batch.advantages, returns=batch.returns, counts=batch.counts,
-        )  # fmt: skip
+            *(batch.group.pad(logps), batch.group.pad(values), batch.loss_mask, self.config),
+            old_per_token_logps=batch.old_per_token_logps,
+            old_values=batch.old_values,
+            advantages=batch.advantages,
+            returns=batch.returns,
+            counts=batch.counts,
+        )
         return loss, metrics | self.diagnose(batch, logps, entropies)
