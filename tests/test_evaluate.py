@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.reward_functions.names import get_rewards
 from minivlmrl.rows import Row
 from minivlmrl.run import evaluate as file
+from minivlmrl.run.batches import DataSection
+from minivlmrl.run.config import RunConfig
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.sample import RunSampler
@@ -19,9 +20,15 @@ from minivlmrl.tasks.shapes import Shapes
 
 from stages import ONE
 
-REWARDS = get_rewards(["iou", "box_format", "acc_0_5"])
-PLAIN = get_rewards(["accuracy", "format"])
+REWARDS = ["iou", "box_format", "acc_0_5"]
 NAN = float("nan")
+
+
+def config(rewards=("accuracy", "format"), sampling=None, blind=False):
+    data = DataSection(eval_rewards=list(rewards), eval_blind=blind)
+    return RunConfig(data=data, sampling=sampling or SamplingOptions(max_new_tokens=6))
+
+
 SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
 
 
@@ -57,14 +64,14 @@ ROWS = [
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monkeypatch, batch_size):
     monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
-    assert evaluate(None, None, ROWS, SAMPLING, ONE, REWARDS) == {
+    assert evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
         "sampled": 0.25, "greedy": 0.5, "format": 0.6,
         "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
     }  # fmt: skip
 
 
 def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
-    result = evaluate(None, None, ROWS, SAMPLING, ONE, get_rewards(["box_format", "iou", "acc_0_5"]))
+    result = evaluate(None, None, ROWS, config(["box_format", "iou", "acc_0_5"], SAMPLING), ONE)
     first = ["sampled", "greedy", "iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
     assert list(result)[:6] == first
     assert [result[name] for name in first[:3]] == [0.25, 0.5, 0.6]
@@ -73,7 +80,7 @@ def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
 def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
     rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
-    assert evaluate(None, None, rows, SAMPLING, ONE, REWARDS) == {"greedy": 0.5, "format": 1.0}
+    assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {"greedy": 0.5, "format": 1.0}
 
 
 # with a model
@@ -88,9 +95,9 @@ def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
     rows = Shapes(5, "held out")
     drawn, original = [], RunSampler.__call__
     monkeypatch.setattr(RunSampler, "__call__", lambda *a: drawn.append(original(*a)) or drawn[-1])
-    one = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE, PLAIN)
+    one = evaluate(*model, rows, config(), ONE)
     monkeypatch.setattr(file, "BATCH_SIZE", 2)
-    two = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE, PLAIN)
+    two = evaluate(*model, rows, config(), ONE)
     assert one == two
     whole, parts = ([c.ids.tolist() for groups in calls for [c] in groups] for calls in (drawn[:2], drawn[2:]))
     assert whole == parts and len(parts) == 10 and len({*map(tuple, parts)}) > 1 and len(drawn) == 2 + 6
@@ -108,10 +115,9 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
         return torch.full((len(batch), 2), float(len(drawn))), [[None]] * len(batch)
 
     monkeypatch.setattr(file, "draw", recorded)
-    options = SamplingOptions(max_new_tokens=6)
-    assert "grey" not in evaluate(*model, rows, options, ONE, PLAIN)
+    assert "grey" not in evaluate(*model, rows, config(), ONE)
     drawn.clear()
-    values = evaluate(*model, rows, options, ONE, PLAIN, blind=True)
+    values = evaluate(*model, rows, config(blind=True), ONE)
     assert (values["sampled"], values["grey"], values["swapped"]) == (1.0, 3.0, 4.0)
     keys = [f"evaluation/{i}" for i in range(4)]
     assert all([key for _, key in batch] == keys for batch in drawn)
@@ -123,5 +129,7 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
 
 
 def test_a_blind_evaluation_of_a_model(model):
-    values = evaluate(*model, Shapes(3, "held out"), SamplingOptions(max_new_tokens=2), ONE, PLAIN, blind=True)
+    values = evaluate(
+        *model, Shapes(3, "held out"), config(sampling=SamplingOptions(max_new_tokens=2), blind=True), ONE
+    )
     assert values["grey"] == values["swapped"] == 0.0

@@ -12,7 +12,6 @@ import torch
 from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
-from minivlmrl.reward_functions.names import get_rewards
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
@@ -145,10 +144,9 @@ def test_the_cases_tell(results):
 
 def evaluation(folder, overrides, world):
     """Evaluate as many rows as data.eval_rows says; one of them is marked unseen."""
-    config = load_config(folder / "recipe.yaml", overrides)
+    config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
     model, processor = build_model(config, world)
-    rows, rewards = [Uneven()[i] for i in range(config.data.eval_rows)], get_rewards(["letters", "format"])
-    return evaluate(model, processor, rows, config.sampling, world, rewards, config.rollout.gather_weights)
+    return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
 
 
 def gather(folder, overrides, world):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minivlmrl.algorithms.answers import equal_share, pieces
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
+from minivlmrl.reward_functions.names import columns_of, recipe_columns
 from minivlmrl.rewards import ask_rewards
 from minivlmrl.rows import Row
 from minivlmrl.run.metrics import progress_bar
@@ -21,31 +21,25 @@ from minivlmrl.scale.ranks import World
 BATCH_SIZE = 64  # rows that a rank generates together
 
 
-def evaluate(
-    model, processor, rows, sampling, world: World, rewards: list[Reward], gather=True, blind=False
-) -> dict[str, float]:
+def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     """Answer held-out rows, once sampled and once greedily; returns means over those judged.
 
-    These are sampled and greedy (the first reward of a completion drawn at temperature 1, and of
-    the likeliest), format (the second, of what was sampled, if it is one), both of each further
-    reward, and the first over rows marked unseen. blind: also grey and swapped, sampled with grey
-    pictures and with those of the next row.
-
-    Args:
-        sampling: says where answers end; the rest is the evaluation's own, so that runs stay
-            comparable.
-        rewards: what counts, the form, and what else is to be reported.
-        gather: see scale/sharding.rollout_weights.
+    These are sampled and greedy (the first of data.eval_rewards of a completion drawn at
+    temperature 1, and of the likeliest), format (the second, of what was sampled, if it is one),
+    both of each further reward, and the first over rows marked unseen. With data.eval_blind also
+    grey and swapped, sampled with grey pictures and with those of the next row.
     """
-    plain = replace(sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    rewards, gather = config.held_out_rewards, config.rollout.gather_weights
+    # of the recipe's only where answers end, so that runs stay comparable
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def describe(row, completions: list, earned: list) -> tuple:
         return earned[0], bool(row.columns.get("unseen"))
 
     means, ways = {}, {"sampled": (1.0, None), "greedy": (0.0, None)}
-    ways |= {name: (1.0, see) for name, see in BLIND.items() if blind}
+    ways |= {name: (1.0, see) for name, see in BLIND.items() if config.data.eval_blind}
     for name, (temperature, see) in ways.items():
-        options = replace(plain, temperature=temperature)
+        options = replace(config.sampling, **plain, temperature=temperature)
         sample = build_sampler(model, processor, options, world, gather)
         judged = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe, see)))
         earned = torch.tensor([values for values, _ in judged], dtype=torch.float64)  # (rows, K)

@@ -68,10 +68,8 @@ class Results:
     def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""
         begin, config = time.perf_counter(), self.config
-        of = self.model, self.processor, self.held_out, config.sampling, self.world
         try:
-            how = config.held_out_rewards, config.rollout.gather_weights, config.data.eval_blind
-            values = evaluate(*of, *how)
+            values = evaluate(self.model, self.processor, self.held_out, config, self.world)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         stage = config.stages[0] if config.stages else name
