@@ -49,8 +49,8 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((key for key, count in Counter(keys).items() if count > 1), None):
-            said = f"{twice!r} is there twice"
-            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+            problem = f"{twice!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -164,7 +164,7 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
 def _build(cls, values: Any, prefix: str, json: bool):
     where = prefix.rstrip(".") or "the file"
     require(isinstance(values, dict), where, values, "an object with names and values")
-    hints, found = typing.get_type_hints(cls, include_extras=True), {}
+    hints, checked = typing.get_type_hints(cls, include_extras=True), {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields and not json:
@@ -175,17 +175,17 @@ def _build(cls, values: Any, prefix: str, json: bool):
             raise ValueError(f"unknown key {prefix}{name}; {known}")
     for name, field in fields.items():
         if name in values:
-            found[name] = _read(hints[name], values[name], f"{prefix}{name}", json)
+            checked[name] = _read(hints[name], values[name], f"{prefix}{name}", json)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{prefix}{name} is missing")
     try:
-        return cls(**found)
+        return cls(**checked)
     except ValueError as error:  # what a __post_init__ refuses
         raise ValueError(f"{prefix}{error}") from None
 
 
 def help_of(cls) -> dict[str, str]:
-    """Field -> the comment before or after it in the source of a dataclass; "" where none is."""
+    """Read the comment before or after each field in the source of a dataclass; "" if none is."""
     comments = {}
     for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         above = []
@@ -201,7 +201,7 @@ def help_of(cls) -> dict[str, str]:
 
 
 def type_text(hint) -> str:
-    """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
+    """Say an annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
     hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:

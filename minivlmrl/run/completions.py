@@ -93,13 +93,13 @@ class CompletionsLog:
 
 
 def is_past(line: dict, progress) -> bool:
-    """Whether a line is of a step that a resumed run does not repeat."""
+    """Say whether a line is of a step that a resumed run does not repeat."""
     done, now = progress.stages[: progress.stage], progress.stages[progress.stage]
     return line["stage"] in done or (line["stage"] == now and line["step"] < progress.step)
 
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
-    """Each group of this rank that a step trains on: its row, and what a line says of it."""
+    """Yield each group of this rank that a step trains on: its row, and its line but images."""
     rollout, G, means = step.rollout, algorithm.config.num_generations, {}  # 0: left out
     for batch in step.micro_batches:
         # (R, 1), or PPO's (R, T), of which the mean counts
@@ -149,7 +149,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float | None]]:
-    """Text and log-probability of each token; a character of several tokens is with the last."""
+    """Yield text and log-probability of each token; a character of several is with the last."""
     stream = DecodeStream(skip_special_tokens=False)
     of = completion.ids, completion.logps, completion.written
     for token_id, logp, written in zip(*(x.tolist() for x in of), strict=True):

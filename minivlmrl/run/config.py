@@ -30,7 +30,7 @@ from minivlmrl.scale.sharding import ShardingSection
 
 # what an answer depends on besides weights, and no file of a Hugging Face folder says
 PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "add_vision_id", "box_space"]
-SAID = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
+KEPT = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
 
 Weight = Annotated[float, "(-inf, inf)"]
 TEXTS = {hint for text in (str, FilePath, RecipePath, Code) for hint in (text, text | None)}
@@ -141,7 +141,7 @@ class RunConfig:
 
     @property
     def distill(self) -> GRPOSection:
-        """The section of the stage `distill`, whose rollouts are GRPO's."""
+        """Return the section of the stage `distill`, whose rollouts are GRPO's."""
         return self.grpo
 
     @cached_property
@@ -156,7 +156,7 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP2 holds the weights: sharded ones, or layers with a dtype of their own."""
+        """Say whether FSDP2 holds the weights: sharded, or layers with a dtype of their own."""
         return self.sharding.enabled or self.model.compute_dtype is not None
 
 
@@ -202,8 +202,9 @@ def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
         for name in names if {Code, RewardName} & _types(hint) else ():
             if ":" in name and not any(name in override for override in overrides):
                 what = f"it was found, not asked for, and names code, {name}"
-                cure = f"read it; --recipe={recipe} says that it may run"
-                raise ValueError(f"{recipe}: {what}; {cure}")
+                raise ValueError(
+                    f"{recipe}: {what}; read it; --recipe={recipe} says that it may run"
+                )
 
 
 def _fields(section) -> Iterator[tuple[object, str, object]]:
@@ -236,7 +237,7 @@ def _located(hint, value, beside: Path):
 
 
 def _hint(key: str):
-    """The type of a field, "section.name"; None: there is no such field."""
+    """Find the type of a field, "section.name"; None: there is no such field."""
     hint = RunConfig
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
@@ -256,25 +257,25 @@ def _value(key: str, text: str):
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved config as a recipe that reproduces it, in a folder that is free."""
+    """Write the resolved config as a recipe that repeats the run in a folder that is free."""
     values = dataclasses.asdict(config) | {"resume": None}
     return yaml.safe_dump(values, sort_keys=False)
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
     """Name what a recipe says: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
-    found = {}
+    named = {}
     for name, value in values.items():
-        own = f"{prefix}{name}"
-        found |= flat(value, f"{own}.") if isinstance(value, dict) else {own: value}
-    return found
+        is_section = isinstance(value, dict)
+        named |= flat(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return named
 
 
 def asked_yaml(config: RunConfig) -> str:
-    """What is written beside the weights of a run, a recipe: how they are to be asked."""
+    """Write the part of a recipe that lies beside weights: how these are to be asked."""
     values = dataclasses.asdict(config)
-    said = {name: {key: values[name][key] for key in keys} for name, keys in SAID.items()}
-    return yaml.safe_dump(said | {"sampling": values["sampling"]}, sort_keys=False)
+    asked = {name: {key: values[name][key] for key in keys} for name, keys in KEPT.items()}
+    return yaml.safe_dump(asked | {"sampling": values["sampling"]}, sort_keys=False)
 
 
 def _replace(values, path: list[str], value):
@@ -285,6 +286,6 @@ def _replace(values, path: list[str], value):
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are: beside the package in a clone, inside it in a wheel."""
+    """Find the recipes: beside the package in a clone, inside it in a wheel."""
     folders = [folder / "recipes" for folder in Path(__file__).resolve().parents[1:3]]
     return next(folder for folder in folders if (folder / "shapes.yaml").is_file())

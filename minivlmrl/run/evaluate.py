@@ -57,7 +57,7 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
 
 
 def following_pictures(row: Row, rows) -> list[PIL.Image.Image]:
-    """As many pictures as a row has, of the next row that has any."""
+    """Take as many pictures as a row has of the next row that has any."""
     others = (rows[(row.index + k) % len(rows)].images for k in range(1, len(rows) + 1))
     return list(islice(cycle(next(filter(len, others), ())), len(row.images)))
 

@@ -71,7 +71,7 @@ def build_model(
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """What a tokenizer of one's own is trained on: questions and answers of 10,000 rows a stage."""
+    """Yield what a tokenizer is trained on: questions and answers of 10,000 rows a stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for rows in (rows for stage, rows in datasets.items() if stage != "eval"):
         for row in islice(rows, 10_000):

@@ -37,7 +37,7 @@ def build_optimizer(
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What the optimizer keeps of a parameter, as before its first update."""
+    """Make what the optimizer keeps of a parameter before its first update."""
     if isinstance(optimizer, AdamW8bit):
         return adamw8bit.empty_state(parameter)
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
