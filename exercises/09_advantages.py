@@ -10,9 +10,8 @@ group_std and nanstd divide by n - 1. The mean is the group's in all three.
 """
 
 MEAN_AND_STD = """\
-to_groups(rewards, num_generations).nanmean(1).repeat_interleave(
-    num_generations
-)
+mean = to_groups(rewards, num_generations).nanmean(1)  # of each group
+centred = rewards - mean.repeat_interleave(num_generations)
 if scale_rewards == "none":
     return centred.nan_to_num(0.0)
 group = group_std(rewards, num_generations).repeat_interleave(num_generations)"""
@@ -30,19 +29,16 @@ WRONG = {
     "you take the larger of the deviation and EPSILON; it is added": ("(std + EPSILON)", "std.clamp(min=EPSILON)"),
     "you divide by the variance: the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
     "`repeat` tiles the groups' numbers one after the other; each belongs to neighbours: repeat_interleave": [
-        ("nanmean(1).repeat_interleave(", "nanmean(1).repeat("),
+        ("mean.repeat_interleave(", "mean.repeat("),
         ("num_generations).repeat_interleave(num_generations)", "num_generations).repeat(num_generations)"),
         (MEAN_AND_STD, TILED),
     ],
     "the completions of a group are neighbours: view(-1, num_generations), not view(num_generations, -1)": [
-        ("centred =", "num_generations = max(1, len(rewards) // num_generations)\ncentred ="),
-        (
-            "centred = rewards - " + MEAN_AND_STD,
-            "columns = rewards.view(num_generations, -1).T\ncentred = rewards - " + COLUMNS,
-        ),
+        ("mean = to", "num_generations = max(1, len(rewards) // num_generations)\nmean = to"),
+        (MEAN_AND_STD, "columns = rewards.view(num_generations, -1).T\n" + COLUMNS),
     ],
     "the mean is the batch's; completions are compared with their group": (
-        "to_groups(rewards, num_generations).nanmean(1).repeat_interleave(\n    num_generations\n)",
+        "mean.repeat_interleave(num_generations)",
         "rewards.nanmean()",
     ),
     "also with \"batch\" the mean is the group's; only the deviation is the batch's": (
@@ -58,8 +54,8 @@ WRONG = {
         'scale_rewards = scale_rewards.replace("none", "group")',
     ),
     "a reward of NaN counts as 0 in your means; it counts in none": (
-        "centred = rewards",
-        "rewards = rewards.nan_to_num(0.0)\ncentred = rewards",
+        "mean = to",
+        "rewards = rewards.nan_to_num(0.0)\nmean = to",
     ),
     "one NaN makes its whole group NaN: leave it out of the mean": (").nanmean(1)", ").mean(1)"),
     "torch's std makes a group with one NaN NaN: leave it out, as group_std and nanstd do": (

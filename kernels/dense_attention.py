@@ -36,8 +36,8 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 class Reorder(torch.autograd.Function):
     """x[index] with a gradient that is a copy of rows too, which adds nothing up.
 
-    back: (len(x),) where index has each row of x; what it has besides only fills up, and must get
-    no gradient. None: index has no row twice.
+    back: (len(x),) the position in `index` of each row of x; other positions are padding, and must
+    get no gradient. None: index has no row twice.
     """
 
     @staticmethod

@@ -72,7 +72,7 @@ def after_prompt(
 
     On a CPU all completions of a prompt are queries of one product with its keys, which are not
     copied for each. With more scores than SHARED_BYTES, and on a GPU, the fused kernel reads
-    copies: there scores never get to memory.
+    copies: there the scores stay on the chip.
 
     Args:
         q: (R, H, C, D) of completions.

@@ -28,9 +28,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """
     if num_generations == 1 and scale_rewards != "none":
         raise ValueError("num_generations is 1: one completion has no standard deviation; use 2")
-    centred = rewards - to_groups(rewards, num_generations).nanmean(1).repeat_interleave(
-        num_generations
-    )
+    mean = to_groups(rewards, num_generations).nanmean(1)  # of each group
+    centred = rewards - mean.repeat_interleave(num_generations)
     if scale_rewards == "none":
         return centred.nan_to_num(0.0)
     group = group_std(rewards, num_generations).repeat_interleave(num_generations)

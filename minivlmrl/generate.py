@@ -66,7 +66,7 @@ class Sampler:
 
 
 class Decode:
-    """One decode step; sampling/captured.py captures it as a CUDA graph."""
+    """One decode step; sampling/captured.py captures it as a CUDA graph, environments/ feed it."""
 
     attention_type = DecodeAttention
 
@@ -105,10 +105,10 @@ def generate(
         if step + 1 == max_new_tokens:
             break
         if (step + 1) % attention.select_every == 0:
-            known = going_on.cpu()
-            if not known.any():
+            on_host = going_on.cpu()  # a GPU is waited for here alone
+            if not on_host.any():
                 break
-            if (rows := attention.select(known)) is not None:  # drop finished rows
+            if (rows := attention.select(on_host)) is not None:  # finished rows were dropped
                 state = running, ids, position, going_on
                 running, ids, position, going_on = (x[rows] for x in state)
         logits = decode(model, ids, position + step, attention)
@@ -134,11 +134,12 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     if not logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
+    columns = [x[order].split(lengths) for x in (ids, logps, ends)]
     completions = []
-    for row in zip(*(x[order].split(lengths) for x in (ids, logps, ends)), strict=True):
-        last = int(row[2].byte().argmax()) if row[2].any() else len(row[2]) - 1
-        own_ids, own_logps, own_ends = (x[: last + 1] for x in row)  # a row may go on for a while
-        completions.append(Completion(own_ids, own_logps, bool(own_ends[-1])))
+    for row_ids, row_logps, row_ends in zip(*columns, strict=True):
+        ended = row_ends.tolist()  # between two calls of `select` a finished row goes on
+        length = ended.index(True) + 1 if True in ended else len(ended)
+        completions.append(Completion(row_ids[:length], row_logps[:length], ended[length - 1]))
     starts = range(0, len(completions), num_generations)
     return [completions[i : i + num_generations] for i in starts]
 

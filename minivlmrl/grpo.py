@@ -48,6 +48,10 @@ class Rollout:
 class GRPO:
     """Group relative policy optimization; with sequence-level ratios it is GSPO.
 
+    Runs as it is. Stages of a recipe, algorithms/, replace parts of it: GRPOStage `columns`,
+    `metrics` (all that is logged) and `split` (by tokens); the rest of the family, PPO and Distill
+    also `roll_out`, `prepare`, `micro_batches`, `teaching`, `add_logps` and `loss`.
+
     Args:
         policy: the model that is trained.
         sample: draws completions with the policy.
@@ -73,11 +77,11 @@ class GRPO:
             rollout = self.roll_out(rows)
             size = len(rollout.rows) // self.config.steps_per_generation
             parts = [range(i, i + size) for i in range(0, len(rollout.rows), size)]
-            steps = self.prepare(rollout, parts)
-            last = self.config.num_iterations * len(steps) - 1
-            for number in range(last + 1):
-                at = number % len(steps)
-                yield Step(steps[at], rollout.metrics, number == last, rollout, parts[at])
+            steps = list(zip(self.prepare(rollout, parts), parts, strict=True))
+            steps *= self.config.num_iterations
+            for number, (micro_batches, part) in enumerate(steps, start=1):
+                ends_rollout = number == len(steps)
+                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, part)
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions of each row and ask the rewards about them."""
@@ -87,7 +91,7 @@ class GRPO:
         return Rollout(rows, prompts, completions, rewards)
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:
-        """Collect what the rewards are given."""
+        """Collect the columns that rewards take as arguments."""
         return reward_columns(rows, completions, self.processor)
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[MicroBatch]]:
@@ -97,11 +101,11 @@ class GRPO:
         total = combine(rewards, self.reward_weights)  # (all n,)
         rollout.metrics = self.metrics(rollout, rewards, total)
         advantages = group_advantages(total, config.num_generations, config.scale_rewards)
-        own = self.world.local(advantages)  # (n,)
-        return [self.micro_batches(rollout, part, own) for part in parts]
+        advantages = self.world.local(advantages)  # (n,)
+        return [self.micro_batches(rollout, part, advantages) for part in parts]
 
     def metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-        """Say what the completions of all ranks earned."""
+        """Say what the completions of all ranks earned; GRPOStage says more."""
         return {"reward": total.nanmean().item()}
 
     @torch.no_grad()
@@ -114,20 +118,21 @@ class GRPO:
             advantages: (n,); None: they are computed later, from the micro-batches.
         """
         G, device = self.config.num_generations, self.world.device
-        answers = [completion for group in rollout.completions for completion in group]  # n
-        lengths = [int(c.written.sum()) for c in answers[part.start * G : part.stop * G]]
-        totals = self.world.sum(len(lengths), sum(lengths))
+        completions = [completion for group in rollout.completions for completion in group]  # n
+        # a loss divides by all that was written, also by rows that `teaching` leaves out below
+        written = [c.written for c in completions[part.start * G : part.stop * G]]
+        totals = self.world.sum(len(written), int(torch.cat(written).sum()))
         counts = Counts(*totals, self.sample.sampling.max_new_tokens)
         batches = []
         for rows in self.split(rollout, part):
             rows = rows if advantages is None else self.teaching(rows, advantages)
-            groups = [(i, list(own)) for i, own in groupby(rows, key=lambda row: row // G)]
+            groups = [(i, list(group)) for i, group in groupby(rows, key=lambda row: row // G)]
             prompts = [rollout.prompts[i] for i, _ in groups]
-            said = [[answers[row] for row in own] for _, own in groups]
-            group = pack(prompts, said, self.policy.config, device)
+            answers = [[completions[row] for row in group] for _, group in groups]
+            group = pack(prompts, answers, self.policy.config, device)
             batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
-            drawn = torch.cat([answers[row].logps for row in rows])
-            batch.sampler_logps = group.pad(drawn.to(device))
+            logps = torch.cat([completions[row].logps for row in rows])
+            batch.sampler_logps = group.pad(logps.to(device))
             batch.advantages = None if advantages is None else advantages[rows].to(device)
             self.add_logps(batch)
             batches.append(batch)
@@ -140,7 +145,7 @@ class GRPO:
         return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
 
     def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """Leave out what has no gradient; one stays, as all ranks compute sharded weights."""
+        """Drop rows of advantage 0; keep one, as every rank of a sharded model must run."""
         if self.config.beta:
             return rows
         return [row for row in rows if advantages[row] != 0] or rows[:1]
@@ -154,7 +159,7 @@ class GRPO:
             batch.ref_per_token_logps = self.reference.logps(batch.group, temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """(M,) log-probabilities and entropies, at the temperature of the draws."""
+        """(M,) log-probabilities and entropies, at the sampling temperature."""
         return per_token_logps(self.policy, group, self.sample.sampling.temperature)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,13 +173,13 @@ class GRPO:
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
     def diagnose(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Entropy; and by how many nats trainer and sampler differ about a token."""
+        """Measure the entropy, and by how many nats trainer and sampler differ about a token."""
         old = batch.old_per_token_logps
         old = batch.group.pad(logps.detach()) if old is None else old
         mismatch = ((old - batch.sampler_logps) * batch.group.completion_mask).abs()
         square = (mismatch.square() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
-        found = {
+        return {
+            "entropy": batch.mean(entropies),
             "rollout/logp_mismatch": mismatch.max(),
             "rollout/logp_mismatch_rms": square.sqrt(),
         }
-        return {"entropy": batch.mean(entropies)} | found

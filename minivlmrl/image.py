@@ -108,7 +108,7 @@ class ImageProcessor:
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames  # or that of hub/preprocessor.py
-    videos: object = None  # rules of a family for videos, hub/qwen3_vl.py; None: data/video.py's
+    videos: object = None  # hub/qwen3_vl.Videos, sizes of frames; None: those of data/video.py
 
     @property
     def factor(self) -> int:
@@ -128,8 +128,8 @@ class ImageProcessor:
         """Resize, normalise and cut into patches.
 
         Args:
-            options: of this image alone: min_pixels and max_pixels, bounds of its area; or
-                resized_height and resized_width, and then the processor's bounds hold.
+            options: of this image alone: min_pixels and max_pixels instead of the processor's
+                bounds; or resized_height and resized_width, rounded within the processor's bounds.
         Returns:
             pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
         """

@@ -33,7 +33,7 @@ class PolicyLoss:
 
     def __post_init__(self):
         for name, least in (("epsilon_low", 0), ("epsilon_high", self.epsilon_low), ("beta", 0)):
-            if not getattr(self, name) >= least:  # nor is NaN
+            if not getattr(self, name) >= least:  # refuses NaN too
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         for name in ("loss_type", "importance_sampling_level", "kl_estimator"):
             known = get_args(get_type_hints(type(self))[name])  # of the Literal

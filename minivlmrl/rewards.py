@@ -21,7 +21,7 @@ THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.D
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def format(completions: list[str], **columns) -> list[float]:
+def tag_format(completions: list[str], **columns) -> list[float]:
     """1.0 for exactly <think>...</think><answer>...</answer>: each tag once, both filled."""
 
     def fits(completion: str) -> bool:
@@ -36,10 +36,10 @@ def format(completions: list[str], **columns) -> list[float]:
 def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[float | None]:
     """1.0 if the answer is the solution, but for case, spacing and a final full stop."""
 
-    def judged(said: str | None, truth: str | float | None) -> float | None:
+    def judged(answer: str | None, truth: str | float | None) -> float | None:
         if truth is None or not normalize(str(truth)):
             return None
-        return float(said is not None and normalize(said) == normalize(str(truth)))
+        return float(answer is not None and normalize(answer) == normalize(str(truth)))
 
     return [judged(a, s) for a, s in zip(answer_texts, solution, strict=True)]
 
@@ -60,12 +60,12 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 def last_answer(text: str) -> str | None:
     """Find what the last <answer>...</answer> says; in one pass, however often a text opens it."""
-    found, end = None, 0
+    answer, end = None, 0
     while (start := text.find("<answer>", end)) >= 0:
         if (end := text.find("</answer>", start)) < 0:
             break
-        found = text[start + len("<answer>") : end]
-    return found
+        answer = text[start + len("<answer>") : end]
+    return answer
 
 
 def normalize(text: str) -> str:
@@ -77,9 +77,10 @@ def normalize(text: str) -> str:
 def reward_columns(
     rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
 ) -> dict[str, list]:
-    """Collect what rewards are given, n = B * G values each, None where a row lacks a column.
+    """Collect the columns of rewards, n = B * G values each, None where a row lacks one.
 
-    `completions` are the texts that were written, `answer_texts` what they answer.
+    `completions` are the texts that were written, `answer_texts` what they answer; those of
+    reward_functions/ may also read the prompts, images, ids and names of the rows.
     """
     G = len(completions[0])
     names = sorted(set().union(*(row.columns for row in rows)))

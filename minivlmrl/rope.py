@@ -40,7 +40,7 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
-    pieces, done, position = [], 0, 0  # ids[:done] have theirs; `position` is the next token's
+    pieces, done, position = [], 0, 0  # positions of ids[:done]; `position`: of the next token
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = next((i for i in range(done, len(ids)) if ids[i] in placeholders), len(ids))
@@ -52,7 +52,7 @@ def get_rope_index(
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
         pieces.append(grid + position)
-        position += int(grid.max()) + 1
+        position += int(grid.max()) + 1  # the largest on any axis
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
         raise ValueError("input_ids have an image or video token that none of the grids needs")

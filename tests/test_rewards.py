@@ -7,7 +7,7 @@ import torch
 
 from minivlmrl import rewards as rewards_file
 from minivlmrl.reward_functions.names import columns_of, get_rewards
-from minivlmrl.rewards import accuracy, find_answer, format, reward_columns
+from minivlmrl.rewards import accuracy, find_answer, reward_columns, tag_format
 from minivlmrl.rows import Completion, Row
 
 from earnings import earnings
@@ -33,7 +33,7 @@ FORMS = {
 
 
 def test_format():
-    assert dict(zip(FORMS, format(list(FORMS)), strict=True)) == FORMS
+    assert dict(zip(FORMS, tag_format(list(FORMS)), strict=True)) == FORMS
 
 
 def test_accuracy_is_earned():
@@ -90,7 +90,7 @@ def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
     text, Counted.looked = Counted(unit * (10**6 // len(unit))), 0
     assert find_answer(text) == expected and Counted.looked <= 2 * len(text)
     monkeypatch.setattr(rewards_file, "THINK_ANSWER", None)  # of a text with a tag twice it would take as long
-    assert rewards_file.format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
+    assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
 
 
 # where a completion says its answer: (tags, whole, last_line)

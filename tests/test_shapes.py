@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from minivlmrl.rewards import accuracy, find_answer, format
+from minivlmrl.rewards import accuracy, find_answer, tag_format
 from minivlmrl.run import batches
 from minivlmrl.run.config import DataSection, RunConfig
 from minivlmrl.tasks import shapes
@@ -57,7 +57,7 @@ def test_share_of_wrong_labels(share):
     rows = each(Shapes(600, 0, share))
     texts, solutions = [row.completion for row in rows], [row.columns["solution"] for row in rows]
     wrong = accuracy(map(find_answer, texts), solutions).count(0.0) / 600
-    assert format(texts) == [1.0] * 600
+    assert tag_format(texts) == [1.0] * 600
     assert abs(wrong - share * 11 / 12) < 0.06 and (share or wrong == 0)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards import find_answer, format
+from minivlmrl.rewards import find_answer, tag_format
 from minivlmrl.rows import Processor, Prompt, Row
 
 Extents = list[tuple[float, float] | None]
@@ -78,8 +78,8 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
-    """1.0 for rewards.format's form around boxes that are all valid and inside, or around none."""
-    values, forms = [], format(completions)
+    """1.0 for the form of tag_format around boxes that are all valid and inside, or around none."""
+    values, forms = [], tag_format(completions)
     for completion, form, extent in zip(completions, forms, answer_extents, strict=True):
         answered = extent and read_boxes(completion, extent)
         none = boxes.says_none(find_answer(completion) or "")
