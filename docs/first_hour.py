@@ -45,9 +45,9 @@ processor.tokenizer.decode(prompt.input_ids.tolist())
 ---
 **A group of answers.** Sampling reads the prompt once and decodes all answers together. Random weights say noise.
 ---
-from minivlmrl.generate import SamplingConfig, chooser, generate
+from minivlmrl.generate import Sampler, SamplingConfig
 
-[answers] = generate(model, [prompt], 4, 12, chooser(SamplingConfig(), processor.stop_token_ids))
+[answers] = Sampler(model, processor, SamplingConfig(max_new_tokens=12))([prompt], 4, keys=["first"])
 [processor.decode(answer.ids) for answer in answers]
 ---
 **A loss** takes log-probabilities and advantages, and imports torch alone, so it can be copied out. An answer's

@@ -13,8 +13,8 @@ class Control(str):
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
 ENDS = (END, Control("<|endoftext|>"))  # a completion ends with either: of a turn, of a document
-# One for each image or video, found by `is`, as text may spell the same; rows.py repeats it.
-IMAGE, VIDEO = Control("<|image_pad|>"), Control("<|video_pad|>")
+IMAGE = Control("<|image_pad|>")  # one for each image; rows.py repeats it for each merged token
+VIDEO = Control("<|video_pad|>")  # the same for a video
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 

@@ -134,7 +134,7 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     if not logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
-    columns = [x[order].split(lengths) for x in (ids, logps, ends)]
+    columns = (x[order].split(lengths) for x in (ids, logps, ends))  # a part for each row
     completions = []
     for row_ids, row_logps, row_ends in zip(*columns, strict=True):
         ended = row_ends.tolist()  # between two calls of `select` a finished row goes on
@@ -145,14 +145,14 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
 
 
 def chooser(
-    sampling: SamplingConfig, stop: Sequence[int], draw: Callable | None = None,
-    warp: Callable | None = None, device="cpu",
+    sampling: SamplingConfig, stop: Sequence[int], draw: Callable, warp: Callable | None = None,
+    device="cpu",
 ) -> Choose:  # fmt: skip
     """Make a `choose` for generate.
 
     Args:
         stop: ids that end a completion.
-        draw: (probs (r, V), rows, step) -> ids (r,); default torch.multinomial.
+        draw: (probs (r, V), rows, step) -> ids (r,), see draw_by.
         warp: (logits (r, V), rows, step) -> scores (r, V), whose softmax is drawn from; default
             logits / temperature. Filters are such functions; they change no log-probability.
     """
@@ -162,12 +162,8 @@ def chooser(
         logits = logits.float()
         scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
         scores = scaled if warp is None else warp(logits, rows, step)
-        if sampling.temperature == 0:
-            ids = scores.argmax(-1)
-        elif draw is None:
-            ids = torch.multinomial(scores.softmax(-1), 1)[:, 0]
-        else:
-            ids = draw(scores.softmax(-1), rows, step)
+        greedy = sampling.temperature == 0
+        ids = scores.argmax(-1) if greedy else draw(scores.softmax(-1), rows, step)
         logps = scaled.gather(-1, ids[:, None])[:, 0] - scaled.logsumexp(-1)
         return ids, logps, torch.isin(ids, stop)
 

@@ -168,7 +168,7 @@ def test_keys_and_values(config, monkeypatch):
 
     monkeypatch.setattr(attention.DecodeAttention, "__init__", measured)
     model, prompt = real(config, WORK)
-    choose = chooser(SamplingConfig(), [])
+    choose = chooser(SamplingConfig(), [], draw_by(torch.rand(6, WORK.completion_tokens, dtype=torch.float64)))
     generate(model, [prompt] * 2, 3, WORK.completion_tokens, choose)
     near(Costs(config).keys_and_values(torch.float32, WORK), sizes[0])
 
