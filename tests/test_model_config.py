@@ -1,17 +1,18 @@
 """config.json of the hub's models and of transformers, old and new: what is read, what is written, what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
-from record_checkpoints import RECORDED, VERSIONS
 
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 
 import tiny
 
+RECORDED, VERSIONS = Path(__file__).parent / "recorded", ["4.49.0", "4.51.3", "4.57.6"]
 RECORDS = {v: json.loads((RECORDED / f"checkpoints_transformers_{v}.json").read_text()) for v in VERSIONS}
 
 

@@ -1,10 +1,8 @@
-"""Positions of prompts with images and videos by an installed transformers:
-
-    PYTHONPATH=tests/helpers python tests/record/record_positions.py
+"""Prompts with images and videos, drawn from a seed, of whose positions transformers was asked.
 
 Videos follow the rule of transformers 4.49 to 4.51, which is Qwen's own and vLLM's; later versions depart from it (see
-rope.py). So test_rope.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this
-script printed with transformers 4.51.3 (and 4.49.0: the same).
+rope.py). So test_rope.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this file's script
+of commit 64c7842 printed with transformers 4.51.3 (and 4.49.0: the same).
 """
 
 import hashlib
@@ -39,30 +37,3 @@ def cases():
 
 def digest(positions: torch.Tensor) -> str:
     return hashlib.sha256(json.dumps(positions.tolist()).encode()).hexdigest()[:16]
-
-
-def record() -> dict:
-    import transformers
-
-    digests = {}
-    for model_type, name in (("qwen2_5_vl", "Qwen2_5_VL"), ("qwen2_vl", "Qwen2VL")):
-        config = transformers.AutoConfig.for_model(**tiny.config(model_type=model_type).to_dict())
-        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-        digests[model_type] = []
-        for ids, kinds, grids, seconds in cases():
-            images = [grid for grid, kind in zip(grids, kinds, strict=True) if kind == "image"]
-            videos = [grid for grid, kind in zip(grids, kinds, strict=True) if kind == "video"]
-            arguments = {
-                "image_grid_thw": torch.tensor(images) if images else None,
-                "video_grid_thw": torch.tensor(videos) if videos else None,
-            }
-            if model_type == "qwen2_5_vl" and videos:
-                of_videos = [s for s, kind in zip(seconds, kinds, strict=True) if kind == "video"]
-                arguments["second_per_grid_ts"] = torch.tensor(of_videos)
-            positions, _ = model.get_rope_index(torch.tensor([ids]), **arguments)
-            digests[model_type].append(digest(positions[:, 0]))
-    return {"transformers": transformers.__version__, "torch": torch.__version__, **digests}
-
-
-if __name__ == "__main__":
-    print(json.dumps(record()))

@@ -1,32 +1,17 @@
-"""Records what transformers' torchvision processors and qwen-vl-utils make of images and videos.
+"""Images and videos, drawn from seeds, of which transformers' torchvision processors and qwen-vl-utils were asked.
 
-Neither is installed by the tests, so test_image.py and test_video.py hold ours against tests/recorded/vision_*.json:
-
-    pip install --target /tmp/oracles --no-deps torchvision==0.28.0
-    pip install --target /tmp/utils --no-deps qwen-vl-utils==0.0.14
-    python tests/record/record_vision.py torchvision /tmp/oracles tests/recorded/vision_torchvision_0.28.0.json
-    python tests/record/record_vision.py qwen_vl_utils /tmp/oracles /tmp/utils \\
-        tests/recorded/vision_qwen_vl_utils_0.0.14.json
-    python tests/record/record_vision.py qwen3_vl /tmp/oracles tests/recorded/vision_qwen3_vl_5.23.0.json
-
-(requests and packaging have to be there; transformers brings them). The cases are drawn here from a seed, and the
-tests draw the same ones. On torch for the CPU torchvision only imports once its compiled operators are declared, which
-is done below; resizing and normalising use none of them.
+Neither is installed by the tests, so test_image.py and test_video.py hold ours against tests/recorded/vision_*.json,
+which this file's script of commit 64c7842 wrote with torchvision 0.28.0, qwen-vl-utils 0.0.14 and transformers 5.23.0.
 """
 
 import hashlib
 import io
 import json
 import random
-import sys
-import types
-from itertools import islice
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import PIL.Image
-import torch
 
 
 def digest(values) -> str:
@@ -153,100 +138,9 @@ def film_size_cases():
         yield rng.randint(2, 768), height, width, least, least * rng.choice((1, 6, 600, 24576))
 
 
-def import_torchvision(folder):
-    """Import it and transformers; returns their versions."""
-    sys.path.insert(0, folder)
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import torchvision
-    import transformers
-
-    torchvision.library_of_the_operators = library  # they vanish with it
-    return {"transformers": transformers.__version__, "torchvision": torchvision.__version__}
-
-
-def record_torchvision():
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-
-    images, videos = [], []
-    for image, settings in image_cases():
-        made = Qwen2VLImageProcessor(**settings)(images=[image], return_tensors="pt")
-        images.append([made["image_grid_thw"][0].tolist(), digest(made["pixel_values"])])
-    for frames, settings, bounds in video_cases():
-        processor = Qwen2VLVideoProcessor(**settings, **bounds, cap_pixels_per_frame=False)
-        made = processor(videos=[frames], return_tensors="pt")
-        videos.append([made["video_grid_thw"][0].tolist(), digest(made["pixel_values_videos"])])
-    return {"images": images, "videos": videos}
-
-
-def record_qwen3_vl():
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
-    from transformers.video_utils import VideoMetadata
-
-    stock, samples, films = Qwen3VLVideoProcessor(), [], []
-    for total, video_fps, options in islice(sampling_cases(), 500):
-        metadata = VideoMetadata(total_num_frames=total, fps=video_fps)
-        indices = stock.sample_frames(metadata, fps=options.get("fps")).tolist()
-        samples.append([len(indices), digest(indices)])
-    sizes = [
-        attempt(smart_resize, nframes, height, width, 2, 32, least, most)
-        for nframes, height, width, least, most in film_size_cases()
-    ]
-    for frames, rate, size in film_cases():
-        metadata = [{"total_num_frames": len(frames), "fps": float(rate), "duration": len(frames) / rate}]
-        made = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)(
-            videos=[frames], video_metadata=metadata, return_metadata=True, return_tensors="pt"
-        )
-        indices = [int(index) for index in made["video_metadata"][0].frames_indices]
-        films.append([indices, made["video_grid_thw"][0].tolist(), digest(made["pixel_values_videos"])])
-    return {"sampling": samples, "sizes": sizes, "films": films}
-
-
 def attempt(function, *arguments, **options):
+    """What a function returns, None where it refuses."""
     try:
         return function(*arguments, **options)
     except (ValueError, AssertionError):
         return None
-
-
-def record_qwen_vl_utils(utils_folder):
-    sys.path.insert(0, utils_folder)
-    sys.modules.setdefault("requests", types.ModuleType("requests"))  # only for URLs
-    from qwen_vl_utils import vision_process as utils
-
-    decord = sys.modules["decord"] = MagicMock()
-    reader = decord.VideoReader.return_value  # of any length; it only notes which frames it is asked for
-    reader.get_batch.return_value.asnumpy.return_value = np.zeros((1, 1, 1, 3))
-    samples, frame_sizes = [], []
-    for total, video_fps, options in sampling_cases():
-        reader.__len__.return_value, reader.get_avg_fps.return_value = total, video_fps
-        made = attempt(utils._read_video_decord, {"video": "", **options})
-        [asked] = reader.get_batch.call_args.args if made else [None]
-        samples.append(made and [len(asked), digest(asked), made[-1]])
-
-    def note_size(video, size, **_):
-        frame_sizes[-1] = size
-        return torch.zeros(1)
-
-    utils.transforms.functional.resize = note_size
-    for nframes, height, width, options in frame_size_cases():
-        video = torch.zeros(1, 1, 1, 1).expand(nframes, 3, height, width)
-        utils.get_video_reader_backend = lambda: "case"
-        utils.VIDEO_READER_BACKENDS["case"] = lambda ele, read=(video, {}, 1.0): read
-        frame_sizes.append(None)
-        attempt(utils.fetch_video, {"video": "case", **options})
-    return {"sampling": samples, "frame_sizes": frame_sizes}
-
-
-if __name__ == "__main__":
-    name, folder, *folders, path = sys.argv[1:]
-    recorded = {"command": f"python tests/record/record_vision.py {' '.join(sys.argv[1:])}"}
-    recorded |= import_torchvision(folder)
-    recorded |= {"torchvision": record_torchvision, "qwen_vl_utils": record_qwen_vl_utils, "qwen3_vl": record_qwen3_vl}[
-        name
-    ](*folders)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(recorded, file, separators=(",", ":"))
-        file.write("\n")
