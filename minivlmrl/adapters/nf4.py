@@ -76,7 +76,7 @@ class NF4Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:
-        """(out_features, in_features) in the dtype that it was packed from, gathered."""
+        """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
         packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
         scales = self.scale_indices, self.scale_scales, self.offset
         values = unpack(packed.to(self.offset.device), *scales, self.dtype)

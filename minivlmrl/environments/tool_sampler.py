@@ -62,10 +62,10 @@ class Play:
     def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
         """Queue the answers of calls; True: they do not fit, and the row ends."""
         processor = sampler.processor
-        said = [answer(self.tools, *one, processor) for one in calls]
-        pictures = [picture for _, shown in said for picture in shown]
+        answers = [answer(self.tools, *one, processor) for one in calls]
+        pictures = [picture for _, shown in answers for picture in shown]
         grids = [grid for *_, grid in pictures]
-        pieces = encode_pieces(processor, lay_out([parts for parts, _ in said], ended), grids)
+        pieces = encode_pieces(processor, lay_out([parts for parts, _ in answers], ended), grids)
         ids = torch.tensor([*chain(*pieces)])
         self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
         if not self.cut:
@@ -96,9 +96,9 @@ class ToolDecode(Decode):
             _, patches, grids = zip(*(picture for _, picture in asked), strict=True)
             embeds = model.visual(to_device(torch.cat(patches), device), torch.tensor(grids))
             merge = model.config.vision_config.spatial_merge_size**2
-            embeds = embeds.split([len(own) // merge for own in patches])
-            for (play, _), own in zip(asked, embeds, strict=True):
-                play.embeds.extend(own)
+            embeds = embeds.split([len(picture) // merge for picture in patches])
+            for (play, _), tokens in zip(asked, embeds, strict=True):
+                play.embeds.extend(tokens)
                 play.unseen = []
         last = zip(plays, ids.tolist(), strict=True)
         shows = [token == self.image_token and not play.written[-1] for play, token in last]
@@ -148,8 +148,8 @@ class ToolSampler(RunSampler):
         columns = row.columns | {"images": images, "extents": extents, "prompt": row.messages}
         plays = [Play(self.make()) for _ in range(count)]
         for play in plays:
-            if (said := play.environment.reset(**columns)) is not None:
-                raise ValueError(f"reset returned {said!r:.40}; put it into the row's prompt")
+            if (text := play.environment.reset(**columns)) is not None:
+                raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
         return plays
 
     def decode(self) -> Decode:

@@ -151,10 +151,10 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
     """Read what a folder says of videos, where transformers' video processor looks for it."""
-    newer, own = folder / "processor_config.json", folder / "video_preprocessor_config.json"
-    if newer.is_file() and isinstance(found := read_json(newer).get("video_processor"), dict):
-        return newer, found
-    return (own, read_json(own)) if own.is_file() else image_settings(folder)
+    newer, file = folder / "processor_config.json", folder / "video_preprocessor_config.json"
+    if newer.is_file() and isinstance(part := read_json(newer).get("video_processor"), dict):
+        return newer, part
+    return (file, read_json(file)) if file.is_file() else image_settings(folder)
 
 
 def write_json(path: Path, content: dict):

@@ -66,12 +66,12 @@ def read_image_processor(
     if not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
         raise ValueError(f"{where}: size is {size!r}, it must be shortest_edge and longest_edge")
     bounds = []
-    for name, given, edge, default in (
+    for name, override, edge, default in (
         ("min_pixels", min_pixels, "shortest_edge", 56 * 56),
         ("max_pixels", max_pixels, "longest_edge", 28 * 28 * 1280),
     ):
-        said = given, getattr(settings, name), size.get(edge), size.get(name), default
-        bounds.append(next(value for value in said if value is not None))
+        values = override, getattr(settings, name), size.get(edge), size.get(name), default
+        bounds.append(next(value for value in values if value is not None))
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)

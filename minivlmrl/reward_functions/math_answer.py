@@ -30,10 +30,10 @@ def _expressions(text: str) -> list | None:
     return parse(f"\\boxed{{{text}}}", [boxed], **options) or None
 
 
-def _equal(truth: list, said: list) -> bool:
+def _equal(truth: list, answer: list) -> bool:
     from math_verify import verify
 
-    return bool(verify(truth, said, timeout_seconds=_seconds()))
+    return bool(verify(truth, answer, timeout_seconds=_seconds()))
 
 
 def _seconds() -> int | None:

@@ -65,24 +65,25 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
         return None
     for pattern, simple in LATEX:
         text = re.sub(pattern, simple, text)
-    said = NUMBER.fullmatch(" ".join(text.lower().split()))
-    word = (said and said["unit"]) or ""
-    below = Fraction(((said and said["below"]) or "1").replace(",", ""))
-    if not said or OTHER.fullmatch(word) or below == 0:
+    match = NUMBER.fullmatch(" ".join(text.lower().split()))
+    if not match:
+        return None
+    word, below = match["unit"] or "", Fraction((match["below"] or "1").replace(",", ""))
+    if OTHER.fullmatch(word) or below == 0:
         return None
     names = word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))
     unit = next(filter(UNITS.__contains__, names), word)
-    digits = (said["digits"] or str(WORDS.split("|").index(said["word"]))).replace(",", "")
-    value = Fraction(f"{digits}e{said['power'] or 0}") / below + int(said["whole"] or 0)
-    value *= SCALES.get(word, 1) * (-1 if said["sign"] == "-" else 1)
+    digits = (match["digits"] or str(WORDS.split("|").index(match["word"]))).replace(",", "")
+    value = Fraction(f"{digits}e{match['power'] or 0}") / below + int(match["whole"] or 0)
+    value *= SCALES.get(word, 1) * (-1 if match["sign"] == "-" else 1)
     return value, "" if word in SCALES else unit
 
 
-def _same(truth: tuple[Fraction, str], said: tuple[Fraction, str], tolerance: Fraction) -> bool:
+def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
     def near(a: Fraction, b: Fraction) -> bool:
         return abs(a - b) <= tolerance * abs(a)
 
-    (a, unit), (b, other) = truth, said
+    (a, unit), (b, other) = truth, answer
     if unit in UNITS and other in UNITS:
         (kind, size), (other_kind, other_size) = UNITS[unit], UNITS[other]
         return kind == other_kind and near(a * Fraction(size), b * Fraction(other_size))

@@ -4,8 +4,8 @@ A step that the host starts kernel by kernel waits for the host: 36 layers are o
 launches. A graph is one launch, and runs the same kernels on the same memory every time. So what
 changes from step to step is in tensors, and what the model computes with stays where it is: own
 keys are in buffers with room, a mask hides what is not there yet, and the host is asked every few
-steps which rows have ended. When a step would read a quarter fewer keys without them, the others
-move together; then, and when own keys need more room, a new graph is made.
+steps which rows have ended. Once dropping these would save a quarter of the keys, the other rows
+are compacted; then, and when own keys need more room, a new graph is made.
 
 Draws are those of the eager step, from logits whose last bits differ: sums go over masked keys too.
 """
@@ -45,7 +45,7 @@ class StaticDecodeAttention(DecodeAttention):
 
     @property
     def row_bias(self) -> Tensor:
-        """(1, C): -inf for own keys that are not there yet."""
+        """Mask own keys that are not there yet: (1, C), -inf for these."""
         return self.mask[:, : self.read]
 
     def grow(self):
@@ -75,7 +75,7 @@ class StaticDecodeAttention(DecodeAttention):
         return self.move(kept.flatten(), owners, index)
 
     def cost(self, groups: int, slots: int) -> int:
-        """Keys that a step reads: a prompt's once in a group, own ones in each slot."""
+        """Count the keys that a step reads: a prompt's once in a group, own ones in each slot."""
         return groups * (self.prompt_bias.shape[1] + slots * self.read)
 
     def advance(self):
@@ -90,10 +90,9 @@ class StaticDecodeAttention(DecodeAttention):
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
-        own = self.remember(layer_index, k, v)
-        return decode_attention(
-            q, *self.prompt_kv[layer_index], self.prompt_bias, *own, self.row_bias
-        )
+        kv = self.remember(layer_index, k, v)
+        prompt_kv = self.prompt_kv[layer_index]
+        return decode_attention(q, *prompt_kv, self.prompt_bias, *kv, self.row_bias)
 
 
 class CapturedDecode(Decode):

@@ -35,12 +35,12 @@ class SamplingOptions(SamplingConfig):
 
     @property
     def filtered(self) -> bool:
-        """Whether draws need Filters."""
+        """Tell whether draws need Filters."""
         return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
 
 
 class Filters:
-    """What a recipe's filters make of the logits of one call of generate: its chooser's `warp`.
+    """The `warp` of a chooser, for one call of generate: a recipe's filters.
 
     Args:
         prompts: (P,) int64 ids of each prompt.
@@ -51,7 +51,7 @@ class Filters:
         self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
-        """(r, V) logits of these rows -> scores; their softmax is the distribution to draw from."""
+        """Turn (r, V) logits of these rows into scores, whose softmax is drawn from."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             shape = len(self.prompts), logits.shape[-1]
             seen = logits.new_zeros(shape, dtype=torch.bool)

@@ -44,32 +44,32 @@ def pieces(
     order = list(range(len(lengths)))
     if most_tokens is not None:
         order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
-    limit, found, tokens = most_tokens or float("inf"), [[]], 0
+    limit, packed, tokens = most_tokens or float("inf"), [[]], 0
     for i in order:
         prompt, completions = lengths[i]
         rows, whole = list(enumerate(completions)), prompt + sum(completions)
         if whole > limit:
             rows.sort(key=lambda row: row[1])
-        if len({i for i, _ in found[-1]}) == most_prompts or tokens + whole > limit:
-            found, tokens = [*found, []], 0
+        if len({i for i, _ in packed[-1]}) == most_prompts or tokens + whole > limit:
+            packed, tokens = [*packed, []], 0
         for number, (j, length) in enumerate(rows):
             if number and tokens + length > limit:
-                found, tokens = [*found, []], 0
-            tokens += length + prompt * (not found[-1] or number == 0)
-            found[-1].append((i, j))
-    found = [piece for piece in found if piece]
-    most = max(world.gather_objects(len(found))) if world else 0
-    while len(found) < most:
-        largest = max(found, key=len)
-        at = found.index(largest)
-        found[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-    return found
+                packed, tokens = [*packed, []], 0
+            tokens += length + prompt * (not packed[-1] or number == 0)
+            packed[-1].append((i, j))
+    packed = [piece for piece in packed if piece]
+    most = max(world.gather_objects(len(packed))) if world else 0
+    while len(packed) < most:
+        largest = max(packed, key=len)
+        at = packed.index(largest)
+        packed[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return packed
 
 
 def largest_piece(
     prompts: int, prompt: int, completions: list[int], most_tokens: int | None
 ) -> tuple[int, int]:
-    """Of prompts and completions of these lengths: how many in a piece, with how many of each."""
+    """Count prompts of these lengths in the largest piece, and completions of each."""
     piece = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
     some = len({i for i, _ in piece})
     return some, math.ceil(len(piece) / some)
@@ -83,8 +83,8 @@ def in_pieces(
     new = num_generations * sampling.max_new_tokens
     lengths = [(len(prompt.input_ids), [new]) for prompt in prompts]
     for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, world):
-        own = [i for i, _ in piece]
-        drawn = sample([prompts[i] for i in own], num_generations, [keys[i] for i in own])
-        for i, group in zip(own, drawn, strict=True):
+        chosen = [i for i, _ in piece]
+        drawn = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])
+        for i, group in zip(chosen, drawn, strict=True):
             completions[i] = group
     return completions

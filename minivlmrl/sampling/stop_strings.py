@@ -18,7 +18,7 @@ NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = None) -> bytes | None:
-    """What a token adds to the text: Ġcat gives b" cat", Ã© the bytes of é, Ã the first of them."""
+    """Find what a token adds to the text: Ġcat gives b" cat", Ã© the bytes of é, Ã the first of them."""
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
         return missing

@@ -96,7 +96,7 @@ def _read_weights(
     # a tied head is there once, under the embedding's name
     expected = plain_weights(model, merged=False)
     tied = model.config.tie_word_embeddings
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_tensors(file):
             # some folders have the tied head too
@@ -105,23 +105,23 @@ def _read_weights(
                 continue
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
-            if name in found:
+            if name in weights:
                 raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
             if tensor.shape != like.shape:
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
             if isinstance(like, Tensor):
-                found[name] = copied(tensor, like)
+                weights[name] = copied(tensor, like)
             else:
-                found[name] = like.read(tensor.to(device), copied)
-    if missing := expected.keys() - found.keys():
+                weights[name] = like.read(tensor.to(device), copied)
+    if missing := expected.keys() - weights.keys():
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
-    if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
+    if tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         has = f"tie_word_embeddings true, but there is another {HEAD}"
         cure = "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
         raise ValueError(f"{folder}/config.json has {has}: {cure}")
-    return found
+    return weights
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -198,13 +198,13 @@ def load_processor(
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     pairs = []  # (what config.json has, its value, what the other file has, its value)
     for name in ("patch_size", "temporal_patch_size", "merge_size"):
-        own = f"spatial_{name}" if name == "merge_size" else name
+        ours = f"spatial_{name}" if name == "merge_size" else name
         other = f"{file.name} has {name}", getattr(images, name)
-        pairs.append((f"vision_config.{own}", getattr(vision, own), *other))
+        pairs.append((f"vision_config.{ours}", getattr(vision, ours), *other))
     for name in ("image_token_id", "video_token_id"):
         token = CONTROL_TOKENS[name]
-        said = f"tokenizer.json has {token}"
-        pairs.append((name, getattr(config, name), said, tokenizer.special_tokens[token]))
+        other = f"tokenizer.json has {token}", tokenizer.special_tokens[token]
+        pairs.append((name, getattr(config, name), *other))
     wrong = [f"{name} is {a}, but {other} {b}" for name, a, other, b in pairs if a != b]
     size, tokens = config.vocab_size, len(tokenizer)
     if size < tokens:  # more are common: embeddings that no token uses
@@ -257,33 +257,34 @@ def save_model(
     shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World()
-    with ExitStack() as held:
+    with ExitStack() as saving:
 
-        def begin():
-            held.new = held.enter_context(replacing(folder))
+        def begin() -> Path:
+            new = saving.enter_context(replacing(folder))
             dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-            write_json(held.new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+            write_json(new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+            return new
 
         def write(file: str, tensors: dict[str, Tensor]):
             check_finite(tensors, folder)
-            save_tensors(tensors, held.new / file)
+            save_tensors(tensors, new / file)
 
         def finish():
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-                write_json(held.new / INDEX, index)
-            _write_processor(held.new, processor)
-            write_adapter(held.new / "adapter")
-            if (asked := held.new / ASKED).exists() and adapters(model):
-                shutil.copy(asked, held.new / "adapter")
+                write_json(new / INDEX, index)
+            _write_processor(new, processor)
+            write_adapter(new / "adapter")
+            if (asked := new / ASKED).exists() and adapters(model):
+                shutil.copy(asked, new / "adapter")
             if more is not None:
-                more(held.new)
-            held.pop_all().close()
+                more(new)
+            saving.pop_all().close()
 
-        world.together(begin if world.is_main else int)
+        new = world.on_main(begin)
         for file, tensors in _full_weights(weights, shards.filename_to_tensors, world.is_main):
-            world.together(partial(write, file, tensors) if world.is_main else int)
-        world.together(finish if world.is_main else int)
+            world.on_main(partial(write, file, tensors))
+        world.on_main(finish)
 
 
 def check_finite(tensors: dict[str, Tensor], where: object):
@@ -319,9 +320,9 @@ def _write_processor(folder: Path, processor: Processor):
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    own = DEFAULT if template is None else template.text
-    if own in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
-        (folder / "chat_template.jinja").write_text(own, encoding="utf-8")
+    text = DEFAULT if template is None else template.text
+    if text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
+        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     if "tokenizer.json" not in carried:
         processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}

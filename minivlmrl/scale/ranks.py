@@ -77,6 +77,10 @@ class World:
             raise error
         return future.result()
 
+    def on_main(self, work: Callable[[], object]):
+        """Call work on the first rank alone, see together; other ranks return None."""
+        return self.together(work if self.is_main else lambda: None)
+
     def barrier(self):
         """Wait for all ranks."""
         if self.size > 1:
