@@ -1,5 +1,6 @@
 """Small real trainers of TRL on a tiny Qwen2.5-VL, for what the audit is to find in them. Import it where TRL is."""
 
+import json
 import os
 import random
 
@@ -36,8 +37,6 @@ class ImageOnlyProcessor(Qwen2_5_VLProcessor):
 
 def write_model(folder):
     """A model of shapes' tokenizer with telling weights, in a folder."""
-    import json
-
     (folder / "sizes.json").write_text(json.dumps(tiny.RUN_MODEL))
     model, processor = random_model(folder / "sizes.json", shapes.tokenizer(), seed=0)
     tiny.telling_weights(model)
@@ -152,10 +151,9 @@ def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder, "qwen3_vl"),
         environment_factory=type('Look', (Look,), {'large': large}),
     )  # fmt: skip
-    own = (
-        trainer.processing_class
-    )  # TRL has found what parses calls; without its description of tools prompts are short
-    own.chat_template = own.chat_template.replace("if tools", "if false", 1)
+    # TRL has found what parses calls; without its description of tools prompts are short
+    template = trainer.processing_class.chat_template
+    trainer.processing_class.chat_template = template.replace("if tools", "if false", 1)
     rng, encode = random.Random(seed), trainer._tokenizer.encode
 
     def generate(input_ids, generation_config, **_):
