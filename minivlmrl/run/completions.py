@@ -123,15 +123,10 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
     truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
     for g, completion in enumerate(group):
         text = processor.decode(completion.ids[completion.written])
-        line = {
-            "text": text,
-            "rewards": dict(zip(weights, rewards[g].tolist(), strict=True)),
-            "reward": total[g],
-            "advantage": advantages[g],
-            "stopped": completion.stopped,
-            "tokens": list(tokens(completion, processor.tokenizer)),
-            "boxes": boxes(text, extent) if truth else [],
-        }
+        line = {"text": text, "rewards": dict(zip(weights, rewards[g].tolist(), strict=True))}
+        line |= {"reward": total[g], "advantage": advantages[g], "stopped": completion.stopped}
+        line["tokens"] = list(tokens(completion, processor.tokenizer))
+        line["boxes"] = boxes(text, extent) if truth else []
         if completion.pictures:
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
