@@ -150,7 +150,7 @@ OTHERS = {
     *("model.activation_checkpointing", "model.compute_dtype", "model.tower_pieces"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root"),
-    *("data.rescale_boxes", "data.max_prompt_tokens"),
+    "data.max_prompt_tokens",
     *("check_memory", "state_minutes", "state_steps", "resume", "timeout", "rollout.gather_weights"),
     *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
     "sampling.environment",

@@ -8,7 +8,6 @@ import torch
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked, pick
-from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Dataset, Processor, Row
 
@@ -27,7 +26,6 @@ class Sizes(ImageProcessor):
 
 def summary(rows: Dataset, processor: Processor) -> str:
     """Say "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (...)"."""
-    rows = rows.rows if isinstance(rows, Rescaled) else rows
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
@@ -84,7 +82,6 @@ def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
 
     Only rows of files whose bytes and images could be so many are laid out.
     """
-    rows = rows.rows if isinstance(rows, Rescaled) else rows
     counter, settings = _counter(processor), processor.image_processor
     side = settings.patch_size * settings.merge_size
     for number in range(len(rows)):
@@ -97,13 +94,6 @@ def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
             length = len(row.prompt(counter).input_ids)
             if length > limit:
                 raise ValueError(f"{row.where}: its prompt of {length} tokens {cause}")
-
-
-def seen_sizes(row: Row, processor: Processor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Width and height of a row's only image, of the file and as the model sees it, in pixels."""
-    _, height, width = row.prompt(_counter(processor)).image_grid_thw[0].tolist()
-    patch = processor.image_processor.patch_size
-    return row.images[0].size, (width * patch, height * patch)
 
 
 def _counter(processor: Processor) -> Processor:

@@ -76,8 +76,6 @@ class DataSection:
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # where in a completion its answer is: docs/rewards.md
     answer: Literal["tags", "whole", "last_line"] = "tags"
-    # boxes of demonstrated answers are in pixels of the file: write them in box_space
-    rescale_boxes: bool = False
     # the first is what counts
     eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
 

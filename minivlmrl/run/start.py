@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import torch
 from torch import nn
 
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.data.rescaled import Rescaled
-from minivlmrl.data.row_summary import check_lengths, seen_sizes, summary, without_long
+from minivlmrl.data.row_summary import check_lengths, summary, without_long
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.reward_functions.names import Reward, columns_of
 from minivlmrl.rewards import ask_rewards
@@ -126,9 +124,6 @@ def fit_rows(
             stage = getattr(config, name)
             steps = math.ceil(config.max_epochs * len(fitted[name]) / stage.prompts_per_step)
             stage.max_steps = min(stage.max_steps, steps)
-        if config.data.rescale_boxes and name != "eval":
-            sized = partial(seen_sizes, processor=processor)
-            fitted[name] = Rescaled(fitted[name], sized, processor.box_space)
         text = summary(fitted[name], processor) if world.is_main else ""
         if long:
             text += f"; {len(long)} over data.max_prompt_tokens left out: {', '.join(long[:5])}"

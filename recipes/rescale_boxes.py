@@ -1,0 +1,87 @@
+"""Write boxes of demonstrated answers, which are in pixels of the image file, in a space that a model answers in.
+
+    python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
+    python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
+
+Rows have one `image`, or a list `images` of one, relative to the file; answers are in `completion`, `chosen`,
+`rejected`, `messages` or `conversations`. Boxes are [x1, y1, x2, y2], data-bbox="..." or <|box_start|>...<|box_end|>,
+points "point_2d": [x, y]. A `solution` stays in pixels of the file: rewards read it so.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from minivlmrl.data.boxes import NUMBER, SPACES, Box, extent
+from minivlmrl.data.fetch import fetch_image
+from minivlmrl.image import smart_resize
+
+BETWEEN = r"\)?[\s,]+\(?"
+BOX = BETWEEN.join([f"({NUMBER})"] * 4)
+BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){BOX}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
+# alone in its key: [1, 2] in a text could be anything
+POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
+ANSWERS = ("completion", "chosen", "rejected", "messages", "conversations")
+
+
+def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
+    """Write the boxes and points of a text in other units, rounded to whole numbers or some digits.
+
+    Example: "[10, 10, 20, 20]" of an image of 100 x 50 is "[100, 200, 200, 400]" in thousandths.
+    """
+
+    def written(match: re.Match) -> str:
+        before, *corners, after = match.groups()
+        box = Box(*map(float, (corners * 2)[:4]), tuple(map(float, size))).to(target)
+        numbers = (round(value, digits) for value in (box.x1, box.y1, box.x2, box.y2))
+        between = match[0][len(before) : len(match[0]) - len(after)]
+        return before + re.sub(NUMBER, lambda _: str(next(numbers)), between) + after
+
+    return POINT.sub(written, BOX.sub(written, text))
+
+
+def rescale_answer(answer, *how):
+    """Rescale a text, or what the assistant says in a list of turns."""
+    if isinstance(answer, str):
+        return rescale(answer, *how)
+    if isinstance(answer, list):
+        return [rescale_answer(turn, *how) for turn in answer]
+    if not isinstance(answer, dict) or answer.get("role", answer.get("from", "assistant")) not in ("assistant", "gpt"):
+        return answer
+    names = ("content", "value", "text")
+    return answer | {name: rescale_answer(answer[name], *how) for name in names if name in answer}
+
+
+def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
+    """Rescale what a row answers (ValueError: it has not one image); a row without images stays."""
+    images = row.get("images") or row.get("image") or []
+    images = images if isinstance(images, list) else [images]
+    if not images:
+        return row
+    if len(images) > 1:
+        raise ValueError(f"it has {len(images)} images; boxes of which?")
+    size = fetch_image(images[0], folder).size
+    height, width = smart_resize(size[1], size[0], 28, *bounds)
+    how = size, extent(space, size, (width, height)), 4 if space == "unit" else None
+    return row | {name: rescale_answer(row[name], *how) for name in ANSWERS if name in row}
+
+
+def main(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("space", choices=SPACES)
+    parser.add_argument("--min_pixels", type=int, default=3136)
+    parser.add_argument("--max_pixels", type=int, default=12845056)
+    options = parser.parse_args(arguments)
+    for number, line in enumerate(options.file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            bounds = options.min_pixels, options.max_pixels
+            row = rescale_row(json.loads(line), options.file.parent, options.space, bounds)
+        except ValueError as error:
+            raise SystemExit(f"{options.file}:{number}: {error}") from error
+        print(json.dumps(row, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""recipes/rescale_boxes.py: boxes of demonstrations, from pixels of the file to the space that a model answers in."""
+
+import json
+
+import PIL.Image
+import pytest
+from talk import assistant, user
+
+from recipes.rescale_boxes import main, rescale
+
+WRITTEN = {
+    "<answer>[10, 10, 20, 20]</answer> of 4": "<answer>[100, 200, 200, 400]</answer> of 4",
+    'a <p data-bbox="10 10 20 20">b</p>': 'a <p data-bbox="100 200 200 400">b</p>',
+    "<|box_start|>(10,10),(20,20)<|box_end|>": "<|box_start|>(100,200),(200,400)<|box_end|>",
+    '[{"bbox_2d": [10, 10, 20.5, 20]}, [0,0,1,1]]': '[{"bbox_2d": [100, 200, 205, 400]}, [0,0,10,20]]',
+    '[{"point_2d": [10, 20], "label": "[1, 2]"}]': '[{"point_2d": [100, 400], "label": "[1, 2]"}]',
+    "[1, 2, 3] and [1, 2, 3, 4, 5]": "[1, 2, 3] and [1, 2, 3, 4, 5]",
+}
+
+
+def test_boxes_of_a_text_are_rewritten():
+    assert {text: rescale(text, (100, 50), (1000.0, 1000.0)) for text in WRITTEN} == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("space", "box"),
+    [("resized", [42, 28, 84, 56]), ("unit", [0.5, 0.5, 1.0, 1.0]), ("thousandths", [500, 500, 1000, 1000])],
+)
+def test_answers_of_a_file_are_in_the_space(write_rows, tmp_path, capsys, space, box):
+    """What the assistant says; what is asked stays, and so does the solution."""
+    PIL.Image.new("RGB", (90, 50)).save(tmp_path / "box.png")  # a model with tokens of 28 pixels sees 84 x 56
+    turns = [user("a [1, 2, 3, 4]"), assistant("[45, 25, 90, 50]"), user("[1, 2, 3, 4]"), assistant("[0, 0, 0, 0]")]
+    rows = [
+        {"image": "box.png", "problem": "b", "completion": "[45, 25, 90, 50]", "solution": "[45, 25, 90, 50]"},
+        {"images": ["box.png"], "messages": turns},
+        {"problem": "c", "completion": "[45, 25, 90, 50]"},
+    ]
+    main([str(write_rows(*rows)), space])
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == rows[0] | {"completion": str(box)}
+    assert [turn["content"] for turn in second["messages"]][:3] == ["a [1, 2, 3, 4]", str(box), "[1, 2, 3, 4]"]
+    assert third == rows[2]
+
+
+def test_a_row_of_several_images_is_refused(write_rows):
+    file = write_rows(
+        {"problem": "b"}, {"images": ["red.png", "blue.png"], "problem": "c", "completion": "[1, 2, 3, 4]"}
+    )
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:2: it has 2 images; boxes of which\?"):
+        main([str(file), "unit"])
