@@ -41,8 +41,6 @@ def main(arguments: list[str]):
     model, processor = random_model("recipes/zoom_model.json", task.tokenizer(), 0)
     rows = [training["prompts"][i] for i in range(PROMPTS)]
     prompts = [row.prompt(processor) for row in rows]
-    for prompt, row in zip(prompts, rows, strict=True):
-        prompt.row = row  # what its environments are told
     keys, world = [str(i) for i in range(PROMPTS)], World()
     least = {}
     for _ in range(repeats):

@@ -1,14 +1,12 @@
 TASK = """
 Lay out one message for the model as a list of pieces: <|im_start|>, the role and a line feed, the parts in order,
-<|im_end|>, a line feed. A picture is <|vision_start|>, IMAGE, <|vision_end|>; a video has VIDEO between them. If `seen`
-is a Counter, pictures and videos are numbered from 1, each kind by itself: "Picture 1: ", "Video 1: ".
+<|im_end|>, a line feed. A picture is <|vision_start|>, IMAGE, <|vision_end|>; a video has VIDEO between them.
 content_parts(message) lists the parts; part_kind(part) is "image", "video" or "text", and part["text"] is the text.
 """
 
 HINT = """
 Pieces that are control tokens must be objects of Control: plain text that looks like one stays text, so that nobody can
-inject a turn. START, END, IMAGE and VIDEO are such objects; <|vision_start|> you make yourself. `seen` is None when
-nothing is numbered.
+inject a turn. START, END, IMAGE and VIDEO are such objects; <|vision_start|> you make yourself.
 """
 
 WRONG = {
@@ -24,17 +22,10 @@ WRONG = {
     ),
     "your <|im_end|> is text: START and END are Controls": (", END,", ', "<|im_end|>",'),
     "a video has a placeholder of its own: VIDEO": ('IMAGE if kind == "image" else VIDEO', "IMAGE"),
-    "numbers begin at 1: count before you write": ("seen[kind] += 1", "seen[kind] += 0"),
-    "pictures and videos are numbered if seen is a Counter, and yours are not": ("if seen is not None:", "if False:"),
-    "a picture's number is announced by `Picture 1: `, not by the name of its kind": (
-        "{'Picture' if kind == 'image' else 'Video'}",
-        "{kind.capitalize()}",
-    ),
     "both line feeds are missing: after the role and after <|im_end|>": (
         'return [START, f"{message[\'role\']}\\n", *pieces, END, "\\n"]',
         'return [START, message["role"], *pieces, END]',
     ),
-    "pictures and videos have counters of their own": ("{seen[kind]}: ", "{sum(seen.values())}: "),
     "you put text last: the parts keep their order": (
         "return [START,",
         "pieces.sort(key=lambda piece: not isinstance(piece, Control))\nreturn [START,",
@@ -43,8 +34,6 @@ WRONG = {
 
 
 def tries(layout_turn):
-    from collections import Counter
-
     text, image, video = {"type": "text", "text": "What?"}, {"type": "image"}, {"type": "video"}
     messages = {
         "text": "Hello",
@@ -52,6 +41,5 @@ def tries(layout_turn):
         "two pictures and a video": [image, video, image, text],
     }
     for what, content in messages.items():
-        for seen in (None, Counter()):
-            pieces = layout_turn({"role": "user", "content": content}, seen)
-            yield f"{what}, {'not ' if seen is None else ''}numbered", [(type(p).__name__, str(p)) for p in pieces]
+        pieces = layout_turn({"role": "user", "content": content})
+        yield what, [(type(p).__name__, str(p)) for p in pieces]

@@ -3,7 +3,6 @@
 hub/tokenizer.py turns the pieces into ids, with the library `tokenizers`.
 """
 
-from collections import Counter
 from itertools import groupby
 
 
@@ -18,7 +17,7 @@ VIDEO = Control("<|video_pad|>")  # the same for a video
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
-def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
+def render(messages: list[dict], *, add_generation_prompt=True) -> list[str]:
     r"""Lay out a conversation for the model to continue as the assistant.
 
     Example: one user message with an image and "What?" gives, joined,
@@ -29,7 +28,6 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
         messages: each {"role": str, "content": str or a list of parts}, see part_kind. The
             default system message comes first unless they begin with one.
         add_generation_prompt: end with <|im_start|>assistant\n.
-        add_vision_id: number images ("Picture 1: ") and videos ("Video 1: ").
     Returns:
         Pieces in order: each control token a Control (the objects IMAGE and VIDEO themselves),
         neighbouring text one str. So text that spells a control token stays text, and there is
@@ -38,15 +36,14 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
     """
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
-    seen = Counter() if add_vision_id else None
-    pieces = [piece for message in messages for piece in layout_turn(message, seen)]
+    pieces = [piece for message in messages for piece in layout_turn(message)]
     if add_generation_prompt:
         pieces += [START, "assistant\n"]
     return join_text(pieces)
 
 
-def layout_turn(message: dict, seen: Counter | None = None) -> list[str]:
-    """Lay out one message; `seen` counts images and videos if they are to be numbered."""
+def layout_turn(message: dict) -> list[str]:
+    """Lay out one message (ValueError: it needs another template, or a part is unclear)."""
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(f"a message needs content and no tool_calls: {message!r:.80}")
     pieces = []
@@ -56,12 +53,9 @@ def layout_turn(message: dict, seen: Counter | None = None) -> list[str]:
             raise ValueError(f"a part is not text, image or video: {part!r:.80}")
         if kind == "text":
             pieces.append(part["text"])
-            continue
-        if seen is not None:
-            seen[kind] += 1
-            pieces.append(f"{'Picture' if kind == 'image' else 'Video'} {seen[kind]}: ")
-        placeholder = IMAGE if kind == "image" else VIDEO
-        pieces += [Control("<|vision_start|>"), placeholder, Control("<|vision_end|>")]
+        else:
+            placeholder = IMAGE if kind == "image" else VIDEO
+            pieces += [Control("<|vision_start|>"), placeholder, Control("<|vision_end|>")]
     return [START, f"{message['role']}\n", *pieces, END, "\n"]
 
 

@@ -5,6 +5,7 @@ data/file_dataset.py makes rows of files, tasks/ of pictures that it draws.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy
 import PIL.Image
@@ -26,7 +27,8 @@ class Prompt:
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
     vision_embeds: Tensor | None = None  # what a frozen tower returned for its images
-    row = None  # its Row, for an environment; not a field: FSDP2 walks through all fields
+    # the Row it was made from, for environments; no field, because FSDP2 traverses those
+    row = None
 
 
 @dataclass
@@ -52,7 +54,6 @@ class Processor:
     tokenizer: object  # hub/tokenizer.py
     image_processor: ImageProcessor
     template: object = None  # the folder's own, data/template.py; None: Qwen's of chat.py
-    add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     answer: str = "tags"  # where a completion says its answer, see rewards.find_answer
     box_space: str = "resized"  # units of the boxes in it, see data/boxes.py
 
@@ -71,8 +72,7 @@ class Processor:
                 ImageProcessor or Video.patches takes, such as {"type": "image", "max_pixels": n}.
             images, videos: one PIL image or data.video.Video for each part of its kind, in order.
         """
-        layout = render if self.template is None else self.template.render
-        pieces = layout(messages, add_vision_id=self.add_vision_id)
+        pieces = (render if self.template is None else self.template.render)(messages)
         pixel_values, grids, seconds = [], [], []
         for item, options in shown_parts(messages, images, videos):
             seconds_per_grid = 0.0
@@ -85,18 +85,21 @@ class Processor:
             seconds.append(seconds_per_grid)
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        lengths = map(self.image_processor.num_tokens, grids)
-        ids = []
-        for piece in pieces:
-            placeholder = piece is IMAGE or piece is VIDEO  # not ==: text may spell the same
-            ids += self.tokenizer.encode(piece) * (next(lengths) if placeholder else 1)
         none = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs one
         return Prompt(
-            input_ids=torch.tensor(ids),
+            input_ids=torch.tensor([*chain(*self.encode(pieces, grids))]),
             pixel_values=torch.cat([none, *pixel_values]),
             image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
             second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
         )
+
+    def encode(self, pieces: list[str], grids: Sequence) -> list[list[int]]:
+        """Return the ids of each piece, a placeholder's as often as its grid of patches needs."""
+        lengths, ids = map(self.image_processor.num_tokens, grids), []
+        for piece in pieces:
+            placeholder = piece is IMAGE or piece is VIDEO  # not ==: text may spell the same
+            ids.append(self.tokenizer.encode(piece) * (next(lengths) if placeholder else 1))
+        return ids
 
     def decode(self, ids: Tensor) -> str:
         """Return the text of a completion without its stop token."""
@@ -111,15 +114,20 @@ def shown_parts(
     parts = [part for message in messages for part in content_parts(message) or ()]
     parts = [part for part in parts if part_kind(part) != "text"]
     kinds = [part_kind(part) for part in parts]
-    for kind, given in (("image", images), ("video", videos)):
-        if kinds.count(kind) != len(given):
-            count = f"{kinds.count(kind)} {kind} placeholder(s) but {len(given)} {kind}(s)"
-            cure = f"put one where each {kind} belongs and name as many {kind}s"
-            raise ValueError(f"the prompt has {count} came with it; {cure}")
+    check_counts(kinds, {"image": images, "video": videos})
     waiting = {"image": iter(images), "video": iter(videos)}
     for kind, part in zip(kinds, parts, strict=True):  # one is decoded at a time
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(waiting[kind]), options
+
+
+def check_counts(kinds: Sequence[str], media: dict[str, Sequence]):
+    """Refuse another number of placeholders of a kind than of images or videos with a prompt."""
+    for kind in ("image", "video"):
+        if kinds.count(kind) != len(media.get(kind, ())):
+            count = f"{kinds.count(kind)} {kind} placeholder(s) but {len(media.get(kind, ()))}"
+            cure = f"put one where each {kind} belongs and name as many {kind}s"
+            raise ValueError(f"the prompt has {count} {kind}(s) came with it; {cure}")
 
 
 @dataclass
@@ -140,9 +148,11 @@ class Row:
     def prompt(self, processor: Processor) -> Prompt:
         """Make tensors of the question (ValueError: begins with the file and line)."""
         try:
-            return processor(self.messages, self.images, self.videos)
+            prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:  # impossible sizes are only detected here
             raise ValueError(f"{self.where}: {error}" if self.where else str(error)) from error
+        prompt.row = self
+        return prompt
 
 
 Dataset = Sequence[Row]  # has a length, and rows by number

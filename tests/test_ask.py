@@ -165,7 +165,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     (["--device", "abacus"], "--device abacus cannot be used"),
     (["--model", "no such folder"], "no such folder"),
     (["--prompt", "<image>", "--image", "IMAGE", "--image", "IMAGE"], "placeholder"),
-    (["--prompt", "<image>"], "the prompt has 1 <image> placeholder(s) but 0 image(s) came with it; put one where "
+    (["--prompt", "<image>"], "the prompt has 1 image placeholder(s) but 0 image(s) came with it; put one where "
      "each image belongs and name as many images\n"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):

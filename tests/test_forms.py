@@ -165,7 +165,7 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' has to be human, user, "),
     ({"conversations": [{"from": ["human"], "value": "a"}]}, "turn 0 is {'from': ['human'], 'value': 'a'}; 'f"),
-    ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 <image> placehol"),
+    ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
     ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "the call of turn 1: "),
     ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),

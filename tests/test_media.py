@@ -59,12 +59,12 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
         ({"fps": 8}, {"fps": 4, "max_frames": 12}, 12),
     ):
         row = {"video": {"video": "clip.mkv", **own}, "problem": "What moves?"}
-        assert len(read(folder, row, media_options={"video": options}).videos[0].load().frames) == count
+        assert len(read(folder, row, video=options).videos[0].load().frames) == count
 
 
 def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
     asked = {"fps": 1, "max_frames": 2, "max_pixels": 40000}
-    row = read(folder, {"video": FRAMES, "problem": "a"}, media_options={"video": asked})
+    row = read(folder, {"video": FRAMES, "problem": "a"}, video=asked)
     assert len(row.videos[0].load().frames) == 4 and row.videos[0].load().fps == 2
     assert row.messages[0]["content"][0] == {"type": "video", "max_pixels": 40000}
 
@@ -151,9 +151,8 @@ def test_the_options_of_a_video_reach_the_grid(folder):
 
 
 def test_one_size_for_all_images_but_those_that_say_their_own(folder):
-    options = {"image": {"resized_height": 60, "resized_width": 84}}
     row = {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}], "problem": "a"}
-    grids = prompt(read(folder, row, media_options=options)).image_grid_thw.tolist()
+    grids = prompt(read(folder, row, resize=(60, 84))).image_grid_thw.tolist()
     assert grids == [[1, 8, 12], [1, 2, 4]]
 
 

@@ -31,11 +31,10 @@ def test_random_weights_are_the_seeds(build):
 
 def test_options_of_data_reach_the_processor(build, own):
     _, plain = build(*own)
-    options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch", "--data.add_vision_id=true"]
+    options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch"]
     _, changed = build(*own, *options)
     assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
     assert (plain.image_processor.resize, changed.image_processor.resize) == (RESIZE["pil"], RESIZE["torch"])
-    assert (plain.add_vision_id, changed.add_vision_id) == (False, True)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])

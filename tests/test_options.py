@@ -27,7 +27,7 @@ BASES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward_model": RM, "grpo": GRPO, "
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
 DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_bounds=[null, 1.5]", "--rollout.max_logp_mismatch=.inf"]
-FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
+FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 TWO_STEPS, THREE_STEPS = ([f"--{stage}.max_steps={steps}" for stage in STAGES] for steps in (2, 3))
@@ -103,11 +103,7 @@ OPTIONS = [  # field, another value, base
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
     ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
-    ("data.add_vision_id", "true", ["own", *SFT]),
-    ("data.video.fps", 1, FILM),
-    ("data.video.max_frames", 4, FILM),
-    ("data.video.min_pixels", 6272, FILM),
-    ("data.video.max_pixels", 1568, FILM),
+    ("data.video", "{fps: 1, min_pixels: 784, max_pixels: 6272}", FILM),
     ("data.task", f"{localisation.__file__}:TASK", SFT),
 ]
 

@@ -2,18 +2,23 @@
 
 import pytest
 
-from minivlmrl.data.sizes import IMAGE_OPTIONS, check_options
+from minivlmrl.data.sizes import check_options
+
+
+def test_what_is_none_is_left_out():
+    assert check_options("image", {"max_pixels": 784, "min_pixels": None}) == {"max_pixels": 784}
+    assert check_options("video", {"fps": 2, "nframes": None, "total_pixels": 784}) == {"total_pixels": 784, "fps": 2.0}
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"fps": 2}, "option 'fps' is not one of min_pixels, max_pixels, resized_height, resized_width"),
-    ({"max_pixels": "big"}, "max_pixels 'big': need a whole number above 0"),
-    ({"max_pixels": 200704.0}, r"max_pixels 200704.0: need a whole number above 0"),
-    ({"min_pixels": True}, "min_pixels True: need"),
-    ({"min_pixels": 0}, "min_pixels 0: need"),
+    ({"fps": 2}, "options of the image: unknown key fps; valid keys: max_pixels, min_pixels, resized_height, resized_"),
+    ({"max_pixels": "big"}, "max_pixels is 'big', it must be of type int"),
+    ({"max_pixels": 200704.0}, r"max_pixels is 200704.0, it must be of type int"),
+    ({"min_pixels": True}, "min_pixels is True, it must be of type int"),
+    ({"min_pixels": 0}, r"min_pixels is 0, it must be in \[1, 1e15\)"),
     ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels 1000000000000 is over"),
     ({"resized_height": 280}, "resized_height and resized_width belong together"),
 ])  # fmt: skip
 def test_a_wrong_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        check_options(options, IMAGE_OPTIONS)
+        check_options("image", options)

@@ -115,8 +115,6 @@ def play(monkeypatch, *texts, model=None, tokens=400, **options):
         for i in (0, 1)
     ]
     prompts = [row.prompt(PROCESSOR) for row in rows[: 2 - len(texts) % 2]]
-    for row, prompt in zip(rows, prompts, strict=False):
-        prompt.row = row
     return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
 
 
@@ -208,8 +206,6 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     model = model_of(dtype=torch.float64)
     rows = [Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 84))], {}) for _ in range(2)]
     prompts = [row.prompt(PROCESSOR) for row in rows]
-    for row, prompt in zip(rows, prompts, strict=True):
-        prompt.row = row
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
     settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
     plain, tools = (build_sampler(model, PROCESSOR, one, ONE) for one in settings)
@@ -221,7 +217,7 @@ def test_a_prompt_without_its_row_says_what_to_set():
     row = Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 56))], {})
     sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
     with pytest.raises(ValueError, match="told the row of its prompt"):
-        sampler([row.prompt(PROCESSOR)], 1, [""])
+        sampler([PROCESSOR(row.messages, row.images)], 1, [""])
 
 
 def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):

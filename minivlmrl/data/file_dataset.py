@@ -11,50 +11,71 @@ from collections import Counter
 from dataclasses import dataclass, field
 from os.path import join
 from pathlib import Path
+from typing import Literal
 
 from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
-from minivlmrl.data.sizes import OPTIONS
-from minivlmrl.hub.checker import naming, require, shortened
+from minivlmrl.data.sizes import VideoOptions, check_options
+from minivlmrl.hub.checker import FilePath, naming, require, shortened
+from minivlmrl.hub.preprocessor import Count
 from minivlmrl.rows import Row
 
 
 @dataclass
 class RowOptions:
-    """How the rows of a file are read."""
+    """How rows of files are read."""
 
-    # what the (last) user turn says; {problem} is the row's text of it, without it rows have none
+    image_root: FilePath | None = None  # the folder that paths of images begin at; None: the file's
+    # column of a file -> its name here: {label: solution}
+    columns: dict[str, str] = field(default_factory=dict)
+    # what the (last) user turn says; {problem} is replaced by the row's question; without it rows
+    # bring no question
     prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # replaces Qwen's default system message
-    constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
-    # by kind, what is asked of every image and video, see sizes.OPTIONS; a row's own win
-    media_options: dict = field(default_factory=dict)
-    columns: dict = field(default_factory=dict)  # column of the file -> its name here
-    allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
+    system_prompt: str | None = None  # None: Qwen's default
+    # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
+    # to this size, rounded to tokens, all images of files that have no options of their own
+    resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
+    # options of videos that do not say them, such as {fps: 1}: see data/sizes.py
+    video: dict = field(default_factory=dict)
+    # fetch http(s) URLs of rows; "private": of private networks too
+    allow_urls: bool | Literal["private"] = False
+
+    def __post_init__(self):
+        with naming("video"):
+            self.video = check_options("video", self.video)
+
+    @property
+    def media_options(self) -> dict[str, dict]:
+        """Say by kind what is asked of every image and video; a row's own options win."""
+        size = self.resize if isinstance(self.resize, tuple) else ()
+        image = dict(zip(("resized_height", "resized_width"), size, strict=False))
+        return {"image": image, "video": self.video}
 
 
 class FileDataset:
     """At most `limit` rows of a file or dataset folder; all are checked now and read when used.
 
-    Rows must have the columns `required`; "problem" is a prompt, "completion" an answer.
+    Rows must have the columns `required`; "problem" is a prompt, "completion" an answer. They get
+    the columns of `constants` unless they have them.
     """
 
-    def __init__(self, path, required=("problem",), limit=None, image_root=None, **options):
+    def __init__(self, path, required=("problem",), limit=None, constants=(), **options):
         self.path, self.options, self.required = Path(path), RowOptions(**options), required
+        self.constants = dict(constants)
         self.source = open_rows(path)
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
         if not self.size:
             raise ValueError(f"{path}: has no rows")
-        self.folder = Path(image_root or self.source.folder)
+        self.folder = Path(self.options.image_root or self.source.folder)
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
         self.asked = []  # of each row a hash of its prompt and of what that shows
         missing, columns, folder = [], set(), str(self.folder)
-        for index, found in enumerate(itertools.islice(self.source, self.size)):
+        for index, written in enumerate(itertools.islice(self.source, self.size)):
             try:  # not `naming`, which takes its time with 200,000 rows
-                row, media = read_row(found, required, self.options)
+                row, media = read_row(written, required, self.options)
             except ValueError as error:
                 raise ValueError(f"{self.source.where(index)}: {shortened(error)}") from error
             kinds = [one.kind for one in media]
@@ -79,10 +100,12 @@ class FileDataset:
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
         """Read a row without its images and videos, and list these in order of appearance."""
-        found, where = self.source[index], self.source.where(index)
+        columns, where = self.source[index], self.source.where(index)
         with naming(where):
-            row, media = read_row(found, self.required, self.options)
-        row.columns, row.where = {name: row.columns.get(name) for name in self.columns}, where
+            row, media = read_row(columns, self.required, self.options)
+        row.where = where
+        row.columns = {name: row.columns.get(name) for name in [*self.columns, *self.constants]}
+        row.columns |= {n: c for n, c in self.constants.items() if row.columns[n] is None}
         return row, media
 
     def __getitem__(self, index: int) -> Row:
@@ -97,38 +120,37 @@ class FileDataset:
 
 def answer_pictures(row: Row) -> list[dict]:
     """List the parts of a row's answers that show something."""
-    said = [x for x in (row.completion, row.chosen, row.rejected) if isinstance(x, list)]
-    parts = [part for turns in said for turn in turns for part in content_parts(turn) or ()]
+    answers = [x for x in (row.completion, row.chosen, row.rejected) if isinstance(x, list)]
+    parts = [part for turns in answers for turn in turns for part in content_parts(turn) or ()]
     return [part for part in parts if part_kind(part) == "image"]
 
 
 def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
     # pandas writes NaN for what is missing
-    given = {name: None if value != value else value for name, value in columns.items()}
-    columns = to_columns(given, options.columns)
+    written = {name: value for name, value in columns.items() if value == value}
+    columns = to_columns(written, options.columns)
     for name in filter(CHECKED.__contains__, columns):
         valid, expected = CHECKED[name]
         if columns[name] is not None and (name != "label" or name in required):
             require(valid(columns[name]), f"column {name!r}", columns[name], expected)
     listed, media, template = read_media(columns), [], options.prompt_template
     if "{problem}" not in template:
-        own = [name for name in PROMPTS if columns.get(name) is not None]
-        asked = f"a text with {{problem}} in it, as the row has {own}"
-        require(not own, "data.prompt_template", template, asked)
+        questions = [name for name in PROMPTS if columns.get(name) is not None]
+        needed = f"a text with {{problem}} in it, as the row has {questions}"
+        require(not questions, "data.prompt_template", template, needed)
         columns, template = columns | {"problem": template}, "{problem}"
-    asked = template, options.system_prompt, options.media_options
+    wording = template, options.system_prompt, options.media_options
     try:
-        messages, media, answers = read_conversation(columns, listed, *asked)
+        messages, media, answers = read_conversation(columns, listed, *wording)
     finally:  # also where the text says <image> and none came
         if not media and not any(listed.values()):
             check_unread(columns)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            own = sorted(column for column in given if given[column] is not None)
+            there = sorted(column for column in written if written[column] is not None)
             cure = f"data.columns: {{YOURS: {name}}} renames one"
-            raise ValueError(f"column {name!r} is missing; the row has {own}; {cure}")
-    columns |= {n: value for n, value in options.constants.items() if columns.get(n) is None}
+            raise ValueError(f"column {name!r} is missing; the row has {there}; {cure}")
     return Row(messages, [], columns, **answers), media
 
 
@@ -149,7 +171,7 @@ TAKEN = "called otherwise: this is the name of something else that rewards are g
 CHECKED = dict.fromkeys(GIVEN - {"images"}, (lambda value: False, TAKEN))
 OPTION = 'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise'
 COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # of a video too, but common names of columns
-CHECKED |= dict.fromkeys({*OPTIONS["video"]} - COLUMNS_TOO, (lambda value: False, OPTION))
+CHECKED |= dict.fromkeys({*vars(VideoOptions())} - COLUMNS_TOO, (lambda value: False, OPTION))
 CHECKED |= {
     "margin": (_finite, "a number, by how much chosen is better"),
     "answer_extent": (_extent, "[width, height], both above 0"),

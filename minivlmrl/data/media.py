@@ -9,11 +9,12 @@ from pathlib import Path
 
 import PIL.Image
 
-from minivlmrl.chat import part_kind
+from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.fetch import fetch_image, open_source
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.hub.checker import naming
+from minivlmrl.rows import check_counts
 
 # what people call the column of an image or a video, and what such a column says
 UNREAD = re.compile(
@@ -71,57 +72,58 @@ def place_media(
         media_options: by kind, those of every image without its own, and those that a video does
             not say itself; which frames to take only of files without nframes.
     """
-    waiting, used = {kind: iter(media) for kind, media in listed.items()}, []
+    contents = [content_parts(turn) for turn in turns]
+    marked = not _shown(contents)  # else <image> is text
+    if marked:
+        contents = [_cut_at_marks(parts) for parts in contents]
+        if not _shown(contents) and any(listed.values()):
+            first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+            if first is None:
+                counts = (f"{len(media)} {kind}(s)" for kind, media in listed.items() if media)
+                lacks = f"no user turn that could show {' and '.join(counts)}"
+                raise ValueError(f"the prompt has {lacks}; add one")
+            contents[first][:0] = [{"type": kind} for kind in OPTIONS for _ in listed.get(kind, ())]
+    waiting, media = {kind: iter(entries) for kind, entries in listed.items()}, []
+    check_counts([kind for kind, part in _shown(contents) if not _sources(part, kind)], listed)
 
-    def show(kind: str, part: dict | None = None) -> dict:
-        media = _media(part, kind) if part and _sources(part, kind) else next(waiting[kind])
-        options = media.options | (_options(part, kind) if part else {})
+    def show(part: dict) -> dict:
+        if (kind := part_kind(part)) == "text":
+            return part
+        one = _media(part, kind) if _sources(part, kind) else next(waiting[kind])
+        options = one.options | _options(part, kind)
         common = media_options.get(kind, {})
         if kind == "image":
             options = options or common
-        elif isinstance(media.source, list) or "nframes" in options:
+        elif isinstance(one.source, list) or "nframes" in options:
             options = _without(common, SAMPLING_OPTIONS) | options
         else:
             options = common | options
-        used.append(Media(kind, media.source, options))
-        return {"type": kind, **_without(options, SAMPLING_OPTIONS)} if options else {"type": kind}
+        media.append(Media(kind, one.source, options))
+        return {"type": kind, **_without(options, SAMPLING_OPTIONS)}
 
-    def show_in(content: str | list) -> list[dict]:
-        if isinstance(content, list):
-            return [piece for part in content for piece in show_in(part["text"])]
-        pieces = MARK.split(content)  # text, kind, text, ..., text
-        parts = [{"type": "text", "text": piece} for piece in pieces]
-        parts[1::2] = map(show, pieces[1::2])
-        return parts
+    messages = []
+    for number, (turn, parts) in enumerate(zip(turns, contents, strict=True)):
+        with naming(f"message {number}"):
+            stays = isinstance(turn["content"], str) and not marked
+            messages.append(turn if stays else {**turn, "content": list(map(show, parts))})
+    if len(media) > MAX_MEDIA:
+        raise ValueError(f"{len(media)} images and videos are over {MAX_MEDIA}; split the row")
+    return messages, media
 
-    contents = [turn["content"] for turn in turns]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    own = [(kind, part) for part in parts if (kind := part_kind(part)) != "text"]
-    if own:  # then <image> is text
-        check_counts([kind for kind, part in own if not _sources(part, kind)], "{} part(s)", listed)
-        for number, content in enumerate(contents):
-            if isinstance(content, list):
-                with naming(f"message {number}"):
-                    shown = ((part_kind(part), part) for part in content)
-                    laid = [part if kind == "text" else show(kind, part) for kind, part in shown]
-                    contents[number] = laid
-    else:
-        texts = [content for content in contents if isinstance(content, str)]
-        texts += [part["text"] for part in parts]
-        if marks := MARK.findall("\n".join(texts)):
-            check_counts(marks, "<{}> placeholder(s)", listed)
-        contents = [show_in(content) for content in contents]
-        if not marks and any(listed.values()):
-            first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
-            if first is None:
-                given = (f"{len(own)} {kind}(s)" for kind, own in listed.items() if own)
-                lacks = f"no user turn that could show {' and '.join(given)}"
-                raise ValueError(f"the prompt has {lacks}; add one")
-            contents[first][:0] = [show(kind) for kind in OPTIONS for _ in listed.get(kind, ())]
-    if len(used) > MAX_MEDIA:
-        raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
-    whole = zip(turns, contents, strict=True)
-    return [{**turn, "content": content} for turn, content in whole], used
+
+def _shown(contents: list[list[dict]]) -> list[tuple[str, dict]]:
+    """List the parts of a conversation that are not text, each with its kind."""
+    parts = [(part_kind(part), part) for parts in contents for part in parts]
+    return [(kind, part) for kind, part in parts if kind != "text"]
+
+
+def _cut_at_marks(parts: list[dict]) -> list[dict]:
+    """Cut texts at <image> and <video>: "<image>What?" is text, an image, text."""
+    cut = []
+    for part in parts:
+        for number, piece in enumerate(MARK.split(part["text"])):  # text, kind, text, ..., text
+            cut.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
+    return cut
 
 
 class Decoded(Sequence):
@@ -151,15 +153,6 @@ def load_media(media: list[Media], folder: Path, allow_urls) -> tuple[Sequence, 
             load = partial(load_video, one.source, folder, allow_urls, **sampling)
             videos.append(VideoFile(load))
     return images and Decoded(images), videos
-
-
-def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence]):
-    """Refuse another number of parts of a kind than of images or videos that came with them."""
-    for kind in OPTIONS:
-        found, count = kinds.count(kind), len(media.get(kind, ()))
-        if found != count:
-            has = f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it"
-            raise ValueError(f"{has}; put one where each {kind} belongs and name as many {kind}s")
 
 
 def check_unread(columns: dict):
@@ -217,7 +210,7 @@ def _media(entry: object, kind: str) -> Media:
 
 
 def _options(entry: dict, kind: str) -> dict[str, float]:
-    return check_options(_without(entry, ("type", "text", "index", *SOURCES[kind])), OPTIONS[kind])
+    return check_options(kind, _without(entry, ("type", "text", "index", *SOURCES[kind])))
 
 
 def _without(options: dict, names: Collection[str]) -> dict:

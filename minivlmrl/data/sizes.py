@@ -1,39 +1,53 @@
 """How large the model sees one image or video: options of a message part, as in qwen-vl-utils.
 
-They are checked here, where rows are read; ImageProcessor and Video apply them. min_pixels and
-max_pixels bound the area (of a frame); resized_height and resized_width replace the image's size;
-total_pixels bounds all frames of a video.
+They are checked here, where rows are read; ImageProcessor and Video apply them.
 """
 
-from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated
 
+from minivlmrl.hub.checker import build
 from minivlmrl.hub.preprocessor import MAX_MIN_PIXELS
 
-IMAGE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
-# see data/video.py
+Whole = Annotated[int, "[1, 1e15)"]
+
+
+@dataclass
+class ImageOptions:
+    """Options of an image."""
+
+    min_pixels: Whole | None = None  # bounds of the area (of a frame)
+    max_pixels: Whole | None = None
+    resized_height: Whole | None = None  # instead of the image's own size
+    resized_width: Whole | None = None
+
+    def __post_init__(self):
+        if (self.min_pixels or 0) > MAX_MIN_PIXELS:
+            raise ValueError(f"min_pixels {self.min_pixels} is over {MAX_MIN_PIXELS}")
+        if (self.resized_height is None) != (self.resized_width is None):
+            raise ValueError("resized_height and resized_width belong together: give both")
+
+
+@dataclass
+class VideoOptions(ImageOptions):
+    """Options of a video: how large its frames are, and which of a file, see data/video.py."""
+
+    total_pixels: Whole | None = None  # upper bound of all frames together
+    fps: Annotated[float, "(0, 1e15)"] | None = None
+    nframes: Whole | None = None
+    min_frames: Whole | None = None
+    max_frames: Whole | None = None
+    video_start: Annotated[float, "[0, 1e15)"] | None = None  # seconds
+    video_end: Annotated[float, "[0, 1e15)"] | None = None
+
+
+OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 
 
-def check_options(options: dict[str, float | None], known: Collection[str]) -> dict[str, float]:
+def check_options(kind: str, options: dict[str, float | None]) -> dict[str, float]:
     """Return the options of an image or video that are not None (ValueError names a wrong one)."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
-        number(name, value, zero=name in SAMPLING_OPTIONS, whole=name not in SAMPLING_OPTIONS)
-    if given.get("min_pixels", 0) > MAX_MIN_PIXELS:
-        raise ValueError(f"min_pixels {given['min_pixels']} is over {MAX_MIN_PIXELS}")
-    if ("resized_height" in given) != ("resized_width" in given):
-        raise ValueError("resized_height and resized_width belong together: give both or neither")
-    return given
-
-
-def number(name: str, value: float, zero: bool = False, whole: bool = False) -> float:
-    """Return an option that is a number above 0, or 0 if that is allowed too."""
-    good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not good or not 0 <= value < 1e15 or (value == 0 and not zero):
-        kind = f"{'whole ' if whole else ''}number {'from 0 on' if zero else 'above 0'}"
-        raise ValueError(f"{name} {value!r:.40}: need a {kind}, below 1e15")
-    return value
+    if not options:
+        return {}
+    checked = vars(build(OPTIONS[kind], options, f"options of the {kind}"))
+    return {name: value for name, value in checked.items() if value is not None}

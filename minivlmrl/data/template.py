@@ -7,7 +7,6 @@ Qwen3-VL's is chat.render without a default system message, but for tools.
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -111,9 +110,7 @@ class ChatTemplate:
                 return None if known else cls(text, path, special_tokens, tokens)
         return None
 
-    def render(
-        self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False
-    ) -> list[str]:
+    def render(self, messages: list[dict], *, add_generation_prompt=True) -> list[str]:
         """Lay out a conversation: pieces as of chat.render.
 
         Joined they are what transformers' apply_chat_template renders.
@@ -123,11 +120,10 @@ class ChatTemplate:
                 template that writes no <|image_pad|> gets the parts of a message joined as text.
         """
         if self.is_qwen3 and not _needs_jinja(messages):
-            seen = Counter() if add_vision_id else None
-            turns = [piece for message in messages for piece in layout_turn(message, seen)]
+            turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text(turns + [START, "assistant\n"] * add_generation_prompt)
-        checked = self._checked(messages, add_vision_id)
-        pieces = join_text(self._cut(self._lay_out(checked, add_generation_prompt, add_vision_id)))
+        text = self._lay_out(self._checked(messages), add_generation_prompt)
+        pieces = join_text(self._cut(text))
         names = {id(IMAGE): "image", id(VIDEO): "video"}
         shown = [names[id(piece)] for piece in pieces if id(piece) in names]
         kinds = [part_kind(part) for message in messages for part in content_parts(message) or ()]
@@ -135,9 +131,7 @@ class ChatTemplate:
             raise self._error(f"it shows {shown}, the messages have {kinds}")
         return pieces
 
-    def render_completion(
-        self, messages: list[dict], turns: list[dict], *, add_vision_id=False
-    ) -> list[tuple[str, bool]]:
+    def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
         """Lay out what follows a prompt (messages): pieces and flags as of turns.render_completion.
 
         The assistant writes what each of its turns adds to the conversation before it with its
@@ -145,12 +139,12 @@ class ChatTemplate:
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
-        whole = self._checked([*messages, *turns], add_vision_id)
+        whole = self._checked([*messages, *turns])
         check_ends(turns)
-        text = self._lay_out(whole, False, add_vision_id)
+        text = self._lay_out(whole, add_generation_prompt=False)
 
         def length(count: int, add_generation_prompt: bool) -> int:
-            beginning = self._lay_out(whole[:count], add_generation_prompt, add_vision_id)
+            beginning = self._lay_out(whole[:count], add_generation_prompt)
             if not text.startswith(beginning):
                 what = f"it lays out the first {count} messages in another way when more follow"
                 raise self._error(f"{what}; use one that only ever appends")
@@ -166,19 +160,14 @@ class ChatTemplate:
             flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
         return join_flagged(flagged)
 
-    def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
+    def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages, tool_calls=True)
-        kinds = {part_kind(part) for message in messages for part in content_parts(message) or ()}
-        asked = {  # what is used -> its name, and how a template writes it
-            ("add_vision_id", "add_vision_id"): add_vision_id,
-            ("tool_calls", "tool_calls"): any(m.get("tool_calls") for m in messages),
-            ("images", IMAGE): "image" in kinds,
-            ("videos", VIDEO): "video" in kinds,
-        }
-        for name, written in (names for names, used in asked.items() if used):
-            if written not in self.text:
-                raise self._error(f"it has no place for {name}; use one that has")
+        used = {part_kind(part) for message in messages for part in content_parts(message) or ()}
+        used |= {"tool_call" for message in messages if message.get("tool_calls")}
+        for kind, written in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
+            if kind in used and written not in self.text:
+                raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
         for said in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
@@ -191,11 +180,11 @@ class ChatTemplate:
                     message["content"] = "".join(part["text"] for part in message["content"])
         return messages
 
-    def _lay_out(self, messages: list[dict], add_generation_prompt, add_vision_id) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "add_vision_id": add_vision_id}
+    def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
+        options = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         options |= {"tools": None, "documents": None, **self.token_names}
         try:
-            return self.template.render(messages=messages, **options)
+            return self.template.render(options)
         except Exception as error:  # a template is a program: it can fail in every way
             raise self._error(error) from error
 

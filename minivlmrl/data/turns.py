@@ -18,11 +18,11 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     They are the text, then <|im_end|>; of several turns also what is between them. What the
     assistant's turns say is written; other turns, and pictures wherever they are, are forced.
     """
-    turns, template = as_turns(completion), processor.template
-    if template is None:
+    turns = as_turns(completion)
+    if processor.template is None:
         pieces = render_completion(turns)
     else:
-        pieces = template.render_completion(messages, turns, add_vision_id=processor.add_vision_id)
+        pieces = processor.template.render_completion(messages, turns)
     if pieces[-1][0] not in ENDS:
         closes = f"closes a turn with {pieces[-1][0]!r}, at which no completion stops"
         raise ValueError(f"the chat template {closes}")
@@ -30,18 +30,11 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     images = [part["image"] for part in parts if isinstance(part.get("image"), Image)]
     shown = shown_parts(turns, images, ())
     pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
-    encoded = encode_pieces(processor, [p for p, _ in pieces], [grid for *_, grid in pictures])
+    encoded = processor.encode([p for p, _ in pieces], [grid for *_, grid in pictures])
     flags = [flag and not (isinstance(p, Control) and p in VISION) for p, flag in pieces]
     written = [flag for ids, flag in zip(encoded, flags, strict=True) for _ in ids]
     ids = torch.tensor([*chain(*encoded)])
     return Completion(ids, written=torch.tensor(written), pictures=pictures)
-
-
-def encode_pieces(processor: Processor, pieces: list[str], grids: list) -> list[list[int]]:
-    """Return the ids of each piece of a layout, a placeholder's as often as its grid needs."""
-    lengths = map(processor.image_processor.num_tokens, grids)
-    counts = [next(lengths) if piece is IMAGE else 1 for piece in pieces]  # not ==, as in rows.py
-    return [processor.tokenizer.encode(p) * n for p, n in zip(pieces, counts, strict=True)]
 
 
 def as_turns(said: str | list[dict], role: str = "assistant") -> list[dict]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, fetch_image, open_source
-from minivlmrl.data.sizes import SAMPLING_OPTIONS, VIDEO_OPTIONS, check_options, number
+from minivlmrl.data.sizes import check_options
 from minivlmrl.image import Grid, ImageProcessor, smart_resize, to_rgb
 
 FPS = 2.0  # frames a second that are taken when nothing else is asked
@@ -37,7 +37,7 @@ class Video:
     seconds: Sequence[float] | None = None  # when each is shown; None: from 0 on, at that rate
 
     def __post_init__(self):
-        number("fps", self.fps)
+        check_options("video", {"fps": self.fps})
         if isinstance(self.frames, np.ndarray):
             dtype, shape = self.frames.dtype, self.frames.shape
             if shape[3:] != (3,) or 0 in shape or dtype != np.uint8:
@@ -61,9 +61,8 @@ class Video:
         Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
         (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
         """
-        sizes = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
         depth, count = processor.temporal_patch_size, len(self.frames)
-        height, width = frame_size(processor, count, *self.frames[0].size[::-1], **sizes)
+        height, width = frame_size(processor, count, *self.frames[0].size[::-1], **options)
         _check_size(math.ceil(count / depth) * depth, width, height)
         # converted one after the other: together they could fill the memory
         pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
@@ -100,15 +99,15 @@ def load_video(
         sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the
             rate at which they were sampled, 2 if it is not (`sample_fps` of qwen-vl-utils 0.0.14).
     """
+    sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
-        given = [name for name, value in sampling.items() if value is not None]
-        if other := [name for name in given if name != "fps"]:
-            raise ValueError(f"{other[0]} chooses frames of a video file; a list is taken whole")
-        frames, fps = [], sampling.get("fps")
+        fps, frames = sampling.pop("fps", FPS), []
+        if sampling:
+            raise ValueError(f"{min(sampling)} chooses frames of a file; a list is taken whole")
         for frame in source:
             frames.append(fetch_image(frame, folder, allow_url))
             _check_size(len(source), frames[0].width, frames[0].height)
-        return Video(frames, FPS if fps is None else fps)
+        return Video(frames, fps)
     name, file = open_source(source, folder, allow_url)
     try:
         return _sample(file, sampling | {"frame_factor": frame_factor})
@@ -207,20 +206,16 @@ def _check_size(nframes: int, width: int, height: int):
 
 
 def sample_indices(
-    total_frames: int,
-    video_fps: float,
-    *,
-    video_start=None,
-    video_end=None,
-    frame_factor: int = FRAME_FACTOR,
-    **sampling: float | None,
+    total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float | None
 ) -> tuple[list[int], float]:
     """Choose frames of a file, evenly spread, first and last among them; and their rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
     Source: qwen-vl-utils' readers (float32); with frame_factor 1 Qwen3VLVideoProcessor (float64).
     """
-    first, last = frame_range(total_frames, video_fps, video_start, video_end)
+    sampling = check_options("video", sampling)
+    ends = sampling.pop("video_start", None), sampling.pop("video_end", None)
+    first, last = frame_range(total_frames, video_fps, *ends)
     count = last - first + 1
     nframes = smart_nframes(count, video_fps, frame_factor=frame_factor, **sampling)
     if frame_factor == 1:
@@ -241,10 +236,9 @@ def frame_range(
         raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
     first, last, duration = 0, total_frames - 1, total_frames / video_fps
     if video_start is not None:
-        first = math.ceil(min(number("video_start", video_start, zero=True), duration) * video_fps)
+        first = math.ceil(min(video_start, duration) * video_fps)
     if video_end is not None:
-        end = min(number("video_end", video_end, zero=True), duration)
-        last = min(math.floor(end * video_fps), last)
+        last = min(math.floor(min(video_end, duration) * video_fps), last)
     if first >= last and (video_start, video_end) != (None, None):
         asked = f"between video_start {video_start} and video_end {video_end}"
         has = f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
@@ -256,10 +250,10 @@ def smart_nframes(
     total_frames: int,
     video_fps: float,
     *,
-    fps=None,
-    nframes=None,
-    min_frames=None,
-    max_frames=None,
+    fps: float | None = None,
+    nframes: int | None = None,
+    min_frames: int | None = None,
+    max_frames: int | None = None,
     frame_factor: int = FRAME_FACTOR,
 ) -> int:
     """Choose how many frames to take, a multiple of frame_factor.
@@ -276,13 +270,11 @@ def smart_nframes(
     if nframes is not None:
         if (fps, min_frames, max_frames) != (None, None, None):
             raise ValueError("nframes fixes the number of frames: no fps, min_frames, max_frames")
-        chosen = round(number("nframes", nframes, whole=True) / frame_factor) * frame_factor
+        chosen = round(nframes / frame_factor) * frame_factor
     else:
-        least = MIN_FRAMES if min_frames is None else number("min_frames", min_frames, whole=True)
-        most = MAX_FRAMES if max_frames is None else number("max_frames", max_frames, whole=True)
-        least = math.ceil(least / frame_factor) * frame_factor
-        most = math.floor(most / frame_factor) * frame_factor
-        chosen = total_frames / video_fps * number("fps", FPS if fps is None else fps)
+        least = math.ceil((min_frames or MIN_FRAMES) / frame_factor) * frame_factor
+        most = math.floor((max_frames or MAX_FRAMES) / frame_factor) * frame_factor
+        chosen = total_frames / video_fps * (fps or FPS)
         chosen = min(max(chosen, least), most, total_frames)
         chosen = math.floor(chosen / frame_factor) * frame_factor
     if not FRAME_FACTOR <= chosen <= total_frames:
@@ -302,7 +294,7 @@ def frame_size(
             because two frames are one patch; resized_height and resized_width, as for an image.
     Source: qwen-vl-utils' fetch_video of a file; of a frame list, which 0.0.14 resizes twice, too.
     """
-    options, factor = check_options(options, VIDEO_OPTIONS), processor.factor
+    options, factor = check_options("video", options), processor.factor
     if "resized_height" in options:
         size = options["resized_height"], options["resized_width"]
         return smart_resize(*size, factor, processor.min_pixels, processor.max_pixels)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minivlmrl.chat import IMAGE
 from minivlmrl.data.boxes import extent
-from minivlmrl.data.turns import encode_pieces
 from minivlmrl.decoder import place_images
 from minivlmrl.environments.environment import get_environment, tools_of
 from minivlmrl.environments.tool_calls import answer, find_calls, lay_out
@@ -65,7 +64,7 @@ class Play:
         answers = [answer(self.tools, *one, processor) for one in calls]
         pictures = [picture for _, shown in answers for picture in shown]
         grids = [grid for *_, grid in pictures]
-        pieces = encode_pieces(processor, lay_out([parts for parts, _ in answers], ended), grids)
+        pieces = processor.encode(lay_out([parts for parts, _ in answers], ended), grids)
         ids = torch.tensor([*chain(*pieces)])
         self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
         if not self.cut:
@@ -138,7 +137,9 @@ class ToolSampler(RunSampler):
     def begin(self, prompt: Prompt, count: int) -> list[Play]:
         """Tell as many environments of the row of a prompt."""
         if prompt.row is None:
-            raise ValueError("an environment is told the row of its prompt: set prompt.row = row")
+            raise ValueError(
+                "an environment is told the row of its prompt: make that with Row.prompt"
+            )
         row, patch = prompt.row, self.processor.image_processor.patch_size
         grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
         space = row.columns.get("box_space") or self.processor.box_space

@@ -3,16 +3,15 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
-from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.file_dataset import FileDataset, RowOptions
 from minivlmrl.data.mix import FileSection, mix, read_mix, shuffled
 from minivlmrl.hub.checker import Code, FilePath, RewardName, require
-from minivlmrl.hub.preprocessor import Count
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.task import get_task
@@ -25,17 +24,7 @@ NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
 
 
 @dataclass
-class VideoSection:
-    """Which frames of a video the model sees, and how large; a row can ask for its own."""
-
-    fps: float | None = None  # frames taken from a second; None: 2
-    max_frames: int | None = None  # most frames of a video; None: 768
-    min_pixels: int | None = None  # bounds of a frame's area; None: 128 and 768 tokens
-    max_pixels: int | None = None  # upper bound of the area
-
-
-@dataclass
-class DataSection:
+class DataSection(RowOptions):
     """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
 
     # "shapes" or "file.py:TASK", relative to the recipe, maybe with options: docs/data.md
@@ -50,28 +39,15 @@ class DataSection:
     eval_file: FilePath | None = None
     # training rows with a longer prompt are left out
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
-    image_root: FilePath | None = None  # the folder that paths of images begin at; None: the file's
-    # column of a file -> its name here: {label: solution}
-    columns: dict[str, str] = field(default_factory=dict)
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
     # evaluate on grey pictures and on those of other rows too: docs/metrics.md
     eval_blind: bool = False
-    # what the (last) user turn says; {problem} is the row's text of it, without it rows have none
-    prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None  # upper bound of the area
-    # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
-    # to this size, rounded to tokens, all images of files that have no options of their own
-    resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
-    video: VideoSection = field(default_factory=VideoSection)
-    # fetch http(s) URLs of rows; "private": of private networks too
-    allow_urls: bool | Literal["private"] = False
     # threads that make the next step's prompts; 0: the step waits
     image_workers: Annotated[int, "[0, 64]"] = 2
     # in training leave out rows with an image that cannot be read, and count them
     skip_unreadable: bool = False
-    add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     # of coordinates in answers; None: as the model's family writes them
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # where in a completion its answer is: docs/rewards.md
@@ -80,6 +56,7 @@ class DataSection:
     eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
 
     def __post_init__(self):
+        super().__post_init__()
         template, asked = self.prompt_template, "a text with {problem} in it, the task's question"
         require("{problem}" in template or not self.task, "prompt_template", template, asked)
         names = self.eval_rewards
@@ -136,18 +113,14 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
         asked = [reward for reward in run.training_rewards if reward.name in section.rewards]
         own = columns_of(asked) if section.rewards and judged else columns
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        parts.append(_rows(config, section.file, own, None, section.image_root, constants))
+        root = section.image_root or config.image_root
+        parts.append(_rows(config, section.file, own, None, constants, image_root=root))
     return mix(parts, files)
 
 
-def _rows(config: DataSection, path: str, columns, limit=None, root=None, constants=()):
-    names = "prompt_template", "system_prompt", "allow_urls", "columns"
-    options = {name: getattr(config, name) for name in names} | {"constants": dict(constants)}
-    video = {name: value for name, value in asdict(config.video).items() if value is not None}
-    size = config.resize if isinstance(config.resize, tuple) else ()
-    image = dict(zip(("resized_height", "resized_width"), size, strict=False))
-    options["media_options"] = {"image": image, "video": video}
-    return FileDataset(path, ("problem", *columns), limit, root or config.image_root, **options)
+def _rows(config: DataSection, path: str, columns, limit=None, constants=(), **changed):
+    options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
+    return FileDataset(path, ("problem", *columns), limit, constants, **options | changed)
 
 
 @dataclass
@@ -157,7 +130,6 @@ class MadeRow(Row):
     made: Prompt | None = None
 
     def prompt(self, processor: Processor) -> Prompt:
-        self.made.row = self
         return self.made
 
 

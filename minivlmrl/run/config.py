@@ -29,7 +29,7 @@ from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 # what an answer depends on besides weights, and no file of a Hugging Face folder says
-PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "add_vision_id", "box_space"]
+PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "box_space"]
 KEPT = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
 
 Weight = Annotated[float, "(-inf, inf)"]

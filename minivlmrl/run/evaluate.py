@@ -99,8 +99,6 @@ def answer_rows(
 def draw(sample: RunSampler, rows, count: int, rewards) -> tuple[Tensor, list]:
     """Draw `count` completions of each row; returns what they earn, (n, K), and the groups."""
     prompts = [row.prompt(sample.processor) for row in rows]
-    for prompt, row in zip(prompts, rows, strict=True):
-        prompt.row = row
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)
     rewards = [reward.on(sample.world) for reward in rewards]

@@ -64,7 +64,6 @@ def build_model(
     return model, replace(
         processor,
         image_processor=images,
-        add_vision_id=data.add_vision_id,
         answer=data.answer,
         box_space=data.box_space or processor.box_space,
     )

@@ -164,9 +164,8 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 def pin(config, model, processor, decoding: dict) -> dict[str, str]:
     """Hash what the results depend on besides rows: prompt, pixels, decoding, weights; and all."""
     template = processor.template.text if processor.template else "qwen"
-    asked = config.data.prompt_template, config.data.system_prompt
-    prompt = *asked, processor.add_vision_id, template
-    pixels = write_image_processor(processor.image_processor), asdict(config.data.video)
+    prompt = config.data.prompt_template, config.data.system_prompt, template
+    pixels = write_image_processor(processor.image_processor), config.data.video
     weights = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         weights.update(name.encode())

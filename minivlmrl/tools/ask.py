@@ -48,10 +48,8 @@ def main(arguments: list[str]):
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system = data.system_prompt if system is None else system
     messages = conversation(options.prompt, count, template, system)
-    processor.add_vision_id = data.add_vision_id
-    prompt = processor(messages, images, videos)
+    prompt = Row(messages, images, videos=videos).prompt(processor)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    prompt.row = Row(messages, images)
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
     stream = Stream(processor.tokenizer, hidden)
     params.graph = "never"  # each token is printed when it is there
