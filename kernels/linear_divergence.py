@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
-from minivlmrl.kernels.linear_log_softmax import _rows, accumulate_
+from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
 
 
 class LinearDivergence(torch.autograd.Function):
@@ -29,7 +29,7 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, teacher_h, teacher_w, weights, beta, temperature):
         grad_h, grad_w = (torch.zeros_like(x, dtype=weights.dtype) for x in (h, w))
-        values, size = torch.zeros_like(weights), _rows(len(h), len(w), h.device.type)
+        values, size = torch.zeros_like(weights), rows_of_piece(len(h), len(w), h.device.type)
         for start in range(0, len(h), size):
             rows = slice(start, start + size)
             log_p = (float32_matmul(h[rows], w.T) / temperature).log_softmax(-1)

@@ -31,7 +31,6 @@ from minivlmrl.kernels.selective_log_softmax import (
     fold_,
     has_gradient,
     score_rows_,
-    setup_context,
     take_rows,
 )
 
@@ -41,50 +40,33 @@ GPU_ROWS = 512  # rows of one piece of the torch path on a GPU
 TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB of float32
 
 
-def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
-    """logp, H, top and s, each (M,)."""
-    (logits, scratch), head, scored = *_buffers(hidden, weight), []
-    for h, y in zip(hidden.split(len(logits)), ids.split(len(logits)), strict=True):
-        z = float32_matmul(h, head, out=logits[: len(h)])
-        scored.append(score_rows_(z, y, temperature, scratch[: len(h)]))
-    return [torch.cat(parts) for parts in zip(*scored, strict=True)]
+class Pieces:
+    """How the logits of hidden (M, D) and head (V, D) are cut: by `rows` and by tiles of the head."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor):
+        self.triton = backend_for(hidden) == "triton"
+        self.rows, width = rows_of_piece(len(hidden), len(weight), hidden.device.type), len(weight)
+        if self.triton:
+            self.rows, width = max(min(TILE, len(hidden)), 1), min(TILE // 2, len(weight))
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        # a CPU has no float32 products of bfloat16: it converts the head once
+        factors = weight if self.triton or weight.is_cuda else weight.to(wide)
+        starts = range(0, len(weight), width)
+        self.tiles = list(zip(starts, weight.split(width), factors.split(width), strict=True))
+        # one for all pieces, as page faults cost: logits, and for torch their exponentials
+        self.memory = hidden.new_empty(2 - self.triton, self.rows * width, dtype=wide)
+
+    def logits(self, h: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute h @ factor.T in memory; returns it, and memory of its shape (torch alone)."""
+        shape = len(h), len(factor)
+        memory = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
+        return float32_matmul(h, factor.T, out=memory[0]), memory[-1]
 
 
-def _differentiate_by_rows(
-    inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
-) -> None:
-    """Add to the gradients of hidden (M, D) and weight (V, D), in the dtype of sums; or None."""
-    (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
-    (logits, scratch), head = _buffers(hidden, weight)
-    for start in range(0, len(hidden), len(logits)):
-        rows = slice(start, start + len(logits))
-        h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
-        d = differences_(float32_matmul(h, head, out=logits[: len(h)]), kept[1], temperature)
-        dz = differentiate_rows_(
-            d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]
-        ).to(h.dtype)
-        if grad_hidden is not None:
-            accumulate_(grad_hidden[rows], dz, weight)
-        if grad_weight is not None:
-            accumulate_(grad_weight, dz.T, h)
-
-
-def _buffers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for all pieces, as page faults cost: two of logits (2, rows, V), the head (D, V)."""
-    rows, dtype = _rows(len(hidden), len(weight), hidden.device.type), _sum_dtype(hidden)
-    logits = torch.empty(2, rows, len(weight), dtype=dtype, device=hidden.device)
-    # a CPU has no float32 products of bfloat16: it converts the head once
-    return logits, (weight if weight.is_cuda else weight.to(dtype)).T
-
-
-def _rows(rows: int, vocab: int, device_type: str) -> int:
+def rows_of_piece(rows: int, vocab: int, device_type: str) -> int:
     """Rows of one piece of the torch path."""
     most = min(max(CHUNK_BYTES // (4 * vocab), 32), 256) if device_type == "cpu" else GPU_ROWS
     return min(most, max(rows, 1))
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -97,66 +79,62 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _score_by_tiles(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float
-) -> list[Tensor]:
-    """logp, H, top and s, each (M,), by the kernel of selective_log_softmax.py."""
-    (tiles, memory), scored = _tiles(hidden, weight), []
-    for h, y in zip(hidden.split(TILE), ids.split(TILE), strict=True):
-        parts = torch.empty(4, len(h), dtype=torch.float32, device=hidden.device)
-        for first, tile in tiles:
-            last = first + len(tile) == len(weight)
-            out = fold_(_tile_product(h, tile, memory), y, parts, temperature, first, last)
-        scored.append(out)
+def score(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
+    """logp, H, top and s, each (M,)."""
+    pieces, scored = Pieces(hidden, weight), []
+    for h, y in zip(hidden.split(pieces.rows), ids.split(pieces.rows), strict=True):
+        parts = torch.empty(4, len(h), dtype=torch.float32, device=h.device)  # of tiles so far
+        for first, tile, factor in pieces.tiles:
+            z, scratch = pieces.logits(h, factor)
+            if pieces.triton:
+                last = first + len(tile) == len(weight)
+                columns = fold_(z, y, parts, temperature, first, last)
+            else:
+                columns = score_rows_(z, y, temperature, scratch)
+        scored.append(columns)
     return [torch.cat(parts) for parts in zip(*scored, strict=True)]
 
 
-def _differentiate_by_tiles(
+def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
-    """As _differentiate_by_rows, but write the gradient of weight, in weight's dtype."""
+    """Add to the gradients of hidden (M, D), in the dtype of sums, and of weight (V, D); or None."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
-    tiles, memory = _tiles(hidden, weight)
-    for first, tile in tiles:
-        total = torch.zeros_like(tile, dtype=torch.float32)
-        for start in range(0, len(hidden), TILE):
-            rows = slice(start, start + TILE)
+    pieces = Pieces(hidden, weight)
+    for first, tile, factor in pieces.tiles:
+        if grad_weight is not None:
+            written = grad_weight[first : first + len(tile)]
+            total = written.to(pieces.memory.dtype)  # itself in float32
+        for start in range(0, len(hidden), pieces.rows):
+            rows = slice(start, start + pieces.rows)
             h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
-            z = _tile_product(h, tile, memory)
-            out = z if z.dtype == h.dtype else torch.empty_like(z, dtype=h.dtype)
-            dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, out, first)
+            z, scratch = pieces.logits(h, factor)
+            if pieces.triton:
+                out = z if z.dtype == h.dtype else torch.empty_like(z, dtype=h.dtype)
+                dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, out, first)
+            else:
+                d = differences_(z, kept[1], temperature)
+                dz = differentiate_rows_(d, ids[rows], kept, grads_of_rows, temperature, scratch)
+                dz = dz.to(h.dtype)
             if grad_hidden is not None:
                 accumulate_(grad_hidden[rows], dz, tile)
             if grad_weight is not None:
                 accumulate_(total, dz.T, h)
         if grad_weight is not None:
-            grad_weight[first : first + len(tile)] = total
-
-
-def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
-    """(first id, rows of the head) of each tile, and memory for the logits of one."""
-    tiles = list(zip(range(0, len(weight), TILE // 2), weight.split(TILE // 2), strict=True))
-    size = min(TILE, len(hidden)) * min(TILE // 2, len(weight))
-    return tiles, hidden.new_empty(size, dtype=torch.float32)
-
-
-def _tile_product(h: Tensor, tile: Tensor, memory: Tensor) -> Tensor:
-    """h @ tile.T at the begin of memory."""
-    return float32_matmul(h, tile.T, out=memory[: len(h) * len(tile)].view(len(h), len(tile)))
+            written.copy_(total)
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _op(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, H, top and s, each (M,)."""
-    score = _score_by_tiles if backend_for(hidden) == "triton" else _score_by_rows
     return tuple(score(hidden, weight, ids, temperature))
 
 
-_op.register_fake(
-    lambda h, w, ids, t: tuple(h.new_empty(ids.shape, dtype=_sum_dtype(h)) for _ in range(4))
-)
+@_op.register_fake
+def _(hidden, weight, ids, temperature):
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return tuple(hidden.new_empty(ids.shape, dtype=wide) for _ in range(4))
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
@@ -170,23 +148,19 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and weight, empty where they are not needed."""
     hidden, weight, ids = inputs
-    by_tiles = backend_for(hidden) == "triton"
     # on a GPU the host would wait for the number of these rows; its kernels skip the others
     index = ids if hidden.is_cuda else has_gradient(g, e).nonzero()[:, 0]
     # no copies where all rows have a gradient
     rows = slice(None) if len(index) == len(ids) else index
     h, kept, upstream = hidden[rows], take_rows(saved, rows), take_rows([g, e], rows)
-    grad_h = torch.zeros_like(h, dtype=_sum_dtype(h)) if needed[0] else None
-    grad_weight, dtype = None, weight.dtype if by_tiles else _sum_dtype(h)
-    if needed[1]:
-        grad_weight = torch.zeros_like(weight, dtype=dtype)
-    differentiate = _differentiate_by_tiles if by_tiles else _differentiate_by_rows
+    grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
+    grad_weight = torch.zeros_like(weight) if needed[1] else None
     differentiate([h, weight, ids[rows]], kept, upstream, temperature, [grad_h, grad_weight])
     grad_hidden = hidden.new_empty(0)
     if needed[0]:
         grad_hidden = torch.zeros_like(hidden)
         grad_hidden[rows] = grad_h.to(hidden.dtype)
-    return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight.to(weight.dtype)
+    return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight
 
 
 @_backward_op.register_fake
@@ -197,7 +171,14 @@ def _(inputs, saved, g, e, temperature, needed):
     )
 
 
-def _differentiate(ctx, g, e, *_):
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.temperature = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)  # None for an output that no loss uses
+
+
+def _backward(ctx, g, e, *_):
     inputs, saved = list(ctx.saved_tensors[:3]), list(ctx.saved_tensors[3:])
     g = torch.zeros_like(saved[0]) if g is None else g
     needed = list(ctx.needs_input_grad[:2])
@@ -205,7 +186,7 @@ def _differentiate(ctx, g, e, *_):
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None
 
 
-_op.register_autograd(_differentiate, setup_context=setup_context)
+_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_log_softmax(
@@ -241,7 +222,7 @@ def piece_bytes(rows: int, vocab: int, dtype: torch.dtype, device_type: str) -> 
         # logits, and dz unless it is float32
         return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)
     size = torch.promote_types(dtype, torch.float32).itemsize
-    return 2 * _rows(rows, vocab, device_type) * vocab * size
+    return 2 * rows_of_piece(rows, vocab, device_type) * vocab * size
 
 
 @torch.no_grad()
@@ -250,9 +231,6 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
 
     Source: the weight of WPO eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
-    (logits, _), head = _buffers(hidden, weight)
-    log_p = (
-        float32_matmul(h, head, out=logits[: len(h)]).log_softmax(-1)
-        for h in hidden.split(len(logits))
-    )
+    rows = rows_of_piece(len(hidden), len(weight), hidden.device.type)
+    log_p = (float32_matmul(h, weight.T).log_softmax(-1) for h in hidden.split(rows))
     return torch.cat([piece.mul_(2).logsumexp(-1) for piece in log_p])

@@ -1,5 +1,7 @@
 """Log-probability of chosen tokens and entropy, from logits: read once, and once more backward.
 
+These are the pieces of linear_log_softmax.py, which makes the logits and asks for gradients.
+
 Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
     d_j = (z_j - top) / T <= 0         s = sum_j exp d_j         t = sum_j d_j exp d_j         p_j = exp(d_j) / s
@@ -30,7 +32,7 @@ import math
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import backend_for, tl, triton
+from minivlmrl.kernels.backend import tl, triton
 
 FLOOR = -126.0  # of d', base 2
 LOG2E = 1 / math.log(2)
@@ -263,88 +265,3 @@ def differentiate_part_(
         with torch.cuda.device_of(z):
             _backward[(rows,)](z, ids, *saved, *upstream, out, *numbers, num_warps=BACKWARD_WARPS)
     return out
-
-
-@torch.library.custom_op("minivlmrl::selective_log_softmax", mutates_args=())
-def _op(z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, H, top and s, each (N,), of logits z (N, V)."""
-    if backend_for(z) == "triton":
-        return tuple(fold_(z, ids, None, temperature))
-    return score_rows_(
-        z.to(torch.promote_types(z.dtype, torch.float32), copy=True), ids, temperature
-    )
-
-
-@_op.register_fake
-def _(z, ids, temperature):
-    return tuple(
-        z.new_empty(ids.shape, dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(4)
-    )
-
-
-@torch.library.custom_op("minivlmrl::selective_log_softmax_backward", mutates_args=())
-def _backward_op(
-    z: Tensor, ids: Tensor, saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float
-) -> Tensor:
-    if backend_for(z) == "triton":
-        out = torch.empty_like(z, memory_format=torch.contiguous_format)
-        return differentiate_part_(z, ids, saved, take_rows([g, e], ...), temperature, out)
-    d = differences_(
-        z.to(g.dtype, copy=True, memory_format=torch.contiguous_format), saved[1], temperature
-    )
-    dz = differentiate_rows_(d, ids, saved, take_rows([g, e], ...), temperature).to(z.dtype)
-    return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0)  # also where such a row has NaN
-
-
-_backward_op.register_fake(lambda z, *_: torch.empty_like(z, memory_format=torch.contiguous_format))
-
-
-def setup_context(ctx, inputs, output):
-    *tensors, ctx.temperature = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # None for an output that no loss uses
-
-
-def _differentiate(ctx, g, e, *_):
-    z, ids, *saved = ctx.saved_tensors
-    g = torch.zeros_like(saved[0]) if g is None else g
-    return _backward_op(z, ids, saved, g, e, ctx.temperature), None, None
-
-
-_op.register_autograd(_differentiate, setup_context=setup_context)
-
-
-def selective_log_softmax(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor | None]:
-    """Score chosen tokens under softmax(logits / temperature).
-
-    Args:
-        logits: (..., V), float32, float16, bfloat16 or (torch path alone) float64.
-        ids: (...) int64, the chosen tokens.
-        temperature: divides the logits, > 0.
-        entropy: return the entropies too.
-        ignore_index: where ids have this value, log-probability, entropy and gradient are 0.
-    Returns:
-        logps (...) and entropies (...) or None, nats, float32 (float64 for float64 logits); both
-        are differentiable.
-    Raises:
-        ValueError: the shapes do not fit, or the temperature is not positive.
-    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
-    """
-    if logits.shape[:-1] != ids.shape:
-        raise ValueError(f"ids {tuple(ids.shape)} are not those of logits {tuple(logits.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
-    rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[None]
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    kept = ids != ignore_index
-    scored = _op(rows, ids.where(kept, 0).flatten(), temperature)
-    logps, entropies = (x.view(ids.shape).where(kept, 0.0) for x in scored[:2])
-    return logps, entropies if entropy else None

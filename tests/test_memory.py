@@ -184,7 +184,7 @@ def test_one_draw(config):
 def test_the_piece_of_logits(config):
     states, head = torch.randn(240, config.hidden_size), torch.randn(config.vocab_size, config.hidden_size)
     with LiveBytes([states, head]) as live:
-        linear_log_softmax._score_by_rows(states, head, torch.zeros(240, dtype=torch.long), 1.0)
+        linear_log_softmax.score(states, head, torch.zeros(240, dtype=torch.long), 1.0)
     near(linear_log_softmax.piece_bytes(240, config.vocab_size, torch.float32, "cpu"), live.most)
 
 
