@@ -35,7 +35,7 @@ RECIPE = tiny.recipe(
     data={"demonstrations": 8, "eval_rows": 2, "pairs": 8},
     grpo={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "max_steps": 8},
     ppo={"num_mini_batches": 2},
-    rewards={"format": 0.5, "accuracy": 1.0, "cosine(max_length=6)": 0.1},
+    rewards={"format": 0.5, "accuracy": 1.0, f"{ROOT}/recipes/lengths.py:cosine(max_length=6)": 0.1},
 )
 ALWAYS = ["--log_completions=1", "--eval_steps=2", "--save_steps=2", "--keep_best=sampled"]
 ALWAYS += ["--state_steps=1"]

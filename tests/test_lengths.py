@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from minivlmrl.reward_functions.lengths import cosine, repetition
+from recipes.lengths import cosine, repetition
 
 from earnings import earnings
 
@@ -19,7 +19,7 @@ def test_cosine_equals_trl():
         [[{"content": rf"\boxed{{{text}}}"}] for text in said], [text or "" for text in solution], ids
     )
     columns = {"completion_ids": ids, "solution": solution}
-    ours = earnings(["cosine(max_length=100, of='number')"], said, columns, "whole")[:, 0].tolist()
+    ours = earnings(["recipes/lengths.py:cosine(max_length=100, of='number')"], said, columns, "whole")[:, 0].tolist()
     assert theirs[-1] is None and math.isnan(ours[-1])
     assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-6)
 

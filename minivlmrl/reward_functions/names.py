@@ -27,7 +27,6 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.reward_functions.judges": "choice yes_no class=class_name",
     "minivlmrl.reward_functions.number": "number",
     "minivlmrl.reward_functions.math_answer": "math",
-    "minivlmrl.reward_functions.lengths": "cosine repetition",
     "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou point box_format",
     "minivlmrl.reward_functions.detection": "detection",
     "minivlmrl.algorithms.reward_model": "reward_model",

@@ -1,5 +1,9 @@
-"""Rewards for length and repetition, counted in tokens.
-Source: arXiv 2502.03373, appendix C, and TRL's rewards."""
+"""Rewards to copy: for length and repetition, counted in tokens.
+
+In a recipe, from the folder where the command runs:
+    rewards: {accuracy: 1.0, recipes/lengths.py:cosine(max_length=256): 0.5}
+Source: arXiv 2502.03373, appendix C, and TRL's rewards.
+"""
 
 import math
 
