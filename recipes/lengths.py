@@ -11,13 +11,7 @@ from minivlmrl.reward_functions.names import get_reward
 
 
 def cosine(
-    completions: list,
-    completion_ids: list,
-    max_length=1024,
-    of="accuracy",
-    right=(1, 0.5),
-    wrong=(-1, -0.5),
-    **columns,
+    completions: list, completion_ids: list, max_length=1024, of="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
 ) -> list[float]:
     """Scale another reward by length: short answers gain if they are right, and lose if wrong.
 
@@ -35,9 +29,7 @@ def cosine(
     return values
 
 
-def repetition(
-    completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns
-) -> list[float]:
+def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
     """max_penalty times the share of n-grams of tokens that are repetitions.
 
     Example: 5 5 5 5 5 has four pairs, three of them repetitions: -0.75 with ngram_size=2.
