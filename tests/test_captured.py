@@ -158,7 +158,8 @@ def test_a_graph_is_freed_with_its_decoder():
     try:
         with PretendCuda(), torch.inference_mode():
             decode = CapturedDecode()
-            sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), decode=decode)
+            draw = draw_by(uniform_numbers(["a"], 2, 5), CUDA)
+            sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=decode)
             assert decode.graph is not None
             gone = weakref.ref(decode)
             del decode

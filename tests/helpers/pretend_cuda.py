@@ -73,8 +73,6 @@ class Pretend(Tensor):
 
     def to(self, *args, **kwargs):
         """Leave out the device if it is cuda: C++ would take it for another one, and copy."""
-        if args and isinstance(args[0], Tensor):
-            args = (args[0].device, args[0].dtype, *args[1:])
         named = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, str | torch.device)]
         args = tuple(x for x in args if not isinstance(x, str | torch.device))
         if named and named[0].type != "cuda":
@@ -86,12 +84,6 @@ class Pretend(Tensor):
             # a view of a tensor from before inference mode is refused for wrappers
             return self.index_select(0, index[0])[:, index[1]]
         return super().__getitem__(lists_on_card(index))
-
-    def __setitem__(self, index, value):
-        super().__setitem__(lists_on_card(index), value)
-
-    def get_device(self):
-        return 0
 
     def tolist(self):
         return self.cpu().tolist()
@@ -107,22 +99,8 @@ class Pretend(Tensor):
     def __reduce_ex__(self, protocol):  # torch.save copies to the host too
         return self.cpu().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            copy = self.detach().clone()
-            is_parameter = isinstance(self, torch.nn.Parameter) or getattr(self, "_is_param", False)
-            memo[id(self)] = torch.nn.Parameter(copy, self.requires_grad) if is_parameter else copy
-        return memo[id(self)]
-
     def __repr__(self, **_):
         return f"Pretend({self.inside!r})"
-
-    def __tensor_flatten__(self):  # nn.Module.to then swaps tensors: a tied parameter stays tied
-        return ["inside"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, *_):
-        return Pretend(inner["inside"])
 
 
 def lists_on_card(index):
@@ -184,9 +162,7 @@ class PretendCuda(TorchDispatchMode):
         host = [x for x in tensors if not isinstance(x, Pretend)]
         device = kwargs.get("device")
         to_card = bool(card) if device is None else torch.device(device).type in ("cuda", "meta")
-        if (
-            is_composite(func) and func is not aten._fused_rms_norm.default
-        ):  # in inference mode they come whole: the parts are checked
+        if is_composite(func):  # in inference mode they come whole: the parts are checked
             with self:
                 return func.decompose(*args, **kwargs)
         if not card and not to_card:
@@ -317,8 +293,6 @@ class NameTheCard(TorchFunctionMode):
         def named(x):
             return CUDA if isinstance(x, str | torch.device) and str(x) == "cuda" else x
 
-        if function is torch.nn.functional.rms_norm:  # one kernel there, C++ would take it apart
-            return torch.ops.aten._fused_rms_norm(*args, *kwargs.values())[0]
         if function is torch.tensor and isinstance(args[0], list):  # numbers on the card, one by one
             args = (tree_map(lambda x: x.item() if isinstance(x, Pretend) else x, args[0]), *args[1:])
         if function is not torch.device:
