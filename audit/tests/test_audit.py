@@ -3,17 +3,19 @@
 And the names of mistakes in losses alone, for parity.check.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_parity import DAPO, my_loss, usual
 
 from minivlmrl.objectives import parity
 from minivlmrl_audit import audit as module
 from minivlmrl_audit import stages
-from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TOLERANCE, audit, causes, error, explain, report
-from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TOLERANCE, audit, causes, error, explain, main, report
+from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
 from minivlmrl_audit.moves import TABLE, edited, first
 from minivlmrl_audit.updates import schedule
@@ -119,6 +121,31 @@ def test_pieces_of_formulas():
     assert first(x).long().tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 0, 0]]
     assert first(x, 2).long().tolist() == [[1, 1, 0, 0, 1], [0, 0, 1, 1, 0]]
     assert edited([1, 2, 3, 4], [1, 1, 0, 0], [True, True, True, False], "x[:1]") == ([1, 3, 4], [1, 0, 0])
+
+
+@pytest.mark.parametrize("tensors, about, says", [
+    ({"completion_mask": None}, {}, "completion_mask is missing; a step has input_ids, "),
+    ({}, {"kind": "ppo"}, "kind is 'ppo'; a step has .* grpo, dpo or sft"),
+    ({"advantages": torch.ones(2)}, {}, r"advantages is \(2,\), but input_ids are \(1, 1\): one row for each"),
+    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
+])  # fmt: skip
+def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
+    write(tmp_path, {"kind": "sft"}, ONE_ROW)
+    if tensors is None:
+        (tmp_path / "step.safetensors").unlink()
+    else:
+        kept = {name: x for name, x in (ONE_ROW | tensors).items() if x is not None}
+        save_file(kept, tmp_path / "step.safetensors")
+        (tmp_path / "step.json").write_text(json.dumps({"kind": "sft"} | about))
+    with pytest.raises(ValueError, match=f"{tmp_path} is no step: .*{says}"):
+        read(tmp_path)
+
+
+def test_a_field_of_another_type_is_named(tmp_path):
+    """Not a traceback: the page has the types."""
+    write(tmp_path, {"kind": "sft", "schedule": 3, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
+    with pytest.raises(ValueError, match=r"schedule cannot be computed again: TypeError .* not as in docs/audit.md"):
+        main([str(tmp_path)])
 
 
 @pytest.mark.parametrize("kind, step, change, rate", [
