@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from minivlmrl import train  # noqa: E402
 from minivlmrl.run import report  # noqa: E402
+from minivlmrl.tools.difference import difference  # noqa: E402
 
 import tiny  # noqa: E402
 
@@ -99,28 +100,15 @@ def killed(child: int, output: Path, seconds: float, draw: random.Random) -> boo
         time.sleep(0.002)
 
 
-def files(output: Path) -> dict[str, object]:
-    """What a run leaves, by file: bytes, or what is in them besides seconds and dates."""
-    found = {}
-    for path in sorted(path for path in output.rglob("*") if path.is_file()):
-        name = str(path.relative_to(output))
-        if name.startswith("states/") or name in (".lock", "timings.jsonl", "page.html"):
-            continue
-        found[name] = path.read_bytes()
-    found["config.yaml"] = found["config.yaml"].replace(str(output).encode(), b"RUN")
-    for name in [name for name in found if name.endswith("minivlmrl.yaml")]:
-        found[name] = found[name].replace(str(output).encode(), b"RUN")
-    summary = json.loads(found.pop("summary.json"))
-    shown = report.collect(output)
-    for line in shown.pop("timings"):
-        found[f"timings of {line['stage']}"] = line["step"]
-    found["page.html"] = {name: shown[name] for name in ("metrics", "warnings", "evaluations", "completions", "images")}
-    found["timings.jsonl"] = [json.loads(line)["step"] for line in (output / "timings.jsonl").open()]
-    return found | {"summary.json": {name: row for name, row in summary.items() if name != "seconds"}}
-
-
-def differing(one: dict, other: dict) -> list[str]:
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+def differing(one: Path, other: Path) -> list[str]:
+    """Name the files of two runs that differ; of states none is compared, of pages what they show."""
+    names = {str(path.relative_to(run)) for run in (one, other) for path in run.rglob("*") if path.is_file()}
+    names = {name for name in names if not name.startswith("states/") and name not in (".lock", "page.html")}
+    whole = {name for name in names if (one / name).is_file() and (other / name).is_file()}
+    wrong = sorted(names - whole) + sorted(name for name in whole if difference(one / name, other / name))
+    pages = [report.collect(run) for run in (one, other)]
+    parts = "metrics", "warnings", "evaluations", "completions", "images"
+    return wrong + [f"page.html: {part}" for part in parts if pages[0][part] != pages[1][part]]
 
 
 def main():
@@ -142,11 +130,11 @@ def main():
                 if os.waitpid(begin(home / "recipe.yaml", whole, CASES[name]), 0)[1]:
                     raise RuntimeError(Path(f"{whole}.log").read_text())
                 # states take time too
-                straight[name] = files(whole), 1.5 * (time.monotonic() - start)
+                straight[name] = whole, 1.5 * (time.monotonic() - start)
             output, (expected, seconds) = home / f"run-{number}", straight[name]
             while killed(begin(home / "recipe.yaml", output, [*CASES[name], "--resume=auto"]), output, seconds, draw):
                 counts[name] = counts.get(name, 0) + 1
-            if other := differing(expected, files(output)):
+            if other := differing(expected, output):
                 wrong.append(f"{name}, run {number}: {', '.join(other)}")
             number += 1
             print(f"{sum(counts.values())} kills, {number} runs, {len(wrong)} differ", *wrong[-1:], flush=True)

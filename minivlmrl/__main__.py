@@ -43,10 +43,7 @@ TOOLS = {  # name: (module:function, what it does)
         "minivlmrl.tools.replay:main",
         "train a step of a run again, and show a group of it",
     ),
-    "verify": (
-        "minivlmrl.tools.verify:main",
-        "train steps of a run again that you draw, and compare bytes",
-    ),
+    "verify": ("minivlmrl.tools.verify:main", "train a run again, and compare every file"),
     "audit": (
         "minivlmrl_audit.audit:main",
         "check a step that any trainer dumped, and name its bugs",

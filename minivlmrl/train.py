@@ -7,6 +7,7 @@ torchrun train.py --help [SECTION]             # every option with its default
 """
 
 import math
+from collections.abc import Callable
 
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.table import find_algorithms
@@ -28,17 +29,26 @@ def main(arguments: list[str]) -> int:
     """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
-    config = load_config(arguments[0], arguments[1:])
+    return start(load_config(arguments[0], arguments[1:]))
+
+
+def start(config: RunConfig, see: Callable = lambda *_: None) -> int:
+    """Train by a recipe that was read, as main does.
+
+    Args:
+        see: called before each optimizer step with algorithm, optimizer, Step, number and Batches.
+    """
     algorithms = find_algorithms(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
-        run(config, algorithms, world, signals)
+        run(config, algorithms, signals, see)
     ranks.shutdown()
     return signals.exit_code
 
 
-def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signals):
+def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, see: Callable):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
+    world = signals.world
     check_outputs(config)
     check_memory(config, world)
     model, processor, datasets = prepare(config, algorithms, world)
@@ -54,12 +64,12 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signal
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved
             algorithm = algorithms[stage](config, model, processor, world)
-            train(algorithm, datasets[stage], results, log, states, progress)
+            train(algorithm, datasets[stage], results, log, states, progress, see)
             progress.begin_stage(number + 1)
     results.write(progress.seconds, algorithm)
 
 
-def train(algorithm: Algorithm, rows, results, log, states, progress):
+def train(algorithm: Algorithm, rows, results, log, states, progress, see: Callable):
     """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
     stage, config = algorithm.stage, algorithm.config
     progress.check_rows(len(rows))
@@ -71,6 +81,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
     for number in range(progress.step, config.max_steps):
         try:
             step = next(steps)
+            see(algorithm, optimizer, step, number, batches)
             metrics = optimizer_step(algorithm, step, optimizer, number)
         except FloatingPointError as error:
             cure = f"stopped before the update; try a lower {stage}.learning_rate"

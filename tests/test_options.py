@@ -135,7 +135,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 ]  # fmt: skip
 # These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
 # (micro_batch_size), test_reward_model.py (path),
-# test_results.py (evaluations, checkpoints), test_trackers.py (report_to),
+# test_results.py (evaluations, checkpoints), test_metrics.py (report_to),
 # test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
 # test_tool_sampler.py (environment), test_distill.py (teachers), test_sharding.py or test_ranks.py.
 OTHERS = {

@@ -326,7 +326,7 @@ def flip(file):
 
 
 def cut(file):
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-2])
 
 
 @pytest.mark.parametrize(

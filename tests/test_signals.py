@@ -63,12 +63,12 @@ def test_a_lost_terminal_does_not_fail_what_is_printed():
 def test_long_work_ends_at_once_if_nothing_is_lost():
     world = World()
     with StopSignals(world) as stop:
-        world.leave()
+        stop.world.leave()
         os.kill(os.getpid(), signal.SIGTERM)
         stop.saved = False
-        world.leave()
+        stop.world.leave()
         stop.saved = True
-        world.leave()
+        stop.world.leave()
         raise AssertionError
     assert stop.exit_code == PREEMPTED
     world.leave()  # another run of this process is not ended

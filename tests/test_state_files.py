@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from minivlmrl.hub.folder import digest
 from minivlmrl.run import state_files
 from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
 
@@ -84,9 +85,9 @@ def test_a_digest_sees_every_byte_of_a_small_file_and_other_weights_in_a_large_o
         if place is not None:
             content[place] ^= 1
         path.write_bytes(content)
-        found.add(state_files.digest([path]))
-    assert len(found) == 4 and len(state_files.digest([])) == 128
+        found.add(digest(state_files.blocks([path])))
+    assert len(found) == 4 and len(digest([])) == 128
     monkeypatch.setattr(state_files, "BLOCK", 2)  # of which 1,024 are read
-    before = state_files.digest([path])
+    before = digest(state_files.blocks([path]))
     path.write_bytes(bytes((byte + 1) % 256 for byte in content))
-    assert state_files.digest([path]) != before
+    assert digest(state_files.blocks([path])) != before

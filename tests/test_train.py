@@ -38,7 +38,7 @@ def test_the_files_and_the_numbers_of_a_run(run, capsys):
     """One line a step, with metrics of its stage; the summary has what was measured between stages."""
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "hashes.jsonl", "images",
+        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
         "metrics.jsonl", "page.html", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     load_model(folder / "checkpoint")

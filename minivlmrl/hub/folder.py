@@ -1,12 +1,13 @@
 """The folder of a checkpoint: found by path or repository id, read, and replaced as a whole."""
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -167,6 +168,19 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for the format
     path.chmod(mode)
+
+
+def digest(parts: Iterable) -> str:
+    """Hash texts, buffers and whole files, one after the other: 128 digits."""
+    found = hashlib.blake2b()
+    for part in parts:
+        if isinstance(part, Path):
+            with part.open("rb") as file:
+                while block := file.read(2**20):
+                    found.update(block)
+        else:
+            found.update(part.encode() if isinstance(part, str) else part)
+    return found.hexdigest()
 
 
 @contextmanager

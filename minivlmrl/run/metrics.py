@@ -1,11 +1,14 @@
 """Metrics of a run as it goes: lines of files, the same for the same seed, and a progress bar."""
 
-import json
+import importlib.util
 import math
 import re
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
@@ -13,16 +16,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.hub.folder import json_text
+from minivlmrl.hub.folder import json_text, read_lines
 from minivlmrl.run.alarms import Alarms, check_mismatch, looks_away
-from minivlmrl.run.completions import CompletionsLog
-from minivlmrl.run.hash_chain import HASHES, process_hashes, step_hashes, text_hash
-from minivlmrl.run.trackers import TRACKERS, curves
+from minivlmrl.run.completions import CompletionsLog, Logged
 from minivlmrl.scale.ranks import World
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
-FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS, HASHES
+FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 # of micro-batches; of all other metrics the mean counts
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 
@@ -43,9 +44,6 @@ class MetricsLog(ExitStack):
             for name in FILES:
                 self.files[name] = self.enter_context((Path(config.output_dir) / name).open("w+"))
                 print(progress.logs.get(name, ""), file=self.files[name], end="", flush=True)
-            self.process = process_hashes(config, world)
-            hashed = progress.logs.get(HASHES, "").splitlines()
-            self.previous = text_hash(hashed[-1]) if hashed else ""
             names = dict.fromkeys(config.report_to)
             self.trackers = [TRACKERS[name](config, self.steps, self) for name in names]
 
@@ -60,7 +58,7 @@ class MetricsLog(ExitStack):
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
         """Begin a stage with a new bar; `done` steps took `seconds` before the run was resumed."""
-        self.algorithm, self.optimizer, self.name = algorithm, optimizer, algorithm.stage
+        self.algorithm, self.name = algorithm, algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
         if done and self.alarmed:
             self.alarms.restore(self.alarmed)
@@ -90,10 +88,6 @@ class MetricsLog(ExitStack):
         line, seconds = {"stage": self.name, "step": number}, self.seconds
         self.write(METRICS, line | metrics)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
-        hashed = {"previous": self.previous} | line | self.process
-        hashed |= step_hashes(self.algorithm, self.optimizer, step)
-        self.previous = text_hash(json_text(hashed))
-        self.write(HASHES, hashed)
         tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         took = seconds - self.last
         timing = {"seconds": seconds, "step_time": took, "tokens_per_second": tokens / took}
@@ -137,8 +131,7 @@ class MetricsLog(ExitStack):
         tqdm.write(f"evaluation, {stage} {done}: {shown} ({seconds:.1f} s)")
         if "grey" not in values:
             return
-        written = Path(self.files[EVALUATIONS].name).read_text().splitlines()
-        if warning := looks_away([json.loads(said) for said in written], rows):
+        if warning := looks_away(read_lines(Path(self.files[EVALUATIONS].name), Logged), rows):
             self.write(WARNINGS, line | {"warning": warning})
             tqdm.write(f"step {done}: {warning}", file=sys.stderr)
 
@@ -183,3 +176,49 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
         else:
             merged[name] = sum(metrics[name] * weight for metrics, weight in parts) / (total or 1)
     return merged, total
+
+
+def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
+    """Write the run's folder tensorboard/, without later steps of an attempt before a resume.
+
+    Returns:
+        log(values, steps), as every tracker; `closing` closes it.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = Path(config.output_dir) / "tensorboard"
+    if not steps:
+        shutil.rmtree(folder, ignore_errors=True)
+    writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
+
+    def log(values: dict[str, float], steps: int):
+        for name, value in values.items():
+            writer.add_scalar(name, value, steps)
+
+    return log
+
+
+def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
+    """Send to the project minivlmrl (WANDB_MODE=offline: wandb/); a resume is another run there."""
+    import wandb
+
+    folder = Path(config.output_dir)
+    run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
+    closing.callback(run.finish)
+    return lambda values, steps: run.log(values, step=steps)
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
+
+
+def curves(evaluation: dict[str, float]) -> dict[str, float]:
+    """Name values of an evaluation as curves: {"iou greedy": 0.5} -> {"eval/iou_greedy": 0.5}."""
+    return {f"eval/{name.replace(' ', '_')}": value for name, value in evaluation.items()}
+
+
+def check_trackers(names: list[str]):
+    """Refuse a tracker whose package is not installed (ValueError), before anything is loaded."""
+    for name in names:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder wandb/ of its runs is no package
+            raise ValueError(f"report_to: {name} is not installed; pip install 'minivlmrl[{name}]'")

@@ -9,8 +9,7 @@ from minivlmrl.hub.checker import build, naming, parse_yaml
 from minivlmrl.hub.folder import json_text, read_json, read_lines
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged
 from minivlmrl.run.config import RunConfig, flat, load_config, recipes_folder
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS
-from minivlmrl.run.trackers import curves
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # of a recipe, what every run has of its own, or the page shows by itself

@@ -7,10 +7,9 @@ from pathlib import Path
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import evaluate
-from minivlmrl.run.metrics import METRICS, MetricsLog
+from minivlmrl.run.metrics import METRICS, MetricsLog, check_trackers
 from minivlmrl.run.report import write_page
 from minivlmrl.run.resume import check_resume
-from minivlmrl.run.trackers import check_trackers
 from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.tasks.task import get_task
 

@@ -10,12 +10,11 @@ key, so no random generator is. While it is written its folder is called 000120.
 own name it is complete or absent.
 """
 
-import hashlib
-import json
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from time import monotonic as clock
 from typing import Annotated
@@ -29,13 +28,22 @@ from minivlmrl.adapters.lora import shared_base
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.checker import build, require
-from minivlmrl.hub.folder import find_folder, flush_file, json_text, read_json, weight_files
+from minivlmrl.hub.folder import (
+    digest,
+    find_folder,
+    flush_file,
+    json_text,
+    parse_json,
+    read_json,
+    weight_files,
+    write_json,
+)
 from minivlmrl.reward_functions.names import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
 from minivlmrl.run.signals import Preempted, StopSignals
-from minivlmrl.run.state_files import digest, find_pieces, read_into, write_tensors
+from minivlmrl.run.state_files import blocks, find_pieces, read_into, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 
@@ -85,7 +93,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     """Name what a recipe says besides rows and output, "grpo.beta", and the threads it takes."""
     values = asdict(config) | {"num_threads": torch.get_num_threads()}
     own = ("data", "stages", "seed", "output_dir", "resume")  # are checked, or new
-    return json.loads(json_text(flat({name: values[name] for name in values.keys() - own})))
+    return parse_json(json_text(flat({name: values[name] for name in values.keys() - own})))
 
 
 def base_digest(config: RunConfig) -> str:
@@ -94,7 +102,7 @@ def base_digest(config: RunConfig) -> str:
         return ""
     path = config.model.path
     files = weight_files(find_folder(path)) if path else [Path(config.model.config)]
-    return f"{config.adapter.quantize} {digest(files)}"
+    return f"{config.adapter.quantize} {digest(blocks(files))}"
 
 
 def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -110,6 +118,16 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     return found
 
 
+def state_folders(folder: Path) -> list[Path]:
+    """Folders of states, the oldest first (ValueError: two are of the same step)."""
+    whole = (path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name))
+    found = sorted(whole, key=lambda path: int(path.name))
+    for first, second in pairwise(found):
+        if int(first.name) == int(second.name):
+            raise ValueError(f"{first} and {second.name} are of one step; remove the wrong one")
+    return found
+
+
 def check_resume(config: RunConfig) -> list[Path]:
     """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
     folder, resume = Path(config.output_dir) / "states", config.resume
@@ -117,7 +135,7 @@ def check_resume(config: RunConfig) -> list[Path]:
     if path and (not path.is_dir() or (path / "states").is_dir()):
         ways = "give 'auto', 'never' or the folder of a state, RUN/states/000120"
         raise ValueError(f"resume: {resume}: no such state; {ways}")
-    states = sorted(folder.glob("[0-9]*"))
+    states = state_folders(folder)
     if states and resume not in ("auto", "never") and (not path or path.parent != folder.resolve()):
         cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
         of = f"of an earlier run, the newest {states[-1].name}"
@@ -136,7 +154,7 @@ class States:
         data = asdict(config.data)
         data = {name: value for name, value in data.items() if not name.startswith("eval_")}
         file = config.data.train_file and Path(config.data.train_file)
-        self.data = json.dumps(data | {"train_file": file and _checksum(file)})
+        self.data = json_text(data | {"train_file": file and _checksum(file)})
 
     def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
         """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
@@ -271,8 +289,7 @@ class States:
 
     def paths(self) -> list[Path]:
         """Folders of states, the oldest first."""
-        whole = (path for path in self.folder.glob("*") if re.fullmatch(r"\d{6,}", path.name))
-        return sorted(whole, key=lambda path: int(path.name))
+        return state_folders(self.folder)
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:
         """Read a state without its tensors; None and a line that says why if it is damaged."""
@@ -304,12 +321,12 @@ class States:
             partial.mkdir(parents=True, exist_ok=True)
             names = write_tensors(partial, found, self.world)
             if self.world.is_main:
-                (partial / RUN).write_text(json_text(asdict(progress)))
+                write_json(partial / RUN, asdict(progress))
                 names.append(RUN)
             files.update({name: _checksum(partial / name) for name in names})
 
         def finish():
-            (partial / COMPLETE).write_text(json.dumps(files, indent=1))
+            write_json(partial / COMPLETE, files)
             for written in (partial / RUN, partial / COMPLETE, partial):
                 flush_file(written)
             partial.rename(path)
@@ -335,6 +352,5 @@ def _checksum(file: Path) -> str:
     """Of what a file holds; of a folder, of the names and sizes in it."""
     if file.is_dir():
         listed = sorted((str(path), path.stat().st_size) for path in file.rglob("*"))
-        return hashlib.blake2b(json.dumps(listed).encode()).hexdigest()
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "blake2b").hexdigest()
+        return digest([json_text(listed)])
+    return digest([file])

@@ -4,11 +4,12 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 from minivlmrl.scale.ranks import World
 
 PREEMPTED = 75  # exit code: come again later (EX_TEMPFAIL of sysexits.h)
-# seconds in which further signals say the same: a scheduler and torchrun may both pass one on
+# further signals within so many seconds count as one: a scheduler and torchrun may both pass one on
 SAME_REQUEST = 5.0
 
 
@@ -17,16 +18,18 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once."""
+    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once.
+
+    Its `world` is the one of a run that long work may end, see leave.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, world: World):
-        self.world = world
+        self.world = replace(world, leave=self.leave)
         self.first: float | None = None  # when the first signal came
         self.exit_code = 0  # of the run: PREEMPTED if a signal ended it
         self.saved = True  # all that was trained is in a state
-        world.leave = self.leave
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
@@ -39,7 +42,6 @@ class StopSignals:
 
     def __exit__(self, _type, error, _traceback) -> bool:
         """Print the message of Preempted instead of raising it."""
-        self.world.leave = World.leave
         for number, handler in self.before.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):

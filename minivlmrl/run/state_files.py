@@ -5,7 +5,7 @@ needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128
 policy.model.norm.weight.
 """
 
-import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,19 +21,17 @@ BLOCK = 2**16  # bytes
 FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
 
 
-def digest(files: list[Path]) -> str:
-    """Hash weights that a state does not hold: all of a file up to 64 MiB, else 1,024 blocks of it.
+def blocks(files: list[Path]) -> Iterator[bytes]:
+    """Read what tells other weights apart: all of a file up to 64 MiB, else 1,024 blocks of it.
 
     Another base, or one that was trained on, differs in all blocks; a few bytes are not seen.
     """
-    found = hashlib.blake2b()
     for file in files:
         size = file.stat().st_size
         with file.open("rb") as handle:
             for start in range(0, size, max(BLOCK, size // 1024)):
                 handle.seek(start)
-                found.update(handle.read(BLOCK))
-    return found.hexdigest()
+                yield handle.read(BLOCK)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:

@@ -13,20 +13,19 @@ the adapter in its weights.
 """
 
 import argparse
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from minivlmrl.adapters.lora import full
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
+from minivlmrl.hub.folder import ASKED, digest, find_folder, json_text, write_json
 from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import find_answer, normalize
@@ -72,7 +71,7 @@ def run(tool: str, arguments: list[str]):
     if not (near or options.recipe):  # what our recipe says was not said to another's model
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or [*near, recipes_folder() / "own_data.yaml"][0]
-    fixed = [f"--{key}={json.dumps(value)}" for key, value in fixed.items()]
+    fixed = [f"--{key}={json_text(value)}" for key, value in fixed.items()]
     config = load_config(recipe, ["--adapter={}", *overrides, *fixed])
     temperature = options.temperature
     if temperature is None:
@@ -166,14 +165,10 @@ def pin(config, model, processor, decoding: dict) -> dict[str, str]:
     template = processor.template.text if processor.template else "qwen"
     prompt = config.data.prompt_template, config.data.system_prompt, template
     pixels = write_image_processor(processor.image_processor), config.data.video
-    weights = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        weights.update(name.encode())
-        weights.update(full(parameter).cpu().contiguous().view(torch.uint8).numpy())
-    hashes = {"prompt": _hash(prompt), "pixels": _hash(pixels), "decoding": _hash(decoding)}
-    hashes["weights"] = weights.hexdigest()[:16]
-    return hashes | {"all": _hash(hashes)}
-
-
-def _hash(value) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    parts = {"prompt": prompt, "pixels": pixels, "decoding": decoding}
+    texts = {name: json_text(value, sort_keys=True) for name, value in parts.items()}
+    hashes = {name: digest([text])[:16] for name, text in texts.items()}
+    tensors = ((name, full(p).cpu().contiguous()) for name, p in sorted(model.named_parameters()))
+    bits = chain.from_iterable((name, x.view(torch.uint8).numpy()) for name, x in tensors)
+    hashes["weights"] = digest(bits)[:16]
+    return hashes | {"all": digest([json_text(hashes)])[:16]}

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from minivlmrl.adapters.lora import quantize_base
 from minivlmrl.adapters.peft_folder import WEIGHTS, load_adapter
-from minivlmrl.hub.folder import ASKED, find_folder
+from minivlmrl.hub.folder import ASKED, digest, find_folder
 from minivlmrl.run.config import asked_yaml, load_config
-from minivlmrl.run.state_files import digest
 from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 
 

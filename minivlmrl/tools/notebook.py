@@ -1,6 +1,5 @@
 """Training from Python: rows and rewards of this process, the rest as in train.py."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +9,10 @@ import PIL.Image
 from minivlmrl import train as loop
 from minivlmrl.data.conversations import FORMS
 from minivlmrl.data.fetch import fetch_image
+from minivlmrl.hub.folder import digest, json_text, read_json
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
 from minivlmrl.run.config import load_config
-from minivlmrl.run.hash_chain import text_hash
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
 Rows, Rewards = Sequence[dict | Row], dict[str | Callable, float]
@@ -45,21 +44,21 @@ def train(
     for name, given in (("data.train_file", rows), ("data.eval_file", eval_rows)):
         fields[name] = None if given is None else str(write_rows(given, folder / "rows"))
     code = loop.main([str(recipe), *_overrides(fields)])
-    return {} if code else json.loads((folder / "summary.json").read_text())
+    return {} if code else read_json(folder / "summary.json")
 
 
 def write_rows(rows: Rows, folder: Path) -> Path:
     """Write rows as JSON lines, PIL images as PNG files beside them, named by what they hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(_plain(row, folder)) + "\n" for row in rows)
-    path = folder / f"{text_hash(text)}.jsonl"
+    text = "".join(json_text(_plain(row, folder)) + "\n" for row in rows)
+    path = folder / f"{digest([text])[:32]}.jsonl"
     draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
     draft.write_text(text)
     return draft.replace(path)
 
 
 def _overrides(fields: dict) -> list[str]:
-    return [f"--{name}={json.dumps(value)}" for name, value in fields.items()]
+    return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
 def _register(reward: str | Callable) -> str:
@@ -85,7 +84,7 @@ def _plain(value, folder: Path, is_path: bool = False):
         return [_plain(inside, folder, is_path) for inside in value]
     if isinstance(value, PIL.Image.Image):
         image = fetch_image(value)  # as it will be read: upright, RGB
-        path = folder / f"{text_hash(str(image.size).encode() + image.tobytes())}.png"
+        path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
         image.save(path)
         return str(path.resolve())
     elsewhere = str(value).startswith(("data:", "http:", "https:", "file:"))

@@ -1,7 +1,6 @@
 """The process of one rank, and how it tells torchrun and the user what went wrong."""
 
 import errno
-import json
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.hub.checker import shortened
+from minivlmrl.hub.folder import write_json
 
 
 def show_mistake(error: Exception) -> bool:
@@ -30,7 +30,7 @@ def show_mistake(error: Exception) -> bool:
         return False
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": info}}))
+        write_json(Path(file), {"message": {"message": line, "extraInfo": info}})
     if not file or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
         print(line, file=sys.stderr)
     return True

@@ -6,23 +6,28 @@ alone, so what completions.jsonl and metrics.jsonl say of the step is compared t
 """
 
 import argparse
-from collections.abc import Iterator
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from minivlmrl import train
-from minivlmrl.algorithms.table import find_algorithms
+from minivlmrl.algorithms.reward_model import FOLDER as REWARD_MODEL
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
-from minivlmrl.hub.folder import json_text, parse_json, read_lines
+from minivlmrl.hub.checker import build
+from minivlmrl.hub.folder import json_text, parse_json, read_json, read_lines
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
-from minivlmrl.run.completions import Logged, groups
+from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged, groups, is_past
 from minivlmrl.run.config import check_found, load_config
-from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.run.resume import Progress, States
-from minivlmrl.run.start import prepare
+from minivlmrl.run.resume import RUN, Progress, state_folders
 from minivlmrl.scale import ranks
 
 
@@ -38,6 +43,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
     options, overrides = parser.parse_known_args(arguments)
     folder, number = Path(options.run), options.step
+    changed = [word for word in overrides if not word.startswith("--num_threads=")]
+    if folder.is_dir() and changed:
+        raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {changed[0]}")
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stages][-1]
     algorithm, optimizer, step, rows = go_to(config, stage, number)
@@ -52,11 +60,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]):
-    """Read the recipe of a run's folder, or another one (ValueError: it is changed, names code)."""
+    """Read the recipe of a run's folder, or another one (ValueError: it names code unasked)."""
     if not folder.is_dir():
         return load_config(folder, overrides)
-    if changed := [word for word in overrides if not word.startswith("--num_threads=")]:
-        raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {changed[0]}")
     given = recipe or folder / "config.yaml"
     config = load_config(given, [f"--output_dir={folder}", *overrides])
     if not recipe:
@@ -64,48 +70,79 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]):
     return config
 
 
+class Reached(Exception):
+    """The step that was asked for comes next; its arguments are what train.start shows of it."""
+
+
 def go_to(config, stage: str, number: int) -> tuple:
-    """Train until a step is next: algorithm, optimizer, Step, rows."""
-    for algorithm, optimizer, step, done, batches in steps_to(config, stage, number):
-        if (algorithm.stage, done) == (stage, number):
-            again = Batches(batches.dataset, algorithm, batches.draws - 1)
-            return algorithm, optimizer, step, step.rollout.rows if step.rollout else next(again)
-        train.optimizer_step(algorithm, step, optimizer, done)
+    """Train until a step is next: algorithm, optimizer, Step, rows (ValueError: there is none).
 
-
-def steps_to(config, stage: str, number: int) -> Iterator[tuple]:
-    """Yield what is to be trained up to a step: algorithm, optimizer, Step, its number, Batches.
-
-    Nothing is written (ValueError: there is no such step).
+    A copy of the run, cut back to its nearest state before the step, is resumed by train itself.
     """
     if stage not in config.stages:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
-    world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    wanted = config.stages.index(stage)
-    algorithms = find_algorithms(config)
-    model, processor, datasets = prepare(config, algorithms, world)
-    lengths = [getattr(config, name).max_steps for name in config.stages]
-    if not 0 <= number < lengths[wanted]:
-        raise ValueError(f"--step {number}: {stage} has the steps 0 to {lengths[wanted] - 1}")
-    states = States(config, world, None)
-    earlier = [path for path in states.paths() if int(path.name) <= sum(lengths[:wanted]) + number]
-    # the newest that is whole
-    found = next(filter(None, map(states.read, reversed(earlier))), None)
-    states.resumed, progress = found or (None, Progress(config.seed, config.stages, states.data))
-    if progress.data != states.data:
-        changed = "the section data or the rows have changed since; put them back"
-        raise ValueError(f"{states.resumed}: {changed}")
-    states.check_base(progress)
-    print(f"{stage} step {number}, trained again from {states.resumed or 'the beginning'}")
-    for index in range(progress.stage, wanted + 1):
-        algorithm = algorithms[config.stages[index]](config, model, processor, world)
-        batches = Batches(datasets[algorithm.stage], algorithm, progress.draws)
-        optimizer = build_optimizer(algorithm.trained, algorithm.config, config.optimizer)
-        states.restore(algorithm, optimizer)
-        steps = algorithm.steps(batches)
-        for done in range(progress.step, number + 1 if index == wanted else lengths[index]):
-            yield algorithm, optimizer, next(steps), done, batches
-        progress.begin_stage(index + 1)
+    if not 0 <= number < (steps := getattr(config, stage).max_steps):
+        raise ValueError(f"--step {number}: {stage} has the steps 0 to {steps - 1}")
+    folder, begin, wanted = Path(config.output_dir), None, (config.stages.index(stage), number)
+    for path in state_folders(folder / "states"):
+        progress = read_json(path / RUN)
+        if (progress["stage"], progress["step"]) <= wanted:
+            begin = path
+    print(f"{stage} step {number}, trained again from {begin or 'the beginning'}")
+
+    def see(algorithm, optimizer, step, done, batches):
+        if (algorithm.stage, done) == (stage, number):
+            rows = Batches(batches.dataset, algorithm, batches.draws - 1)
+            rows = step.rollout.rows if step.rollout else next(rows)
+            raise Reached(algorithm, optimizer, step, rows)
+
+    with TemporaryDirectory() as scratch:
+        less = {"eval_steps": 0, "save_steps": 0, "data": replace(config.data, eval_rows=1)}
+        try:
+            train_again(replace(config, **less), begin, Path(scratch) / "run", see)
+        except Reached as reached:
+            return reached.args
+    raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
+
+
+def train_again(config, state: Path | None, folder: Path, see: Callable, **options) -> int:
+    """Let train resume a copy of a run, cut back to a state or to nothing; returns its exit code.
+
+    Args:
+        folder: of the copy (ValueError: it is there).
+        see: as of train.start.
+        options: fields of the recipe.
+    """
+    if is_first():  # the other ranks wait for it in train.start
+        if folder.exists():
+            raise ValueError(f"{folder}: is there already; remove it")
+        folder.mkdir()
+        for name in earlier_files(Path(config.output_dir), state) if state else ():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(config.output_dir) / name, folder / name)
+    resume = str(state) if state else "never"
+    options |= {"output_dir": str(folder), "resume": resume, "report_to": []}
+    with redirect_stdout(sys.stderr):
+        return train.start(replace(config, **options), see)
+
+
+def earlier_files(run: Path, state: Path) -> Iterator[Path]:
+    """Name the files that a state does not hold: completions so far, a trained reward model."""
+    progress = build(Progress, read_json(state / RUN), str(state / RUN), json=True)
+    if (run / COMPLETIONS).is_file():
+        yield Path(COMPLETIONS)
+    for line in read_lines(run / COMPLETIONS, Logged):
+        if is_past(line, progress):
+            drawn = (path for one in line["completions"] for path in one.get("pictures", ()))
+            yield from (Path(IMAGES, Path(path).name) for path in (*line["images"], *drawn))
+    for path in (run / REWARD_MODEL).rglob("*"):
+        if path.is_file():
+            yield path.relative_to(run)
+
+
+def is_first() -> bool:
+    """Whether this process is the first rank, before and after the run."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @torch.no_grad()
