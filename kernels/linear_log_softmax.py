@@ -41,7 +41,7 @@ TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB o
 
 
 class Pieces:
-    """How the logits of hidden (M, D) and head (V, D) are cut: by `rows` and by tiles of the head."""
+    """How logits of hidden (M, D) and head (V, D) are cut: by `rows` and by tiles of the head."""
 
     def __init__(self, hidden: Tensor, weight: Tensor):
         self.triton = backend_for(hidden) == "triton"
@@ -98,7 +98,7 @@ def score(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> li
 def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
-    """Add to the gradients of hidden (M, D), in the dtype of sums, and of weight (V, D); or None."""
+    """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
     pieces = Pieces(hidden, weight)
     for first, tile, factor in pieces.tiles:

@@ -39,7 +39,11 @@ class GroupLayout:
     def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu"):
         self.prompt_lengths = prompt_lengths
         self.row_lengths = [n for group in completion_lengths for n in group]  # R, they sum to M
-        self.prompts, self.completions, self.num_tokens = spans(prompt_lengths, completion_lengths)
+        self.prompts, self.completions, end = [], [], 0  # spans, as ranges
+        for length, group in zip(prompt_lengths, completion_lengths, strict=True):
+            self.prompts.append(range(end, end := end + length))
+            self.completions.append([range(end, end := end + n - 1) for n in group])
+        self.num_tokens = end  # N
         last = [prompt[-1] for prompt in self.prompts]
         self.last_index = to_device(torch.tensor(last), device)  # (B,) last token of each prompt
         # (M,) index of the token that predicts each completion token: the one before it, which for
@@ -72,17 +76,6 @@ class GroupLayout:
         x = x if self.in_order else Reorder.apply(x, self.order, self.inverse)
         parts = zip(x.split([shape.numel() for shape in self.shapes]), self.shapes, strict=True)
         return [part.unflatten(0, shape).transpose(1, 2) for part, shape in parts]
-
-
-def spans(
-    prompt_lengths: list[int], completion_lengths: list[list[int]]
-) -> tuple[list[range], list[list[range]], int]:
-    """Find where each prompt and each of its completions is in the run, and how long the run is."""
-    prompts, completions, end = [], [], 0
-    for length, group in zip(prompt_lengths, completion_lengths, strict=True):
-        prompts.append(range(end, end := end + length))
-        completions.append([range(end, end := end + n - 1) for n in group])
-    return prompts, completions, end
 
 
 def visible(layout: GroupLayout) -> Tensor:

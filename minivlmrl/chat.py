@@ -12,12 +12,12 @@ class Control(str):
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
 ENDS = (END, Control("<|endoftext|>"))  # a completion ends with either: of a turn, of a document
-IMAGE = Control("<|image_pad|>")  # one for each image; rows.py repeats it for each merged token
-VIDEO = Control("<|video_pad|>")  # the same for a video
+# one for each image or video, found by `is`: text may spell the same
+IMAGE, VIDEO = Control("<|image_pad|>"), Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
-def render(messages: list[dict], *, add_generation_prompt=True) -> list[str]:
+def render(messages: list[dict]) -> list[str]:
     r"""Lay out a conversation for the model to continue as the assistant.
 
     Example: one user message with an image and "What?" gives, joined,
@@ -27,7 +27,6 @@ def render(messages: list[dict], *, add_generation_prompt=True) -> list[str]:
     Args:
         messages: each {"role": str, "content": str or a list of parts}, see part_kind. The
             default system message comes first unless they begin with one.
-        add_generation_prompt: end with <|im_start|>assistant\n.
     Returns:
         Pieces in order: each control token a Control (the objects IMAGE and VIDEO themselves),
         neighbouring text one str. So text that spells a control token stays text, and there is
@@ -37,9 +36,7 @@ def render(messages: list[dict], *, add_generation_prompt=True) -> list[str]:
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
     pieces = [piece for message in messages for piece in layout_turn(message)]
-    if add_generation_prompt:
-        pieces += [START, "assistant\n"]
-    return join_text(pieces)
+    return join_text([*pieces, START, "assistant\n"])
 
 
 def layout_turn(message: dict) -> list[str]:

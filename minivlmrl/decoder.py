@@ -1,7 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: embeddings and vision tower, decoder layers, head.
 
-The decoder, Qwen2's or Qwen3's with M-RoPE, works on a packed run of N tokens; its argument
-`attention` knows which of them see each other. Parameter names are those of the hub.
+The decoder works on a packed run of N tokens; its argument `attention` knows which of them see
+each other. hub/family.py says which tower, layers and norm each has. Names are those of the hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
 ModelConfig of hub/model_config.py.
@@ -18,8 +18,6 @@ from minivlmrl.vision import MLP, VisionTransformer
 
 
 class Qwen2_5_VL(nn.Module):
-    """The model of all families; hub/family.py says which tower, layers and norm each has."""
-
     def __init__(self, config, tower=VisionTransformer, layer=None, norm=RMSNorm):
         super().__init__()
         self.config = config

@@ -48,9 +48,8 @@ class Rollout:
 class GRPO:
     """Group relative policy optimization; with sequence-level ratios it is GSPO.
 
-    Runs as it is. Stages of a recipe, algorithms/, replace parts of it: GRPOStage `columns`,
-    `metrics` (all that is logged) and `split` (by tokens); the rest of the family, PPO and Distill
-    also `roll_out`, `prepare`, `micro_batches`, `teaching`, `add_logps` and `loss`.
+    Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics` and `split`;
+    Family, PPO and Distill also `roll_out`, `prepare`, `micro_batches`, `add_logps` and `loss`.
 
     Args:
         policy: the model that is trained.

@@ -82,17 +82,18 @@ def reward_columns(
     `completions` are the texts that were written, `answer_texts` what they answer; those of
     reward_functions/ may also read the prompts, images, ids and names of the rows.
     """
-    G = len(completions[0])
     names = sorted(set().union(*(row.columns for row in rows)))
-    columns = {name: [row.columns.get(name) for row in rows for _ in range(G)] for name in names}
-    columns["prompts"] = [row.messages for row in rows for _ in range(G)]
-    columns["images"] = [row.images for row in rows for _ in range(G)]
-    columns["row_names"] = [row.where or f"row {row.index}" for row in rows for _ in range(G)]
-    columns["completion_ids"] = [c.ids.tolist() for group in completions for c in group]
-    texts = [processor.decode(c.ids[c.written]) for group in completions for c in group]
-    columns["completions"] = texts
-    columns["answer_texts"] = [find_answer(text, processor.answer) for text in texts]
-    return columns
+    rows = [row for row, group in zip(rows, completions, strict=True) for _ in group]  # n
+    completions = [completion for group in completions for completion in group]
+    texts = [processor.decode(completion.ids[completion.written]) for completion in completions]
+    return {name: [row.columns.get(name) for row in rows] for name in names} | {
+        "prompts": [row.messages for row in rows],
+        "images": [row.images for row in rows],
+        "row_names": [row.where or f"row {row.index}" for row in rows],
+        "completion_ids": [completion.ids.tolist() for completion in completions],
+        "completions": texts,
+        "answer_texts": [find_answer(text, processor.answer) for text in texts],
+    }
 
 
 def ask_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:

@@ -27,16 +27,15 @@ class Prompt:
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
     vision_embeds: Tensor | None = None  # what a frozen tower returned for its images
-    # the Row it was made from, for environments; no field, because FSDP2 traverses those
-    row = None
+    row = None  # the Row it was made from, for environments; no field: FSDP2 traverses those
 
 
 @dataclass
 class Completion:
-    """What answers a prompt, drawn or given: one run of ids, which is not made again from text."""
+    """What answers a prompt, sampled or demonstrated: ids, which are never made again from text."""
 
     ids: Tensor  # (C,) int64, with the token that it stopped at
-    logps: Tensor | None = None  # (C,) float32, nats, at the temperature of the draw, or 1 for 0
+    logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature (greedy: 1)
     stopped: bool = True  # by a stop token or stop string; False: cut at max_new_tokens
     written: Tensor | None = None  # (C,) bool: by the policy; others are forced; None: all are
     pictures: Sequence[tuple] = ()  # forced ones in order: PIL image, its patches, image_grid_thw
@@ -75,20 +74,20 @@ class Processor:
         pieces = (render if self.template is None else self.template.render)(messages)
         pixel_values, grids, seconds = [], [], []
         for item, options in shown_parts(messages, images, videos):
-            seconds_per_grid = 0.0
             if isinstance(item, PIL.Image.Image):
                 patches, grid = self.image_processor(item, **options)
-            else:
-                patches, grid, seconds_per_grid = item.patches(self.image_processor, **options)
+                time = 0.0
+            else:  # time: seconds of a step in time, or Qwen3-VL's list of when each is shown
+                patches, grid, time = item.patches(self.image_processor, **options)
             pixel_values.append(patches)
             grids.append(grid)
-            seconds.append(seconds_per_grid)
-        if self.image_processor.videos is not None:
+            seconds.append(time)
+        if self.image_processor.videos is not None:  # each step a picture, its time as text
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        none = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs one
+        no_patches = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs a tensor
         return Prompt(
             input_ids=torch.tensor([*chain(*self.encode(pieces, grids))]),
-            pixel_values=torch.cat([none, *pixel_values]),
+            pixel_values=torch.cat([no_patches, *pixel_values]),
             image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
             second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
         )
@@ -115,10 +114,10 @@ def shown_parts(
     parts = [part for part in parts if part_kind(part) != "text"]
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": images, "video": videos})
-    waiting = {"image": iter(images), "video": iter(videos)}
+    next_of = {"image": iter(images), "video": iter(videos)}
     for kind, part in zip(kinds, parts, strict=True):  # one is decoded at a time
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
-        yield next(waiting[kind]), options
+        yield next(next_of[kind]), options
 
 
 def check_counts(kinds: Sequence[str], media: dict[str, Sequence]):
@@ -136,7 +135,7 @@ class Row:
 
     messages: list[dict]  # the prompt, see chat.render
     images: list[PIL.Image.Image]  # one for each image part of the prompt, in order
-    columns: dict = field(default_factory=dict)  # problem, solution, ...: what rewards are given
+    columns: dict = field(default_factory=dict)  # problem, solution, ...: arguments of rewards
     completion: str | list[dict] | None = None  # a demonstrated answer, for sft
     chosen: str | list[dict] | None = None  # the better of two answers, for preferences
     rejected: str | list[dict] | None = None  # the worse one

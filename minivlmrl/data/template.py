@@ -110,7 +110,7 @@ class ChatTemplate:
                 return None if known else cls(text, path, special_tokens, tokens)
         return None
 
-    def render(self, messages: list[dict], *, add_generation_prompt=True) -> list[str]:
+    def render(self, messages: list[dict]) -> list[str]:
         """Lay out a conversation: pieces as of chat.render.
 
         Joined they are what transformers' apply_chat_template renders.
@@ -121,8 +121,8 @@ class ChatTemplate:
         """
         if self.is_qwen3 and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
-            return join_text(turns + [START, "assistant\n"] * add_generation_prompt)
-        text = self._lay_out(self._checked(messages), add_generation_prompt)
+            return join_text([*turns, START, "assistant\n"])
+        text = self._lay_out(self._checked(messages), add_generation_prompt=True)
         pieces = join_text(self._cut(text))
         names = {id(IMAGE): "image", id(VIDEO): "video"}
         shown = [names[id(piece)] for piece in pieces if id(piece) in names]
