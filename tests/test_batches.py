@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import shuffled
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import batches as batches_file
-from minivlmrl.run.batches import Batches, DataSection, check_shares
+from minivlmrl.run.batches import Batches, DataSection, check_shares, shuffled
 from minivlmrl.run.config import RunConfig
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes

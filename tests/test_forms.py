@@ -163,7 +163,7 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']; name its question, data.columns: {Y"),
     ({"prefix": "a"}, "or use a form: conversations, messages, prefix and suffix, query, instruction, question"),
     ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
-    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' has to be human, user, "),
+    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' has to be system, human, "),
     ({"conversations": [{"from": ["human"], "value": "a"}]}, "turn 0 is {'from': ['human'], 'value': 'a'}; 'f"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),

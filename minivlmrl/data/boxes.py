@@ -67,16 +67,15 @@ class Box:
 
     @property
     def valid(self) -> bool:
-        """Whether the corners are finite and in order, with some area between them."""
+        """Tell whether the corners are finite and in order, with some area between them."""
         finite = all(abs(c) < LIMIT for c in (self.x1, self.y1, self.x2, self.y2))  # False for NaN
         return finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
 
-    def inside(self, tolerance: float = 1e-6) -> bool:
-        """Whether nothing of it is out of its image, but for this share of the image's sides."""
+    def inside(self) -> bool:
+        """Tell whether all of it is in its image, but for a millionth of the image's sides."""
         sides = (self.x1, self.x2, self.extent[0]), (self.y1, self.y2, self.extent[1])
         return all(
-            min(a, b) >= -tolerance * side and max(a, b) <= side + tolerance * side
-            for a, b, side in sides
+            min(a, b) >= -1e-6 * side and max(a, b) <= side + 1e-6 * side for a, b, side in sides
         )
 
 
@@ -133,7 +132,7 @@ def match(
 
 
 def says_none(text: str) -> bool:
-    """Whether an answer says that there is no such object: [], None or No such object."""
+    """Tell whether an answer says that there is no such object: [], None or No such object."""
     return unfenced(text).casefold() in ("[]", "none", "no such object")
 
 
@@ -175,9 +174,9 @@ def _parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> lis
     text = unfenced(QWEN2.sub(" ", text))
     try:
         text = text if '"' in text else text.replace("'", '"')  # as Python writes it
-        said = json.loads(text, parse_int=float, object_pairs_hook=_object)
-        several = isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
-        groups = [_group(item, keys, count) for item in (said if several else [said])]
+        value = json.loads(text, parse_int=float, object_pairs_hook=_object)
+        several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
+        groups = [_group(item, keys, count) for item in (value if several else [value])]
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
         groups = [tuple(numbers[i : i + count]) for i in range(0, len(numbers), count)]

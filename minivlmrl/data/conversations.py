@@ -1,12 +1,13 @@
 """The text of a row, in any of TRL's forms, becomes a prompt's messages and its answers."""
 
+from itertools import takewhile
+
 from minivlmrl.chat import content_parts, part_kind, render
-from minivlmrl.data.forms import ASKING
+from minivlmrl.data.forms import ASKING, ROLES
 from minivlmrl.data.media import MARK, Media, place_media
 from minivlmrl.data.turns import as_turns, check_ends, check_messages, text_of
 from minivlmrl.hub.checker import naming
 
-ROLES = dict.fromkeys(("system", "user", "assistant", "tool"))
 # a row has one of them, or none: see _split
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}
 ANSWERS = dict.fromkeys(("completion", "chosen", "rejected"), (str, list))
@@ -31,30 +32,26 @@ def read_conversation(
             two whole conversations; what both begin with is the prompt (TRL's implicit one).
         listed, media_options: see place_media.
     """
-    found = {column: row[column] for column in FORMS if row.get(column) is not None}
-    for column, value in found.items():
+    written = {column: row[column] for column in FORMS if row.get(column) is not None}
+    for column, value in written.items():
         with naming(f"column {column!r}"):
             _check_form(value, FORMS[column])
-    laid = [render(as_turns(found[name])) for name in ("chosen", "rejected") if name in found]
-    if len(laid) == 2 and laid[0] == laid[1]:
+    pair = [render(as_turns(written[name])) for name in ("chosen", "rejected") if name in written]
+    if len(pair) == 2 and pair[0] == pair[1]:
         raise ValueError("column 'rejected' equals column 'chosen': drop the row")
-    source, prompt, answers = _split(found, row)
-    try:
-        for name, answer in answers.items():
-            column = name if name in found else source
-            _check_answer(as_turns(answer))
-        column = source
-        asked = prompt, listed, prompt_template, system_prompt, media_options
-        messages, media = None, []
-        for name, turns in {n: as_turns(said) for n, said in answers.items()}.items():
+    source, prompt, answers = _split(written, row)
+    wording = prompt, listed, prompt_template, system_prompt, media_options
+    messages, media = None, []
+    for name, answer in answers.items():
+        with naming(f"column {(name if name in written else source)!r}"):
+            turns = as_turns(answer)
+            _check_answer(turns)
             if _shows(turns):
-                column = name if name in found else source
-                whole, media = _place(*asked, turns)
+                whole, media = _place(*wording, turns)
                 messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
                 media = _hand_over(answers[name], media)
-        return *((messages, media) if messages else _place(*asked)), answers
-    except ValueError as error:
-        raise ValueError(f"column {column!r}: {error}") from error
+    with naming(f"column {source!r}"):
+        return *((messages, media) if messages else _place(*wording)), answers
 
 
 def _shows(turns: list[dict]) -> bool:
@@ -70,8 +67,8 @@ def _hand_over(turns: list[dict], media: list[Media]) -> list[Media]:
     if any(part_kind(part) == "video" for part in parts):
         raise ValueError("there is a video after the assistant's first turn; put it in the prompt")
     rest = len(media) - len(parts)
-    for part, own in zip(parts, media[rest:], strict=True):
-        part["image"] = own
+    for part, shown in zip(parts, media[rest:], strict=True):
+        part["image"] = shown
     return media[:rest]
 
 
@@ -113,30 +110,29 @@ def _fill(template: str, turns: list[dict]) -> list[dict]:
     return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
 
 
-def _split(found: dict, row: dict) -> tuple[str, str | list[dict], dict]:
+def _split(written: dict, row: dict) -> tuple[str, str | list[dict], dict]:
     """Tell prompt and answers apart; also name the column that the prompt is from."""
-    given = [column for column in found if column in PROMPTS]
-    if given == ["messages"] and "completion" in found:
-        given.append("completion")
-    if len(given) > 1:
-        raise ValueError(f"columns {given[0]!r} and {given[1]!r} say the same thing; keep one")
-    answers = {column: value for column, value in found.items() if column in ANSWERS}
-    if not given:
+    sources = [column for column in written if column in PROMPTS]
+    if sources == ["messages"] and "completion" in written:
+        sources.append("completion")
+    if len(sources) > 1:
+        raise ValueError(f"columns {sources[0]!r} and {sources[1]!r} say the same thing; keep one")
+    answers = {column: value for column, value in written.items() if column in ANSWERS}
+    if not sources:
         return "chosen", *_implicit_prompt(answers, sorted(row))
-    turns = found[given[0]]
-    if given != ["messages"]:
-        return given[0], turns, answers
-    start = [turn["role"] for turn in turns].index("assistant")
-    return "messages", turns[:start], {"completion": turns[start:], **answers}
+    prompt = written[sources[0]]
+    if sources == ["messages"]:
+        start = [turn["role"] for turn in prompt].index("assistant")
+        prompt, answers = prompt[:start], {"completion": prompt[start:], **answers}
+    return sources[0], prompt, answers
 
 
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
     """Return the turns that chosen and rejected share, and the answers without them."""
     both = {column: answers.get(column) for column in ("chosen", "rejected")}
     listed = all(isinstance(turns, list) for turns in both.values())
-    pairs = zip(*both.values(), strict=False) if listed else []
-    # how many turns they share
-    start = [*(turn == other for turn, other in pairs), False].index(False)
+    pairs = zip(*both.values(), strict=False) if listed else ()
+    start = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))  # turns that they share
     if start == 0:
         cure = "name its question, data.columns: {YOURS: problem}, ask all rows the same, "
         cure += f"data.prompt_template: 'What is it?', or use a form: {', '.join(ASKING)}"
@@ -146,8 +142,7 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
             after = f"after the {start} turn(s) that chosen and rejected share"
             roles = [turn["role"] for turn in turns]
             raise ValueError(f"column {column!r} must go on with the assistant {after}: {roles}")
-    own = {column: turns[start:] for column, turns in both.items()}
-    return both["chosen"][:start], answers | own
+    return both["chosen"][:start], answers | {name: turns[start:] for name, turns in both.items()}
 
 
 def _check_form(value: str | list[dict], types: tuple[type, ...]):
@@ -156,8 +151,8 @@ def _check_form(value: str | list[dict], types: tuple[type, ...]):
         raise ValueError(f"must be {' or '.join(names[t] for t in types)}, it is {value!r:.40}")
     turns = as_turns(value)
     check_messages(turns)
-    if not turns or not {turn["role"] for turn in turns} <= ROLES.keys():
-        roles = [turn["role"] for turn in turns]
+    roles = [turn["role"] for turn in turns]
+    if not turns or not set(roles) <= ROLES.keys():
         raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")
 
 

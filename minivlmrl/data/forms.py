@@ -12,10 +12,10 @@ from minivlmrl.hub.folder import parse_json
 
 QUESTIONS = ("problem", "prompt", "messages")
 ROLES = {  # role: who `from` says
-    "user": "human user",
     "system": "system",
-    "tool": "observation tool tool_response function",
+    "user": "human user",
     "assistant": "gpt assistant chatgpt bing model function_call tool_call",
+    "tool": "observation tool tool_response function",
 }
 SPEAKERS = {name: role for role, names in ROLES.items() for name in names.split()}
 
@@ -41,22 +41,22 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
 
 
 def _conversations(row: dict) -> dict:
-    """VLM-R1, LLaVA, sharegpt: turns of `from` and `value`; the first answer is a solution too."""
+    """Read turns of `from` and `value`: VLM-R1, LLaVA, sharegpt; the first answer is a solution."""
     listed = row["conversations"]
     require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
     turns = _system(row) + [_turn(turn, number) for number, turn in enumerate(listed)]
-    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    if not said or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    if not answers or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
         return {"messages": None, "prompt": turns}
-    negative = len(said) == 1 and isinstance(said[0], str) and not said[0].strip()
-    found = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
-    if row.get("solution") is not None:
-        return found
-    return {**found, "solution": "" if negative else said[0]}
+    negative = len(answers) == 1 and isinstance(answers[0], str) and not answers[0].strip()
+    columns = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
+    if row.get("solution") is None:
+        columns["solution"] = "" if negative else answers[0]
+    return columns
 
 
 def _answered(turns: list[dict], row: dict) -> dict:
-    """A conversation with its answer; ms-swift has a worse one in `rejected_response`."""
+    """Read a conversation with its answer; ms-swift has a worse one in `rejected_response`."""
     if row.get("rejected_response") is None:
         return {"messages": turns}
     start = [turn.get("role") for turn in turns].index("assistant")
@@ -80,27 +80,28 @@ def _turn(turn: dict, number: int) -> dict:
 
 
 def _system(row: dict) -> list[dict]:
-    """LLaMA-Factory and ms-swift have the system message in a column."""
+    """Read the system message of LLaMA-Factory and ms-swift, which is in a column."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 def _messages(row: dict) -> dict:
-    """ms-swift: `messages` that end with the user's turn are a prompt."""
+    """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
     turns = row["messages"]
     valid = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not valid or not turns:
         return {}  # conversations.py says what is wrong
     other = SPEAKERS.keys() - ROLES.keys()
     turns = [_turn(x, i) if str(x.get("role")) in other else x for i, x in enumerate(turns)]
-    said = turns[-1].get("role") == "assistant"
-    return _answered(turns, row) if said else {"messages": None, "prompt": turns}
+    if turns[-1].get("role") == "assistant":
+        return _answered(turns, row)
+    return {"messages": None, "prompt": turns}
 
 
 def _asked(question: str, answer: str) -> Callable[[dict], dict]:
-    """A question and its answer in two columns; earlier turns in `history`, pairs of them."""
+    """Make a reader of a question and its answer in two columns; `history` has earlier pairs."""
 
     def read(row: dict) -> dict:
-        said, text = row.get(answer), row[question]
+        text, reply = row[question], row.get(answer)
         require(isinstance(text, str), f"column {question!r}", text, "text")
         if row.get("input"):  # Alpaca's
             text = f"{text}\n{row['input']}"
@@ -109,37 +110,40 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         paired = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
         needed = "a list of pairs, each a question and its answer"
         require(paired, "column 'history'", before, needed)
-        roles = ("user", "assistant")
-        turns = [{"role": roles[i], "content": pair[i]} for pair in before for i in (0, 1)]
-        found = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
-        if said is not None and row.get("solution") is None:
-            found["solution"] = said
-        if isinstance(said, str) and said.strip() and row.get("chosen") is None:
-            found["completion"] = said
-        return found
+        turns = [
+            {"role": role, "content": content}
+            for pair in [*before, [text]]
+            for role, content in zip(("user", "assistant"), pair, strict=False)
+        ]
+        columns = {"prompt": [*_system(row), *turns]}
+        if reply is not None and row.get("solution") is None:
+            columns["solution"] = reply
+        if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:
+            columns["completion"] = reply
+        return columns
 
     return read
 
 
 def _chosen(row: dict) -> dict:
-    """LLaMA-Factory: answers that are turns of `from` and `value`."""
+    """Read answers of LLaMA-Factory, which are turns of `from` and `value`."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: [_turn(row[name], 0)] for name in names}
 
 
 def _ground_truth(row: dict) -> dict:
-    """verl: {"style": "rule", "ground_truth": ...}."""
-    given = row["reward_model"]
-    return {"solution": given.get("ground_truth")} if isinstance(given, dict) else {}
+    """Read verl's {"style": "rule", "ground_truth": ...}."""
+    rule = row["reward_model"]
+    return {"solution": rule.get("ground_truth")} if isinstance(rule, dict) else {}
 
 
 def _objects(row: dict) -> dict:
-    """ms-swift: <ref-object> and <bbox> of texts are, in order, `ref` and `bbox` of `objects`."""
-    given, texts = row["objects"], {name: row[name] for name in TEXTS if row.get(name) is not None}
-    said, waiting = json.dumps(texts, default=str), {}
+    """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
+    objects, texts = row["objects"], _texts(row)
+    written, waiting = json.dumps(texts, default=str), {}
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
-        if marks := said.count(mark):
-            listed = given.get(key) if isinstance(given, dict) else None
+        if marks := written.count(mark):
+            listed = objects.get(key) if isinstance(objects, dict) else None
             count = len(listed) if isinstance(listed, list) else 0
             if count != marks:
                 more = "fewer" if count < marks else f"{count - marks} more"
@@ -147,39 +151,45 @@ def _objects(row: dict) -> dict:
             waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
     def fill(text: str) -> str:
-        return re.sub("<ref-object>|<bbox>", lambda found: next(waiting[found[0]]), text)
+        return re.sub("<ref-object>|<bbox>", lambda mark: next(waiting[mark[0]]), text)
 
     return _each_text(texts, fill) if waiting else {}
 
 
 def _choices(row: dict) -> dict:
-    """MMBench's columns A, B, ..., or a list: written after a question that does not name them."""
+    """Write choices, of a list or MMBench's columns A, B, ..., after a question without them."""
     columns = [row[letter] for letter in LETTERS if row.get(letter) is not None]
-    given = row.get("options") or row.get("choices") or columns
+    choices = row.get("options") or row.get("choices") or columns
     name = next((name for name in ASKED if isinstance(row.get(name), str)), None)
-    if not given or name is None:  # an open question; turns, whose text is the whole prompt
+    if not choices or name is None:  # an open question; turns, whose text is the whole prompt
         return {}
-    require(isinstance(given, list) and len(given) <= 26, "its choices", given, "a list of texts")
-    said = row.get("answer", row.get("solution"))
-    valid = not isinstance(said, int) or said in given
-    require(valid, "the answer beside choices", said, "a letter or one of them")
-    if all(re.search(rf"\b{letter}[.:)]", row[name]) for letter in LETTERS[: len(given)]):
+    valid = isinstance(choices, list) and len(choices) <= 26
+    require(valid, "its choices", choices, "a list of texts")
+    answer = row.get("answer", row.get("solution"))
+    valid = not isinstance(answer, int) or answer in choices
+    require(valid, "the answer beside choices", answer, "a letter or one of them")
+    if all(re.search(rf"\b{letter}[.:)]", row[name]) for letter in LETTERS[: len(choices)]):
         return {}
-    texts = (re.sub(r"^[A-Z][.:)]\s*", "", str(choice)) for choice in given)
+    texts = (re.sub(r"^[A-Z][.:)]\s*", "", str(choice)) for choice in choices)
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
     return {name: "\n".join([row.get("hint") or "", row[name], *lines]).strip()}
 
 
 def _pictures_in_text(row: dict) -> dict:
-    """Qwen-VL and older ms-swift: <img>path</img> in the text."""
-    texts = {name: row[name] for name in TEXTS if row.get(name) is not None}
+    """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
+    texts = _texts(row)
     paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
     marked = _each_text(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
     return {**marked, "images": paths} if paths else {}
 
 
+def _texts(row: dict) -> dict:
+    """Return the columns with text that a row has."""
+    return {name: row[name] for name in TEXTS if row.get(name) is not None}
+
+
 def _each_text(value, change: Callable[[str], str]):
-    """The same lists and objects with another text for each."""
+    """Return the same lists and objects with another text for each."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

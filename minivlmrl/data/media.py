@@ -45,17 +45,17 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 
     Each entry is a source, or one with options: {"image": "cat.jpg", "max_pixels": 200704}.
     """
-    found = {}
+    media = {}
     for name, kind in COLUMNS.items():
         if (listed := columns.get(name)) is None:
             continue
-        if kind in found:
+        if kind in media:
             raise ValueError(f"give column {kind!r} or {name!r}, not both")
         if name == "video" or not isinstance(listed, list):  # a list under `video` is one of frames
             listed = [listed]
         with naming(f"column {name!r}"):
-            found[kind] = [_media(entry, kind) for entry in listed]
-    return found
+            media[kind] = [_media(entry, kind) for entry in listed]
+    return media
 
 
 def place_media(
@@ -137,9 +137,9 @@ class Decoded(Sequence):
         return len(self.decoders)
 
     def __getitem__(self, index: int) -> PIL.Image.Image:
-        found = self.decoders[index]()
-        self.sizes[index] = found.size
-        return found
+        image = self.decoders[index]()
+        self.sizes[index] = image.size
+        return image
 
 
 def load_media(media: list[Media], folder: Path, allow_urls) -> tuple[Sequence, Sequence]:
@@ -183,7 +183,7 @@ def missing_files(media: list[Media], folder: str) -> list[str]:
 
 
 def _sources(part: dict, kind: str) -> list:
-    """What an entry or a part says itself that it shows."""
+    """List what an entry or a part says itself that it shows."""
     return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
 
 

@@ -1,14 +1,11 @@
-"""Several files of rows as one: which rows of each, how often, in which order, who judges them."""
+"""Several files of rows as one: which rows of each, how often, who judges them."""
 
-import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
-
-import torch
 
 from minivlmrl.hub.checker import FilePath, RewardName, build, naming, parse_yaml
 from minivlmrl.rows import Row
@@ -40,7 +37,7 @@ class Picked(Sequence):
         return len(self.picks)
 
     def find(self, index: int) -> tuple[Sequence, int]:
-        """The dataset that a row is from, and its number there."""
+        """Find the dataset that a row is from, and its number there."""
         part, row = self.picks[index]
         return self.parts[part], row
 
@@ -50,12 +47,12 @@ class Picked(Sequence):
 
     @property
     def asked(self) -> list[int]:
-        """What its rows ask, as hashes: see FileDataset."""
+        """List what its rows ask, as hashes: see FileDataset."""
         return [self.parts[part].asked[row] for part, row in self.picks]
 
 
 def pick(rows: Sequence, numbers: list[int]) -> Picked:
-    """Some rows of a dataset."""
+    """Take some rows of a dataset."""
     return Picked([rows], [(0, number) for number in numbers])
 
 
@@ -75,7 +72,7 @@ def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
 
 
 def sample(strategy: str, count: int) -> list[int]:
-    """The rows that VLM-R1's sampling_strategy takes, by number; random: the same for every seed.
+    """Number the rows that VLM-R1's sampling_strategy takes; random: the same for every seed.
 
     Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
     """
@@ -117,14 +114,3 @@ def read_mix(path: Path) -> list[FileSection]:
         file = str(here if here.exists() else beside)
         files.append(FileSection(file, sampling=entry.sampling_strategy))
     return files
-
-
-def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of per_draw row numbers, every pass in a new order, after the first `skip`."""
-    if size == 0:
-        raise ValueError("there are no rows to train on")
-    generator = torch.Generator().manual_seed(seed)
-    passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
-    numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)
-    while True:
-        yield list(itertools.islice(numbers, per_draw))

@@ -51,7 +51,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """A folder of datasets.save_to_disk, of parquet files, with one file of rows, or of classes."""
+    """Open a folder of save_to_disk, of parquet files, with one file of rows, or of classes."""
     if (state := folder / "state.json").is_file():
         saved = build(SavedDataset, read_json(state), str(state), json=True)
         for name in (names := [part.filename for part in saved._data_files]):
@@ -115,7 +115,7 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """The file and the line of a row, for errors."""
+        """Name the file and the line of a row, for errors."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
@@ -205,12 +205,12 @@ class Arrow:
         return self.firsts[-1]
 
     def where(self, index: int) -> str:
-        """The file of a row and its number in it from 0, for errors."""
+        """Name the file of a row and its number in it from 0, for errors."""
         path, first, _ = self.groups[self.group(index)]
         return f"{path}: row {index - first}"
 
     def group(self, index: int) -> int:
-        """The group of rows that a row is in."""
+        """Find the group of rows that a row is in."""
         return bisect.bisect_right(self.firsts, index) - 1
 
     def __getitem__(self, index: int) -> dict:

@@ -1,5 +1,6 @@
 """How many rows have how many images, and how long their prompts are, without decoding an image."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import PIL.Image
@@ -34,8 +35,8 @@ def summary(rows: Dataset, processor: Processor) -> str:
         shown = f"{len(rows)} picked out of {total} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
         counts = getattr(rows, "counts", None) or {(len(sample[0].images), 0): len(rows)}
-        said = sorted((_words(*each), n) for each, n in counts.items())
-        shown = ", ".join(f"{n} with {words}" for words, n in said)
+        described = sorted((_words(*each), n) for each, n in counts.items())
+        shown = ", ".join(f"{n} with {words}" for words, n in described)
         shown = f"{len(rows)} ({shown})" if len(counts) > 1 else shown
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if not lengths:
@@ -46,7 +47,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
-    """A row with blank images of the sizes in its files' headers; None: it has videos or URLs."""
+    """Read a row with blank images of the sizes in its files' headers; None: it has videos or URLs."""
     if isinstance(rows, Picked):
         return outline(*rows.find(index))
     if not isinstance(rows, FileDataset):
@@ -64,36 +65,36 @@ def outline(rows: Dataset, index: int) -> Row | None:
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
     """Leave out rows with a prompt of over `limit` tokens, and describe them; not videos."""
-    counter, kept, dropped = _counter(processor), [], []
-    for number in range(len(rows)):
-        row = outline(rows, number)
-        length = 0 if row is None else len(row.prompt(counter).input_ids)
-        if length > limit:
-            dropped.append(f"{row.where}: {length} tokens")
-        else:
-            kept.append(number)
-    if not kept:
-        raise ValueError(f"data.max_prompt_tokens is {limit}: all prompts are longer, {dropped[0]}")
-    return (pick(rows, kept) if dropped else rows), dropped
+    long = {n: f"{where}: {length} tokens" for n, where, length in _long(rows, processor, limit)}
+    if len(long) == len(rows):
+        raise ValueError(f"data.max_prompt_tokens is {limit}: all prompts are longer, {long[0]}")
+    kept = [number for number in range(len(rows)) if number not in long]
+    return (pick(rows, kept) if long else rows), list(long.values())
 
 
 def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
-    """Refuse a prompt of over `limit` tokens (ValueError: its row, and `cause`); not videos.
+    """Refuse a prompt of over `limit` tokens (ValueError: its row, and `cause`); not videos."""
+    for _, where, length in _long(rows, processor, limit):
+        raise ValueError(f"{where}: its prompt of {length} tokens {cause}")
 
-    Only rows of files whose bytes and images could be so many are laid out.
+
+def _long(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
+    """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens.
+
+    Only those whose bytes and images could be so many are laid out.
     """
     counter, settings = _counter(processor), processor.image_processor
     side = settings.patch_size * settings.merge_size
     for number in range(len(rows)):
         part, index = rows.find(number) if isinstance(rows, Picked) else (rows, number)
         if not isinstance(part, FileDataset):
-            return
+            return  # all rows of an embedded task are alike
         row, media = part.read(index)
         most = len(repr(row.messages).encode()) + len(media) * settings.max_pixels // side**2
         if most + MARKUP > limit and (row := outline(part, index)) is not None:
             length = len(row.prompt(counter).input_ids)
             if length > limit:
-                raise ValueError(f"{row.where}: its prompt of {length} tokens {cause}")
+                yield number, row.where, length
 
 
 def _counter(processor: Processor) -> Processor:
@@ -102,5 +103,5 @@ def _counter(processor: Processor) -> Processor:
 
 def _words(images: int, videos: int) -> str:
     kinds = {"image": images, "video": videos}
-    said = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
-    return " and ".join(said) or "no image"
+    counts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
+    return " and ".join(counts) or "no image"

@@ -37,13 +37,13 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     return Completion(ids, written=torch.tensor(written), pictures=pictures)
 
 
-def as_turns(said: str | list[dict], role: str = "assistant") -> list[dict]:
+def as_turns(answer: str | list[dict], role: str = "assistant") -> list[dict]:
     """Return turns, also where they are one text."""
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
+    return [{"role": role, "content": answer}] if isinstance(answer, str) else answer
 
 
 def text_of(message: dict) -> str:
-    """The text of a message, without its images and videos."""
+    """Join the text of a message, without its images and videos."""
     content = message.get("content")
     if isinstance(content, str):
         return content

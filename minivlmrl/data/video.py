@@ -228,7 +228,7 @@ def sample_indices(
 def frame_range(
     total_frames: int, video_fps: float, video_start: float | None = None, video_end=None
 ) -> tuple[int, int]:
-    """The first and last frame between two times in seconds, which are moved into the video.
+    """Find the first and last frame between two times in seconds, moved into the video.
 
     Source: qwen-vl-utils' calculate_video_frame_range.
     """

@@ -1,5 +1,6 @@
 """Which rows each stage and the evaluation get, and in which order."""
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 import torch
 
 from minivlmrl.data.file_dataset import FileDataset, RowOptions
-from minivlmrl.data.mix import FileSection, mix, read_mix, shuffled
+from minivlmrl.data.mix import FileSection, mix, read_mix
 from minivlmrl.hub.checker import Code, FilePath, RewardName, require
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
@@ -76,11 +77,11 @@ def load_datasets(
         reward_columns, eval_columns: what rewards ask of rows answered in training, and held out.
     """
     config, files = run.data, run.data.files
-    given = [name for name in ("task", "train_file", "train") if getattr(config, name)]
-    own = bool(stages) and stages.keys() <= files.keys()
-    if len(given) > 1 or (given == ["task"] and files) or not (given or own):
+    sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
+    filed = bool(stages) and stages.keys() <= files.keys()
+    if len(sources) > 1 or (sources == ["task"] and files) or not (sources or filed):
         ways = "data.task, data.train_file, data.train, or data.files of every stage"
-        raise ValueError(f"data: set either {ways}; set are {', '.join(given) or 'none'}")
+        raise ValueError(f"data: set either {ways}; set are {', '.join(sources) or 'none'}")
     if config.task is not None:
         training, held_out = get_task(config.task).datasets(config, run.seed)
         for stage, needs in stages.items():
@@ -98,7 +99,7 @@ def load_datasets(
 
 
 def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) -> Dataset:
-    """The rows of a stage's own file, or of the recipe's; several files are one dataset."""
+    """Open the rows of a stage's file, or of the recipe's; several files are one dataset."""
     config, path = run.data, file or run.data.train_file
     files = config.train if path is None else []
     if path is not None and Path(path).suffix in (".yaml", ".yml"):
@@ -110,11 +111,11 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
         if unknown := [name for name in section.rewards if name not in run.rewards]:
             lacks = f"the recipe has no reward {unknown[0]!r}; there are: {', '.join(run.rewards)}"
             raise ValueError(f"data.train: {section.file}: {lacks}")
-        asked = [reward for reward in run.training_rewards if reward.name in section.rewards]
-        own = columns_of(asked) if section.rewards and judged else columns
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        root = section.image_root or config.image_root
-        parts.append(_rows(config, section.file, own, None, constants, image_root=root))
+        root, needed = section.image_root or config.image_root, columns
+        if section.rewards and judged:
+            needed = columns_of(r for r in run.training_rewards if r.name in section.rewards)
+        parts.append(_rows(config, section.file, needed, None, constants, image_root=root))
     return mix(parts, files)
 
 
@@ -202,6 +203,17 @@ class Batches(Iterator):
             before = f"so are the {MOST_SKIPPED - 1} rows before it"
             raise ValueError(f"{failure}; data.skip_unreadable: {before}")
         return row
+
+
+def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+    """Yield lists of per_draw row numbers, every pass in a new order, after the first `skip`."""
+    if size == 0:
+        raise ValueError("there are no rows to train on")
+    generator = torch.Generator().manual_seed(seed)
+    passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
+    numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)
+    while True:
+        yield list(itertools.islice(numbers, per_draw))
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):

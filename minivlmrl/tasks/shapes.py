@@ -55,8 +55,10 @@ class Shapes:
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
-        said = answer(shown) if self.tags else shown
-        return Row(messages, [image], columns, said, chosen=answer(label), rejected=rejected)
+        demonstrated = answer(shown) if self.tags else shown
+        return Row(
+            messages, [image], columns, demonstrated, chosen=answer(label), rejected=rejected
+        )
 
 
 @dataclass
