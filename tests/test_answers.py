@@ -1,24 +1,17 @@
 """Rows with their answers as micro-batches, and pairs that are judged on any number of ranks."""
 
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from minivlmrl.algorithms.answers import PairAlgorithm, equal_share, with_answers
+from minivlmrl.algorithms import answers
+from minivlmrl.algorithms.answers import PairAlgorithm
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks.shapes import Shapes
 
 from stages import ONE, Rows
-
-
-def test_equal_shares():
-    """Seven items for three ranks: three each, two of the first ones twice."""
-    ranks = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
-    assert [equal_share([*range(7)], rank) for rank in ranks] == [[0, 3, 6], [1, 4, 0], [2, 5, 0]]
-    assert [equal_share([8, 9], rank) for rank in ranks] == [[8], [9], [8]]
-    assert [equal_share([], rank) for rank in ranks] == [[], [], []]
 
 
 class Rank(World):
@@ -31,30 +24,33 @@ class Rank(World):
         return [value + 1 for value in values]
 
 
-def pair_accuracy(world, rows, margins, size=64):
-    algorithm = SimpleNamespace(world=world, trained=torch.nn.Linear(1, 1), margins=margins)
-    return PairAlgorithm.pair_accuracy(algorithm, rows, size)
+class Pairs(PairAlgorithm):
+    """Margins by a function of the rows, without a model."""
+
+    def __init__(self, world, margins=None):
+        self.world, self.trained, self.margins = world, torch.nn.Linear(1, 1), margins
 
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
-def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen):
+def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
     """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
-    rows, asked = Rows(Shapes(5, "x")[i] for i in range(5)), []
+    rows, asked = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5)), []
+    monkeypatch.setattr(answers, "EVALUATED", 1)
 
     def margins(rows):
         asked.extend(row.index for row in rows)
         return torch.tensor([1.0 if row.index == 0 else -1.0 for row in rows])
 
-    accuracy = pair_accuracy(Rank(rank, 2, torch.device("cpu")), rows, margins, size=1)
+    found = Pairs(Rank(rank, 2, torch.device("cpu")), margins).evaluate(rows)
     assert asked == seen
-    assert accuracy == ((1 if rank == 0 else 0) + 1) / 3  # the other rank's sum is 1
+    assert found == {"pairs": ((1 if rank == 0 else 0) + 1) / 3}  # the other rank's sum is 1
 
 
 def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
-    assert with_answers(rows, ONE) == [2]
-    assert pair_accuracy(ONE, Rows(rows[:2]), None) is None and pair_accuracy(ONE, Rows(), None) is None
+    assert Pairs(ONE).answered(rows) == [2]
+    assert Pairs(ONE).evaluate(Rows(rows[:2])) == Pairs(ONE).evaluate(Rows()) == {}
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])

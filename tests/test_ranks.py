@@ -247,6 +247,14 @@ def test_all_gather_and_local(quick_results):
 # World
 
 
+def test_equal_shares():
+    """Seven items for three ranks: three each, two of the first ones twice."""
+    ranks = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
+    assert [rank.equal_share([*range(7)]) for rank in ranks] == [([0, 3, 6], 3), ([1, 4, 0], 2), ([2, 5, 0], 2)]
+    assert [rank.equal_share([8, 9]) for rank in ranks] == [([8], 1), ([9], 1), ([8], 0)]
+    assert [rank.equal_share([]) for rank in ranks] == [([], 0)] * 3
+
+
 def test_ranks_share_as_equally_as_they_can():
     def shares(items, size):
         return [World(rank, size, torch.device("cpu")).share(items) for rank in range(size)]

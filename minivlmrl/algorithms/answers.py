@@ -5,7 +5,7 @@ A row is a group: its prompt and images are computed once for all of its answers
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from minivlmrl.data.turns import encode_completion
 from minivlmrl.losses import Counts
 from minivlmrl.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.scale.sharding import reshard
+
+EVALUATED = 64  # pairs that are scored together
 
 
 @dataclass
@@ -45,7 +47,7 @@ class AnswerAlgorithm(Algorithm):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """The prompts, and each row's answers."""
+        """Encode the prompts, and each row's answers."""
         encode, names = functools.partial(encode_completion, self.processor), self.answers
         answers = [[encode(row.messages, getattr(row, name)) for name in names] for row in rows]
         return [row.prompt(self.processor) for row in rows], answers
@@ -57,6 +59,12 @@ class AnswerAlgorithm(Algorithm):
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(group)
         return batch
+
+    def answered(self, rows: Dataset) -> list[int]:
+        """Find the rows that have all answers: their indices, the same on all ranks."""
+        every = range(self.world.rank, len(rows), self.world.size)
+        local = [i for i in every if None not in [getattr(rows[i], name) for name in self.answers]]
+        return sorted(index for part in self.world.gather_objects(local) for index in part)
 
     def step(self, batches: list[MicroBatch]) -> Step:
         """Make an optimizer step of micro-batches, with the counts of all ranks."""
@@ -72,42 +80,19 @@ class PairAlgorithm(AnswerAlgorithm):
 
     needs, answers = "pairs", ("chosen", "rejected")
 
-    def evaluate(self, rows: Dataset) -> dict[str, float]:
-        accuracy = self.pair_accuracy(rows)
-        return {} if accuracy is None else {"pairs": accuracy}
-
     @torch.no_grad()
-    def pair_accuracy(self, rows: Dataset, size: int = 64) -> float | None:
-        """Compute the share of pairs with the chosen answer ahead; None: there are no pairs."""
-        world = self.world
-        indices = with_answers(rows, world)
+    def evaluate(self, rows: Dataset) -> dict[str, float]:
+        """Compute the share of pairs with the chosen answer ahead."""
+        indices = self.answered(rows)
         if not indices:
-            return None
-        parts = pieces(equal_share(indices, world), size)
-        drawn = ([replace(rows[i], index=i) for i in part] for part in parts)
-        margin = torch.cat([self.margins(part) for part in drawn])
+            return {}
+        share, count = self.world.equal_share(indices)
+        parts = pieces([rows[index] for index in share], EVALUATED)
+        margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
-        # not those that another rank has too
-        ahead = margin[: len(indices[world.rank :: world.size])] > 0
-        return world.sum(ahead.sum().item())[0] / len(indices)
+        return {"pairs": self.world.sum((margins > 0).sum().item())[0] / len(indices)}
 
 
 def pieces(items: Sequence, size: int) -> list[Sequence]:
     """Cut a sequence into pieces of `size`; the last may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def equal_share(items: Sequence, world) -> Sequence:
-    """This rank's part of a sequence that all ranks hold: every world.size-th item.
-
-    Sharded models are computed by all ranks together: some get one of the first items again.
-    """
-    own = items[world.rank :: world.size]
-    return [*own, *items[: -(-len(items) // world.size) - len(own)]]
-
-
-def with_answers(rows: Dataset, world, names: Sequence[str] = ("chosen", "rejected")) -> list[int]:
-    """Indices of the rows that have these answers."""
-    own = ((index, rows[index]) for index in range(world.rank, len(rows), world.size))
-    found = [index for index, row in own if None not in [getattr(row, name) for name in names]]
-    return sorted(index for part in world.gather_objects(found) for index in part)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import AnswerAlgorithm, equal_share, with_answers
+from minivlmrl.algorithms.answers import AnswerAlgorithm
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.batch import MicroBatch
 from minivlmrl.logprobs import per_token_logps
@@ -36,18 +36,17 @@ class SFT(AnswerAlgorithm):
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
-        world, size = self.world, self.config.micro_batch_size
-        indices = with_answers(rows, world, self.answers)
+        indices, size = self.answered(rows), self.config.micro_batch_size
         if not indices:
             return {}
-        share, own = equal_share(indices, world), len(indices[world.rank :: world.size])
+        share, count = self.world.equal_share(indices)
         sums = torch.zeros(2).double()
         for start in range(0, len(share), size):
             batch = self.micro_batch([rows[index] for index in share[start : start + size]])
-            batch.loss_mask[max(0, own - start) :] = 0  # a row that another rank has too
+            batch.loss_mask[max(0, count - start) :] = 0  # a row that another rank has too
             logps = batch.group.pad(per_token_logps(self.policy, batch.group)[0]).double()
             total = sft_loss(logps, batch.loss_mask, self.config.loss_type, counts=Counts(1, 1))
             sums += torch.stack([total, batch.loss_mask.sum().double()]).cpu()
         reshard(self.policy)
-        total, tokens = world.sum(*sums.tolist())
+        total, tokens = self.world.sum(*sums.tolist())
         return {"loss": total / tokens}

@@ -9,7 +9,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import equal_share, pieces
+from minivlmrl.algorithms.answers import pieces
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.reward_functions.names import columns_of, recipe_columns
 from minivlmrl.rewards import ask_rewards
@@ -84,7 +84,8 @@ def answer_rows(
     judged_by = dict.fromkeys(columns_of(rewards))
     for numbers in pieces(range(len(rows)), BATCH_SIZE * world.size):
         world.leave()
-        batch = [replace(rows[i], key=f"{key}/{i}", index=i) for i in equal_share(numbers, world)]
+        share, _ = world.equal_share(numbers)
+        batch = [replace(rows[i], key=f"{key}/{i}", index=i) for i in share]
         batch = [replace(row, columns=judged_by | row.columns) for row in batch]
         if see is not None:
             batch = [replace(row, images=see(row, rows)) for row in batch]

@@ -32,6 +32,15 @@ class World:
         begin, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
         return items[begin:end]
 
+    def equal_share(self, items: Sequence) -> tuple[list, int]:
+        """Take every size-th item, so that all ranks have equally many for a sharded model.
+
+        Returns them, and how many come before the one, if any, that another rank has too.
+        """
+        share = items[self.rank :: self.size]
+        again = items[: -(-len(items) // self.size) - len(share)]
+        return [*share, *again], len(share)
+
     def sum(self, *values: float) -> list[float]:
         """Add up each value over all ranks."""
         if self.size == 1:
