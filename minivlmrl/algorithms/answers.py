@@ -13,7 +13,7 @@ from torch import Tensor
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import MicroBatch, Step, pack
 from minivlmrl.data.turns import encode_completion
-from minivlmrl.losses import Counts
+from minivlmrl.losses import Counts, row_mean
 from minivlmrl.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.scale.sharding import reshard
 
@@ -28,8 +28,12 @@ class AnswerBatch(MicroBatch):
 
     @property
     def weight(self) -> float:
-        """Its metrics are means over answers, or over pairs of them."""
+        """Weigh its metrics, which are means over answers, or over pairs of them."""
         return len(self.loss_mask)
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """Average a flat (M,) tensor over the tokens of each answer, then over answers."""
+        return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
 
 
 class AnswerAlgorithm(Algorithm):

@@ -31,9 +31,9 @@ class TrainingConfig:
 
 
 def loss_options(kind: type, config, **changed):
-    """Make the options of a loss of what a section says; the others are as the loss has them."""
-    said = {field.name: getattr(config, field.name, field.default) for field in fields(kind)}
-    return kind(**said | changed)
+    """Make a loss' options of what a section of a recipe has; the others keep their defaults."""
+    values = {field.name: getattr(config, field.name, field.default) for field in fields(kind)}
+    return kind(**values | changed)
 
 
 class Algorithm:

@@ -103,6 +103,6 @@ class Distill(GRPOStage):
         ours, theirs = self.policy.lm_head.weight, self.teacher.lm_head.weight.detach()
         weights = batch.group.written.to(torch.promote_types(states.dtype, torch.float32))
         options = self.run.reference.teacher_beta, self.sample.sampling.temperature
-        given = states, ours, batch.teacher_states, theirs, weights / batch.counts.tokens
-        loss, divergences = LinearDivergence.apply(*given, *options)
+        tensors = states, ours, batch.teacher_states, theirs, weights / batch.counts.tokens
+        loss, divergences = LinearDivergence.apply(*tensors, *options)
         return loss, {"divergence": batch.mean(divergences)}

@@ -9,7 +9,6 @@ from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm
 from minivlmrl.algorithms.base import TrainingConfig, loss_options
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.losses import row_mean
 from minivlmrl.objectives.preference_losses import DPOLoss, DPOSection, dpo_loss
 from minivlmrl.rows import Row
 
@@ -41,7 +40,7 @@ class DPO(PairAlgorithm):
             log_sum_sq_probs = linear_log_sum_sq_probs(states, self.policy.lm_head.weight)
             fixed["log_sum_sq_probs"] = by_pair(group.pad(log_sum_sq_probs))
         loss, metrics = dpo_loss(by_pair(group.pad(logps)), by_pair(mask), self.options, **fixed)
-        return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}
+        return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         """Measure by how many nats the policy moved further to the chosen answers, (B,)."""

@@ -121,7 +121,7 @@ class Family(GRPOStage):
         return Rollout(rows, prompts, list(completions), torch.cat(rewards))
 
     def all_groups(self, rollout: Rollout) -> list[tuple]:
-        """(row, completions, rewards (G, K), whether these differ) of all groups, in row order."""
+        """Gather all groups by row: row, completions, rewards (G, K), whether these differ."""
         G = self.config.num_generations
         judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
         differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)
@@ -134,7 +134,7 @@ class Family(GRPOStage):
         return sorted(groups, key=lambda group: int(group[0][1].rpartition("/")[2]))
 
     def shaped(self, rollout: Rollout) -> Tensor:
-        """(n,) rewards of this rank, after overlong shaping."""
+        """Sum the rewards of this rank, (n,), after overlong shaping."""
         rewards = combine(rollout.rewards, self.reward_weights)
         if self.config.soft_punish_cache:
             limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
@@ -161,7 +161,7 @@ class Family(GRPOStage):
         return batches
 
     def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """All rows where an entropy counts, or the average is over what a micro-batch holds."""
+        """Keep all rows where an entropy counts, or bnpo averages over a micro-batch."""
         config = self.config
         if config.entropy_coef or config.top_entropy_quantile < 1 or config.loss_type == "bnpo":
             return rows
@@ -176,7 +176,7 @@ class Family(GRPOStage):
             batch.old_entropies = batch.group.pad(entropies)
 
     def find_threshold(self, batches: list[FamilyBatch]):
-        """The entropy that the upper share of a step's tokens reaches, over all ranks."""
+        """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
         every, quantile = torch.ones_like(entropies), self.config.top_entropy_quantile
@@ -238,15 +238,15 @@ class Family(GRPOStage):
 def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world):
     """Train on the completions that count, (n,) bool; the others are sequences of the step too."""
     for batch in batches:
-        own = counts[batch.completion_index].to(batch.loss_mask.device)
-        batch.loss_mask = batch.loss_mask * own[:, None]
+        kept = counts[batch.completion_index].to(batch.loss_mask.device)
+        batch.loss_mask = batch.loss_mask * kept[:, None]
     lengths = torch.tensor([[int(c.written.sum()) for c in group] for group in rollout.completions])
     tokens = (lengths * counts.view_as(lengths))[part.start : part.stop].sum().item()
     batches[0].counts.tokens = max(world.sum(tokens)[0], 1)  # one object for all of the step
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """0 up to max_completion_len - soft_punish_cache tokens, from there on falling to -1.
+    """Punish length: 0 up to max_completion_len - soft_punish_cache tokens, then falling to -1.
 
     Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.

@@ -83,5 +83,5 @@ class GRPOStage(Algorithm, GRPO):
         lengths = [
             (len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part
         ]
-        found = pieces(lengths, self.config.micro_batch_size, most, self.world)
-        return [[part[i] * G + j for i, j in piece] for piece in found]
+        cut = pieces(lengths, self.config.micro_batch_size, most, self.world)
+        return [[part[i] * G + j for i, j in piece] for piece in cut]

@@ -10,7 +10,6 @@ from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch, pieces
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.batch import Step
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import row_mean
 from minivlmrl.objectives.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.rows import Prompt, Row
 
@@ -74,15 +73,17 @@ class KTO(AnswerAlgorithm):
         return kto_kl(policy, ref, torch.ones_like(policy))
 
     def loss(self, batch: KTOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        group, mask = batch.group, batch.loss_mask
-        logps, entropies = per_token_logps(self.policy, group)
-        fixed = {"ref_per_token_logps": batch.ref_per_token_logps, "counts": batch.counts}
-        fixed["kl"] = batch.kl
-        loss, metrics = kto_loss(group.pad(logps), mask, batch.labels, self.config, **fixed)
+        logps, entropies = per_token_logps(self.policy, batch.group)
+        loss, metrics = kto_loss(
+            *(batch.group.pad(logps), batch.loss_mask, batch.labels, self.config),
+            ref_per_token_logps=batch.ref_per_token_logps,
+            kl=batch.kl,
+            counts=batch.counts,
+        )
         good = batch.labels.float().mean()
         shares = {"chosen": good, "rejected": 1 - good}
         for (name, here), in_step in zip(shares.items(), batch.shares, strict=True):
             # so weighed these add up to the mean over all good, or bad, answers of the step
             mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
             metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean
-        return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}
+        return loss, metrics | {"entropy": batch.mean(entropies)}

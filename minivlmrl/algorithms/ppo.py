@@ -113,7 +113,7 @@ class PPO(GRPOStage):
         return steps
 
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities, entropies and values, each (M,)."""
+        """Compute log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
         temperature = self.sample.sampling.temperature
         logps, entropies = logps_of_states(self.policy, states, group, temperature)

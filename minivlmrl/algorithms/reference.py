@@ -25,7 +25,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """(R, T) log-probabilities of a batch's completions, nats."""
+        """Compute log-probabilities of a batch's completions, (R, T) nats."""
         with computing(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -34,7 +34,7 @@ class Reference:
 
 @contextmanager
 def computing(model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
-    """Give a model that computes beside the policy; copied adapters compute on the policy's base."""
+    """Give a model that computes beside the policy; copied adapters compute on its base."""
     reshard(policy)
     if not isinstance(model, AdapterCopy):
         yield model

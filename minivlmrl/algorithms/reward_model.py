@@ -61,7 +61,7 @@ class RewardModel(PairAlgorithm):
         return AnswerBatch(group, group.completion_mask, None, margin=margins)
 
     def rewards(self, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
-        """(B,) of the chosen answers and (B,) of the rejected ones."""
+        """Score the chosen answers, (B,), and the rejected ones, (B,)."""
         return self.trained.at_end(batch.group).view(-1, 2).unbind(1)
 
     def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -101,7 +101,7 @@ class RewardModelScores:
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:
-    """The reward `reward_model`: scores without bounds or unit, computed by RewardModelScores."""
+    """Return the scores of RewardModelScores, without bounds or unit: the reward of this name."""
     return reward_model_scores
 
 

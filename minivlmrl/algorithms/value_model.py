@@ -29,11 +29,11 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """(M,): the number at the state before each completion token."""
+        """Compute the number at the state before each completion token, (M,)."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
     def at_end(self, batch: GroupBatch) -> Tensor:
-        """(R,): the number at the last token of each completion of a batch from pack_to_end."""
+        """Compute the number at the last token of completions, (R,), in a batch of pack_to_end."""
         return torch.stack([numbers[-1] for numbers in batch.split(self(batch))])
 
 

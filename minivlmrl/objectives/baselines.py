@@ -51,7 +51,7 @@ def token_rewards(
     kl_estimator: str = "k1",
     score_index: Tensor | None = None,
 ) -> Tensor:
-    """Each token's reward in PPO: minus kl_coef times its KL to the reference, a score at the end.
+    """Reward each token in PPO: minus kl_coef times its KL to the reference, a score at the end.
 
     Args:
         scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
@@ -70,7 +70,7 @@ def token_rewards(
 def gae(
     rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation.
+    """Estimate advantages from values, generalised advantage estimation.
 
         delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
 
@@ -138,9 +138,9 @@ def ppo_loss(
     value_mask: Tensor | None = None,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy loss plus vf_coef times the clipped value loss.
+    """Compute the clipped policy loss plus vf_coef times the clipped value loss.
 
-        policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))                        r = pi(o_t) / pi_old(o_t)
+        policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R)^2) / 2
 
     Example: one token with ratio 1, advantage 2, value 1, old value 1, return 3: policy -2, value

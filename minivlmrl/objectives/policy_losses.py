@@ -68,7 +68,7 @@ def policy_loss(
     counts: Counts | None = None,
     **constants,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy-gradient loss of the whole family; with PolicyLoss' own options it equals grpo_loss.
+    """Compute the loss of the whole family; with PolicyLoss' own options it equals grpo_loss.
 
     Args:
         per_token_logps: (B, T) nats, with gradient.
@@ -148,7 +148,7 @@ def policy_terms(
 
 
 def kept_tokens(entropies: Tensor | None, mask: Tensor, quantile: float, threshold=None) -> Tensor:
-    """Keep this upper share of tokens by entropy, (B, T); a threshold, if given, decides instead."""
+    """Keep this upper share of tokens by entropy, (B, T), or those that reach a threshold."""
     if quantile == 1:
         return mask
     if threshold is None:
@@ -167,7 +167,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """losses.clipped, with delta the unclipped ratio bounded too (INTELLECT-2, 2505.07291)."""
+    """Clip as losses.clipped; delta bounds the unclipped ratio too (INTELLECT-2, 2505.07291)."""
     term, metrics = clipped(ratio, advantages, options)
     if options.delta is not None:
         within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
@@ -203,7 +203,7 @@ def vespo_term(
 def vespo_log_weight(
     log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """log W (B, 1): the sum over tokens of log ratios, and of the sampler's mismatch if given."""
+    """Sum log ratios over tokens, and the sampler's mismatch if there is one: log W, (B, 1)."""
     lowest, highest = math.log(1e-8), 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
     if importance_sampling_ratio is not None:
@@ -212,7 +212,7 @@ def vespo_log_weight(
 
 
 def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss) -> Tensor:
-    """The corrected KL; with kl_straight_through its value with k2's gradient (as in verl)."""
+    """Correct the KL; with kl_straight_through its value has k2's gradient (as in verl)."""
     kl = kl_term(logps, ref_logps, options.kl_estimator)
     if not options.kl_straight_through:
         return correct_kl(kl, ratio, options)
@@ -222,7 +222,7 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
 
 
 def mean_entropy(entropies: Tensor, kept: Tensor, counts: Counts, over=None) -> Tensor:
-    """Mean entropy of kept tokens, `over` how many; None: by the share of rows, as in TRL."""
+    """Average the entropy of kept tokens, `over` how many; None: by the share of rows, as TRL."""
     share = kept.sum().clamp(min=1) * counts.sequences / len(kept)
     return (entropies * kept).sum() / (share if over is None else over)
 
@@ -245,7 +245,7 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Ratio of the trainer's to the sampler's log-probabilities, (B, T) or (B, 1); 1 if they agree.
+    """Compute the ratio of trainer's to sampler's probabilities, (B, T) or (B, 1); 1: they agree.
 
     Args:
         sampling_per_token_logps: (B, T), as the sampler recorded them; NaN where it has none (ratio
@@ -265,6 +265,6 @@ def rollout_importance_ratio(
 
 
 def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """The entropy that this upper share of tokens reaches (2506.01939); infinite for no tokens."""
+    """Find the entropy that this upper share of tokens reaches; infinite for no tokens."""
     real = entropies.detach()[mask.bool()].float()
     return torch.quantile(real, 1 - quantile) if len(real) else real.new_tensor(math.inf)

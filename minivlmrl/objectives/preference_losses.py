@@ -1,5 +1,4 @@
-"""Losses of given answers: DPO's family, KTO, the reward model's, SFT's. Imports torch alone: copy it
-out.
+"""Losses of given answers: DPO's family, KTO, reward models, SFT. Imports torch alone: copy it.
 
 B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
 `per_token_logps` carries the gradient. Each loss divides by `counts`, an object with `sequences`
@@ -139,7 +138,7 @@ def dpo_loss(
     log_sum_sq_probs: Tensor | None = None,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Direct preference optimization with any of 15 losses, or a weighted sum of several.
+    """Optimize preferences directly, with any of 15 losses or a weighted sum of several.
 
     Example: policy and reference alike (u = v = 0): sigmoid 0.693, hinge 1, ipo of beta 0.1 25.
 
@@ -193,7 +192,7 @@ def dpo_loss(
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
-    """f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
+    """Compute f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
 
     reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t));
     alpha_divergence (t^(a-1) - 1) / (a - 1).
@@ -288,7 +287,7 @@ def reward_loss(
     margin: Tensor | None = None,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of the preferences.
+    """Compute -log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of preferences.
 
     Example: rewards 2 and 1: log(1 + e^-1) = 0.313.
 
@@ -311,7 +310,7 @@ def reward_loss(
 def sft_loss(
     per_token_logps: Tensor, mask: Tensor, loss_type: SFTType = "nll", *, counts=None
 ) -> Tensor:
-    """Mean negative log-probability of the demonstrated tokens.
+    """Average the negative log-probability of the demonstrated tokens.
 
     Example: two rows of 1 and 3 tokens, all with log-probability -2: loss 2.0 (4 tokens share the
     mean, not 2 rows); with dft each token counts p = e^-2 = 0.135 of that, so 0.271.
@@ -338,12 +337,12 @@ def _check_known(name: str, value: str, known):
 
 
 def sorted_margins(logps: Tensor) -> Tensor:
-    """(B, 2) -> (B,)."""
+    """Sort the margins of (B, 2) log-probabilities: (B,)."""
     return (logps[:, 0] - logps[:, 1]).sort().values
 
 
 def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
-    """-log s(z), for a share of flipped labels -log s(-z)."""
+    """Take -log s(z), for a share of flipped labels -log s(-z)."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
