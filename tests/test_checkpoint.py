@@ -341,17 +341,6 @@ def test_a_broken_file_is_named(copy, file, content, says):
         load_model(copy)
 
 
-def test_loaders_take_the_name_of_a_repository(folder, tmp_path, monkeypatch):
-    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
-    shutil.copytree(folder, snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert torch.equal(load_model("owner/name").lm_head.weight, load_model(folder).lm_head.weight)
-    assert load_processor("owner/name").image_processor == load_processor(folder).image_processor
-
-
 def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path):
     """Into every checkpoint, which may be published: a folder of someone else could link to any file of yours."""
     (tmp_path / "secret").write_text("key")
