@@ -154,9 +154,9 @@ def test_a_number_that_is_none_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize(("state", "message"), [
-    ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename is '../rows.arrow', it must be a file beside it"),
-    ({"_data_files": [7]}, "state.json: _data_files is 7, it must be an object"),
-    ({}, "state.json: _data_files is missing"),
+    ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename of _data_files is '../rows.arrow', it must be a file beside it"),
+    ({"_data_files": [7]}, "state.json: filename of _data_files is 7, it must be a file beside it"),
+    ({}, "state.json: filename of _data_files is None, it must be a file beside it"),
     ([], r"state.json: it must hold a JSON object, not \[\]"),
 ])  # fmt: skip
 def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):

@@ -110,12 +110,9 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         paired = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
         needed = "a list of pairs, each a question and its answer"
         require(paired, "column 'history'", before, needed)
-        turns = [
-            {"role": role, "content": content}
-            for pair in [*before, [text]]
-            for role, content in zip(("user", "assistant"), pair, strict=False)
-        ]
-        columns = {"prompt": [*_system(row), *turns]}
+        roles = ("user", "assistant")
+        turns = [{"role": roles[i], "content": pair[i]} for pair in before for i in (0, 1)]
+        columns = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
         if reply is not None and row.get("solution") is None:
             columns["solution"] = reply
         if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:

@@ -10,10 +10,9 @@ import io
 import itertools
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from minivlmrl.hub.checker import build, naming, require
+from minivlmrl.hub.checker import naming, require
 from minivlmrl.hub.folder import parse_json, read_json
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
@@ -21,20 +20,6 @@ HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 PLAIN = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns that are JSON in a CSV file
 CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
-
-
-@dataclass
-class SavedFile:
-    """A file of a folder of datasets.save_to_disk."""
-
-    filename: str
-
-
-@dataclass
-class SavedDataset:
-    """What is read of such a folder's state.json."""
-
-    _data_files: list[SavedFile]
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
@@ -53,9 +38,11 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open a folder of save_to_disk, of parquet files, with one file of rows, or of classes."""
     if (state := folder / "state.json").is_file():
-        saved = build(SavedDataset, read_json(state), str(state), json=True)
-        for name in (names := [part.filename for part in saved._data_files]):
-            require(Path(name).name == name, f"{state}: filename", name, "a file beside it")
+        saved = read_json(state).get("_data_files")
+        saved = saved if isinstance(saved, list) else [saved]
+        names = [part.get("filename") if isinstance(part, dict) else part for part in saved]
+        for name in names:
+            require(Path(str(name)).name == name, f"{state}: filename of _data_files", name, "a file beside it")
         return Arrow([folder / name for name in names])
     if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
         raise ValueError(f"{folder}: name one of its splits: {', '.join(inside)}")
@@ -69,9 +56,9 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
     if images and not parquet and not files:
         return Images(folder, images)
     if not parquet and len(files) != 1:
-        found = ", ".join(path.name for path in sorted(files)[:5]) or "none"
+        names = ", ".join(path.name for path in sorted(files)[:5]) or "none"
         needed = "a folder must hold a dataset or one file of rows"
-        raise ValueError(f"{folder}: {needed}; its files of rows: {found}")
+        raise ValueError(f"{folder}: {needed}; its files of rows: {names}")
     return Arrow(parquet) if parquet else open_rows(files[0])
 
 
@@ -96,7 +83,7 @@ class Lines:
 
     def split_values(self, content: str) -> list[tuple[int, str]]:
         """Cut a JSON list, or rows one after the other, with any line breaks."""
-        found, line, done, skip = [], 1, 0, re.compile(r"[\s,]*")
+        rows, line, done, skip = [], 1, 0, re.compile(r"[\s,]*")
         decode, at = json.JSONDecoder().raw_decode, skip.match(content).end()
         listed = content[at] == "["
         at = skip.match(content, at + listed).end()
@@ -104,12 +91,12 @@ class Lines:
             line += content.count("\n", done, at)
             with naming(f"{self.path}:{line}"):
                 _, end = parse_json(content, decode, at)
-            found.append((line, content[at:end]))
+            rows.append((line, content[at:end]))
             done, at = at, skip.match(content, end).end()
         if listed and content[at:].strip() != "]":
             wrong = "the list has no end, or something comes after it"
             raise ValueError(f"{self.path}: not JSON ({wrong})")
-        return found
+        return rows
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -136,12 +123,12 @@ class Cells(Lines):
         dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
         reader = csv.reader(io.StringIO(content, newline=""), dialect)
         self.names = [name.strip() for name in next(reader, ())]
-        found, line = [], reader.line_num + 1
+        rows, line = [], reader.line_num + 1
         for cells in reader:
             if cells:
-                found.append((line, cells))
+                rows.append((line, cells))
             line = reader.line_num + 1
-        return found
+        return rows
 
     def __getitem__(self, index):
         cells = self.texts[index][1]

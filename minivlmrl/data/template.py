@@ -170,10 +170,10 @@ class ChatTemplate:
                 raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
-        for said in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
-            if found := self.control.search(said):
+        for text in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
+            if control := self.control.search(text):
                 cure = "take that out, or use Qwen's template, for which it stays text"
-                raise self._error(f"a text of the conversation spells {found[0]}; {cure}")
+                raise self._error(f"a text of the conversation spells {control[0]}; {cure}")
         if IMAGE not in self.text and VIDEO not in self.text:
             for message in messages:
                 if isinstance(message.get("content"), list):
@@ -194,9 +194,10 @@ class ChatTemplate:
 
     def _closing(self, text: str, begin: int, end: int) -> int:
         """Find the end of the control token that closes a turn: its last, or the next after it."""
-        found = self.control.finditer(text, begin, end)
-        last = [match for match in found if not text[match.end() : end].strip()][-1:]
-        closing = last[0] if last else self.control.match(text, end)
+        closing = self.control.match(text, end)
+        for control in self.control.finditer(text, begin, end):
+            if not text[control.end() : end].strip():
+                closing = control
         if closing is None:
             why = "so nothing would teach the model to stop; use one that does"
             raise self._error(f"it closes an assistant turn with no control token, {why}")

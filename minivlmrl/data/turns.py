@@ -60,7 +60,6 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
         Pieces as in chat.render, each with a flag: the assistant writes it, the texts of its turns
         and the <|im_end|> that closes each. The last piece is where generation stops.
     """
-    check_messages(turns)
     check_ends(turns)
     flagged = []
     for turn in turns:

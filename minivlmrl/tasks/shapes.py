@@ -8,7 +8,7 @@ the task. The rest is left to reinforcement learning, with a reward that is alwa
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import PIL.ImageDraw
@@ -41,6 +41,8 @@ class Shapes:
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
     tags: bool = True  # of demonstrations; False: they are the label alone
+    # for kto: one answer and a `label`, chosen and rejected in turn
+    labelled: bool = False
 
     def __len__(self) -> int:
         return self.size
@@ -55,25 +57,12 @@ class Shapes:
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
+        if self.labelled:
+            good = index % 2 == 0
+            demonstrated = answer(label) if good else rejected
+            return Row(messages, [image], columns | {"label": good}, demonstrated)
         demonstrated = answer(shown) if self.tags else shown
-        return Row(
-            messages, [image], columns, demonstrated, chosen=answer(label), rejected=rejected
-        )
-
-
-@dataclass
-class LabelledShapes:
-    """Rows with one answer and a `label`, for kto: a pair's chosen or rejected one in turn."""
-
-    pairs: Shapes
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Row:
-        row, good = self.pairs[index], index % 2 == 0
-        answer, columns = row.chosen if good else row.rejected, row.columns | {"label": good}
-        return replace(row, columns=columns, completion=answer, chosen=None, rejected=None)
+        return Row(messages, [image], columns, demonstrated, answer(label), rejected)
 
 
 def answer(label: str) -> str:
@@ -145,7 +134,7 @@ def datasets(
     shown = {"wrong_labels": wrong_demonstrations, "tags": data.answer == "tags"}
     training = {"demonstrations": Shapes(demonstrations, f"{seed}/sft", **shown, **wording)}
     training["pairs"] = Shapes(pairs, f"{seed}/pairs", **wording)
-    training["labels"] = LabelledShapes(training["pairs"])
+    training["labels"] = Shapes(pairs, f"{seed}/pairs", labelled=True, **wording)
     training["prompts"] = Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
     return training, Shapes(data.eval_rows, "eval", **wording)
 

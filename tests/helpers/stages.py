@@ -19,7 +19,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import LabelledShapes, Shapes
+from minivlmrl.tasks.shapes import Shapes
 
 from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN35, recipe
 
@@ -78,7 +78,7 @@ class Stage:
         self.algorithm = algorithm(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
         if rows is None:
-            rows = LabelledShapes(Shapes(8, "rows")) if stage == "kto" else Shapes(8, "rows")
+            rows = Shapes(8, "rows", labelled=stage == "kto")
         self.batches = Batches(rows, self.algorithm)
         self.optimizer = build_optimizer(self.algorithm.trained, self.config, config.optimizer)
         self.work = self.algorithm.steps(self.batches)
