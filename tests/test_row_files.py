@@ -154,7 +154,7 @@ def test_a_number_that_is_none_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize(("state", "message"), [
-    ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename of _data_files is '../rows.arrow', it must be a file beside it"),
+    ({"_data_files": [{"filename": "../rows.arrow"}]}, "_data_files is '../rows.arrow', it must be a file beside it"),
     ({"_data_files": [7]}, "state.json: filename of _data_files is 7, it must be a file beside it"),
     ({}, "state.json: filename of _data_files is None, it must be a file beside it"),
     ([], r"state.json: it must hold a JSON object, not \[\]"),
