@@ -42,7 +42,12 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         saved = saved if isinstance(saved, list) else [saved]
         names = [part.get("filename") if isinstance(part, dict) else part for part in saved]
         for name in names:
-            require(Path(str(name)).name == name, f"{state}: filename of _data_files", name, "a file beside it")
+            require(
+                Path(str(name)).name == name,
+                f"{state}: filename of _data_files",
+                name,
+                "a file beside it",
+            )
         return Arrow([folder / name for name in names])
     if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
         raise ValueError(f"{folder}: name one of its splits: {', '.join(inside)}")
