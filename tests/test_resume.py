@@ -25,13 +25,13 @@ from runs import leave_out
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl import generate, train
-from minivlmrl.data.mix import shuffled
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
 from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run import resume as resume_file
 from minivlmrl.run import state_files
+from minivlmrl.run.batches import shuffled
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.resume import Progress

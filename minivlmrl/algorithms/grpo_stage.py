@@ -60,7 +60,7 @@ class GRPOStage(Algorithm, GRPO):
         ended = [length for length, stopped in drawn if stopped]
         # sums that do not depend on the order of the ranks
         rewards, total = rewards.double(), total.double()
-        metrics = {"reward": total.nanmean().item()}
+        metrics = super().metrics(rollout, rewards, total)
         for name, values in zip(self.run.rewards, rewards.unbind(1), strict=True):
             metrics[f"rewards/{name}/mean"] = values.nanmean().item()
             metrics[f"rewards/{name}/std"] = nanstd(values).item()
