@@ -251,7 +251,7 @@ def link(code: Callable) -> str:
     """Link to a function, where Python finds it."""
     code = inspect.unwrap(code)
     path = Path(inspect.getsourcefile(code)).relative_to(DOCS.parent)
-    return f"[`{code.__qualname__}`](../{path.as_posix()}#L{inspect.getsourcelines(code)[1]})"
+    return f"[`{code.__qualname__}`](../{path.as_posix()})"
 
 
 def gradient_norms(model) -> dict[str, float]:
