@@ -8,14 +8,13 @@ import typing
 import pytest
 from runs import LETTERS, leave_out, metrics
 
-from minivlmrl import train
+from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.generate import chooser
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.model import build_model
-from minivlmrl.sampling import sample
 from recipes import localisation
 
 from stages import ONE, STAGES
@@ -170,7 +169,7 @@ def lines_of(home, own):
                 patch.setattr(Processor, "decode", boxed)
             if overrides[0] == "drift":
                 overrides = overrides[1:]
-                patch.setattr(sample, "chooser", drifting)
+                patch.setattr(generate, "chooser", drifting)
             leave_out(patch)
             patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             for module in ("algorithms.base", "algorithms.value_model", "run.results"):
