@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivlmrl.adapters.lora import LoRAConfig
-from minivlmrl.reward_functions.names import get_rewards
+from minivlmrl.reward_functions.names import get_reward
 from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch, looks_away
 
 HEALTHY = {
@@ -33,7 +33,7 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
 def alarms(temperature=1.0, model=None, state=()):
     sampling = SimpleNamespace(temperature=temperature, top_k=0, max_new_tokens=9)
     run = SimpleNamespace(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
-    run.training_rewards = get_rewards(run.rewards)
+    run.training_rewards = list(map(get_reward, run.rewards))
     policy, trained = SimpleNamespace(config=SimpleNamespace(vocab_size=512)), model or torch.nn.Module()
     return Alarms(SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state))
 

@@ -62,7 +62,7 @@ def test_either_a_task_or_a_file(data):
 
 
 def test_a_stage_that_the_task_has_no_rows_for_is_refused():
-    message = r"stages: dpo needs pairs, which data\.task .*localisation\.py:TASK does not have"
+    message = r"stages: dpo needs pairs, data\.task .*localisation\.py:TASK has none"
     with pytest.raises(ValueError, match=message):
         load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", "dpo": "pairs"}, 0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivlmrl import rewards as rewards_file
-from minivlmrl.reward_functions.names import columns_of, get_rewards
+from minivlmrl.reward_functions.names import columns_of, get_reward
 from minivlmrl.rewards import accuracy, find_answer, reward_columns, tag_format
 from minivlmrl.rows import Completion, Row
 
@@ -119,7 +119,7 @@ def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
 
 def test_a_trl_reward_with_a_column_asks_for_it():
     name = f"{__file__}:right_level"
-    assert columns_of(get_rewards([name, "accuracy", "format"])) == ["ground_truth", "solution"]
+    assert columns_of(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
     first, second = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert first.item() == 1 and second.isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
@@ -133,7 +133,7 @@ def test_a_trl_reward_with_a_column_asks_for_it():
 ])  # fmt: skip
 def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
     with pytest.raises(ValueError, match=rf"^reward: .*:brevity: it cannot be loaded \({why}: .*\)$"):
-        get_rewards([name])
+        get_reward(name)
 
 
 def test_each_value_of_a_row_is_there_once_per_completion():

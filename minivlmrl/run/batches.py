@@ -28,31 +28,21 @@ NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
 class DataSection(RowOptions):
     """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
 
-    # "shapes" or "file.py:TASK", relative to the recipe, maybe with options: docs/data.md
-    task: Code | None = None
-    # rows with problem or prompt, image(s), and what the stages need: docs/data.md
-    train_file: FilePath | None = None
-    # several files instead of train_file: docs/data.md
-    train: list[FileSection] = field(default_factory=list)
-    # rows of a stage alone: {sft: demonstrations.jsonl}
-    files: dict[str, FilePath] = field(default_factory=dict)
-    # rows with problem or prompt, image(s), and solution or chosen and rejected
-    eval_file: FilePath | None = None
-    # training rows with a longer prompt are left out
-    max_prompt_tokens: Annotated[int, ">= 1"] | None = None
+    task: Code | None = None  # "shapes" or "file.py:TASK", beside the recipe, maybe with options
+    train_file: FilePath | None = None  # problem or prompt, image(s), and what the stages need
+    train: list[FileSection] = field(default_factory=list)  # several files instead of one
+    files: dict[str, FilePath] = field(default_factory=dict)  # of stages: {sft: rows.jsonl}
+    eval_file: FilePath | None = None  # problem or prompt, image(s), solution or chosen, rejected
+    max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
-    # evaluate on grey pictures and on those of other rows too: docs/metrics.md
-    eval_blind: bool = False
+    eval_blind: bool = False  # on grey pictures and those of other rows too: docs/metrics.md
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None  # upper bound of the area
-    # threads that make the next step's prompts; 0: the step waits
-    image_workers: Annotated[int, "[0, 64]"] = 2
-    # in training leave out rows with an image that cannot be read, and count them
-    skip_unreadable: bool = False
+    image_workers: Annotated[int, "[0, 64]"] = 2  # threads that prepare prompts; 0: steps wait
+    skip_unreadable: bool = False  # leave out training rows whose image is broken, and count them
     # of coordinates in answers; None: as the model's family writes them
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
-    # where in a completion its answer is: docs/rewards.md
-    answer: Literal["tags", "whole", "last_line"] = "tags"
+    answer: Literal["tags", "whole", "last_line"] = "tags"  # where it is: docs/rewards.md
     # the first is what counts
     eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
 
@@ -66,9 +56,7 @@ class DataSection(RowOptions):
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
 
 
-def load_datasets(
-    run, stages: dict[str, str], reward_columns=(), eval_columns=("solution",)
-) -> dict:
+def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution",)) -> dict:
     """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
 
     Args:
@@ -86,8 +74,7 @@ def load_datasets(
         training, held_out = get_task(config.task).datasets(config, run.seed)
         for stage, needs in stages.items():
             if needs not in training:
-                lacks = f"needs {needs}, which data.task {config.task} does not have"
-                raise ValueError(f"stages: {stage} {lacks}")
+                raise ValueError(f"stages: {stage} needs {needs}, data.task {config.task} has none")
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
     columns, datasets = NEEDS | {"prompts": tuple(reward_columns)}, {}
     for stage, needs in stages.items():
@@ -145,11 +132,11 @@ class Batches(Iterator):
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
         data, size, seed = algorithm.run.data, algorithm.config.prompts_per_step, algorithm.run.seed
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
-        self.key = f"{seed}/{algorithm.stage}"
-        self.size, self.steps = size, algorithm.steps_per_rollout
+        self.key, self.size = f"{seed}/{algorithm.stage}", size
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
-        self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
+        rows = size * algorithm.steps_per_rollout
+        self.numbers = shuffled(len(dataset), rows, seed, draws * rows)
         # each with one CPU thread: with teams of their own all would wait longer
         one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
         self.workers = ThreadPoolExecutor(max(1, data.image_workers), **one_thread)
@@ -159,7 +146,7 @@ class Batches(Iterator):
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Of each row of the next draw: its number in the dataset, and its key."""
         numbers, size = next(self.numbers), self.size
-        steps = (range(k * size, (k + 1) * size) for k in range(self.steps))
+        steps = (range(first, first + size) for first in range(0, len(numbers), size))
         positions = [i for step in steps for i in self.world.share(step)]
         return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]
 

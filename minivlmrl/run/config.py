@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
 from minivlmrl.hub.checker import Code, FilePath, RecipePath, RewardName, build, naming, parse_yaml
-from minivlmrl.reward_functions.names import Reward, get_rewards
+from minivlmrl.reward_functions.names import Reward, get_reward
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import OptimizerSection
 from minivlmrl.sampling.filters import SamplingOptions
@@ -32,7 +33,8 @@ from minivlmrl.scale.sharding import ShardingSection
 PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "box_space"]
 KEPT = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
 
-Weight = Annotated[float, "(-inf, inf)"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Weights = dict[RewardName, Annotated[float, "(-inf, inf)"]]
 TEXTS = {hint for text in (str, FilePath, RecipePath, Code) for hint in (text, text | None)}
 
 
@@ -42,14 +44,10 @@ class ModelSection:
 
     path: FilePath | None = None  # a Hugging Face folder or the id of a repository
     config: RecipePath | None = None  # a config.json, relative to the recipe
-    # of parameters, gradients and AdamW
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    # of layers and activations
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
-    # parts that no stage trains; vision is without the merger
-    freeze: list[Part] = field(default_factory=list)
-    # keep only the inputs of blocks and compute the rest again in the backward
-    activation_checkpointing: bool = False
+    dtype: Dtype = "float32"  # of parameters, gradients and AdamW
+    compute_dtype: Dtype | None = None  # of layers and activations
+    freeze: list[Part] = field(default_factory=list)  # not trained; vision is without the merger
+    activation_checkpointing: bool = False  # keep blocks' inputs alone, compute the rest again
     # run the tower on so many image tokens at a time, whole frames, and again in the backward
     tower_pieces: Annotated[int, ">= 1"] | None = None
 
@@ -60,8 +58,7 @@ class RolloutSection:
 
     # nats by which sampler and trainer may differ about a token; in 16 bits a tenth, on average
     max_logp_mismatch: Annotated[float, "> 0"] = 1.0
-    # weights are full on every rank during a rollout; False: layer by layer
-    gather_weights: bool = True
+    gather_weights: bool = True  # full ones on every rank in a rollout; False: layer by layer
 
 
 @dataclass
@@ -78,31 +75,21 @@ class RunConfig:
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
-    # end a stage after so many passes over its rows
-    max_epochs: Annotated[float, "(0, 1e6]"] | None = None
-    # CPU threads of a rank; None: the machine's / its ranks
-    num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # save the state after this many minutes and at the end of a stage
-    state_minutes: Annotated[float, ">= 0"] = 10.0
-    # also every this many optimizer steps; both 0: only after a signal
-    state_steps: Annotated[int, ">= 0"] = 0
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over rows that end a stage
+    num_threads: Annotated[int, "[1, 4096]"] | None = None  # of a rank; None: its share of all
+    state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state so often, and after a stage
+    state_steps: Annotated[int, ">= 0"] = 0  # and every so many steps; both 0: after a signal
     # "auto": from the newest state in output_dir, if any; the folder of a state; or "never": anew
     # in a folder that holds a run
     resume: str | None = None
-    # evaluate every this many steps of a stage too; 0: between stages only
-    eval_steps: Annotated[int, ">= 0"] = 0
-    # write checkpoint/ every this many steps too; 0: after a stage only
-    save_steps: Annotated[int, ">= 0"] = 0
-    # write completions of every this many steps to completions.jsonl
-    log_completions: Annotated[int, ">= 0"] = 10
+    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every so many too; 0: between stages only
+    save_steps: Annotated[int, ">= 0"] = 0  # checkpoint/ every so many too; 0: after a stage only
+    log_completions: Annotated[int, ">= 0"] = 10  # every so many steps, to completions.jsonl
     # weights of the best such result, in best/
     keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None
-    # send metrics there too
-    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
-    check_memory: bool = True
-    # seconds that a rank waits for another before the run ends
-    timeout: Annotated[float, "(0, 1e9)"] = 600.0
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)  # metrics too
+    check_memory: bool = True  # refuse a model that does not fit its GPUs by `minivlmrl plan`
+    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another
     model: ModelSection = field(default_factory=ModelSection)
     adapter: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataSection = field(default_factory=DataSection)
@@ -110,9 +97,7 @@ class RunConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     # name -> weight
-    rewards: dict[RewardName, Weight] = field(
-        default_factory=lambda: {"format": 0.5, "accuracy": 1.0}
-    )
+    rewards: Weights = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     reference: TeacherSection = field(default_factory=TeacherSection)
     sft: SFTConfig = field(default_factory=SFTConfig)
@@ -131,9 +116,7 @@ class RunConfig:
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
         if self.model.tower_pieces and self.adapter.dropout and self.adapter.target != ["language"]:
-            raise ValueError(
-                "model.tower_pieces: no adapter.dropout in the tower, take one of both"
-            )
+            raise ValueError("model.tower_pieces: no adapter.dropout in the tower, take one")
         for name in ("dropout", "path", "quantize"):
             value = getattr(self.adapter, name)
             if value and not self.adapter.r:
@@ -147,12 +130,12 @@ class RunConfig:
     @cached_property
     def training_rewards(self) -> list[Reward]:
         """Find the functions of `rewards`, once for the whole run."""
-        return get_rewards(self.rewards)
+        return [get_reward(name) for name in self.rewards]
 
     @cached_property
     def held_out_rewards(self) -> list[Reward]:
         """Find the functions of `data.eval_rewards`, once for the whole run."""
-        return get_rewards(self.data.eval_rewards)
+        return [get_reward(name) for name in self.data.eval_rewards]
 
     @property
     def uses_fsdp(self) -> bool:
@@ -166,10 +149,9 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     Args:
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
     """
-    path = Path(recipe)
-    if not path.is_file():  # one of ours, by its name, outside of a clone too
-        path = recipes_folder() / recipe
-    if not path.is_file():
+    # one of ours by its name, outside of a clone too
+    path = next(filter(Path.is_file, (Path(recipe), recipes_folder() / recipe)), None)
+    if path is None:
         raise ValueError(f"{recipe}: no such recipe")
     with naming(recipe):
         values = parse_yaml(path.read_bytes()) or {}
@@ -201,10 +183,8 @@ def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
         names = [value] if isinstance(value, str) else value
         for name in names if {Code, RewardName} & _types(hint) else ():
             if ":" in name and not any(name in override for override in overrides):
-                what = f"it was found, not asked for, and names code, {name}"
-                raise ValueError(
-                    f"{recipe}: {what}; read it; --recipe={recipe} says that it may run"
-                )
+                what = f"{recipe}: it was found, not asked for, and names code, {name}; read it"
+                raise ValueError(f"{what}; --recipe={recipe} says that it may run")
 
 
 def _fields(section) -> Iterator[tuple[object, str, object]]:
@@ -247,27 +227,24 @@ def _hint(key: str):
 def _value(key: str, text: str):
     """Read a field's value on the command line: YAML, or text as it is where the field is one."""
     is_text = _hint(key) in TEXTS
-    try:
+    with suppress(ValueError) if is_text else naming(f"command line: quote the value of {key}"):
         value = parse_yaml(text)
-    except ValueError as error:
-        if is_text:
-            return text
-        raise ValueError(f"command line: the value of {key} is {error}; quote it") from error
-    return text if is_text and not isinstance(value, str | None) else value
+        if not is_text or isinstance(value, str | None):
+            return value
+    return text
 
 
 def to_yaml(config: RunConfig) -> str:
     """Write the resolved config as a recipe that repeats the run in a folder that is free."""
-    values = dataclasses.asdict(config) | {"resume": None}
-    return yaml.safe_dump(values, sort_keys=False)
+    return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
     """Name what a recipe says: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
     named = {}
     for name, value in values.items():
-        is_section = isinstance(value, dict)
-        named |= flat(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+        name = prefix + name
+        named |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return named
 
 

@@ -1,10 +1,10 @@
 """What named rewards say of texts."""
 
-from minivlmrl.reward_functions.names import get_rewards
+from minivlmrl.reward_functions.names import get_reward
 from minivlmrl.rewards import ask_rewards, find_answer
 
 
 def earnings(names, completions, columns, where="tags"):
     """(n, K) of K rewards about n texts, NaN where one answers None; columns: those of the rows."""
     answers = [find_answer(text, where) for text in completions]
-    return ask_rewards(get_rewards(names), columns | {"completions": completions, "answer_texts": answers})
+    return ask_rewards(list(map(get_reward, names)), columns | {"completions": completions, "answer_texts": answers})
