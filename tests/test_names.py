@@ -187,23 +187,23 @@ def test_a_recipes_rewards_are_asked_by_name_and_also_know_sizes_of_images():
 
 def test_numbers_of_any_kind():
     for values in ([True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])):
-        assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
+        assert file.checked_values("own", values, ["a", "b"], ["", ""]) == [1.0, 0.5]
 
 
 def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
     message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
     for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
         with pytest.raises(ValueError, match=message):
-            file.checked_values("own", [0.0, value], ["a", "what?"])
+            file.checked_values("own", [0.0, value], ["a", "what?"], ["", ""])
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    (None, "returned None; it must be a list"), ([1.0], "returned 1 values, not 2"),
-    (iter([1.0, 0.0, 1.0]), "returned 3 values, not 2"),
+    (None, "returned None; it must be a list of 2 numbers"), ([1.0], r"returned \[1.0\]; it must be a list of 2"),
+    (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
 ])  # fmt: skip
 def test_another_number_of_values_is_refused(values, says):
     with pytest.raises(ValueError, match=f"reward own {says}"):
-        file.checked_values("own", values, ["a", "b"])
+        file.checked_values("own", values, ["a", "b"], ["", ""])
 
 
 # options in a name, and functions of one's own

@@ -10,10 +10,10 @@ import math
 import numbers
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import compress, zip_longest
+from itertools import compress
 
 from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.turns import text_of
@@ -31,11 +31,8 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.reward_functions.detection": "detection",
     "minivlmrl.algorithms.reward_model": "reward_model",
 }
-REWARDS: dict[str, str | Callable] = {
-    name.partition("=")[0]: f"{file}:{name.rpartition('=')[2]}"
-    for file in FILES
-    for name in FILES[file].split()
-}
+NAMES = [(file, name.split("=")) for file, names in FILES.items() for name in names.split()]
+REWARDS = {name[0]: f"{file}:{name[-1]}" for file, name in NAMES}  # or the function itself
 # columns that hold turns where a row is a conversation
 CONVERSATIONS = ("prompt", "messages", "conversations")
 LARGEST = 3.4e38  # of float32
@@ -57,8 +54,9 @@ class Reward:
     @property
     def columns(self) -> set[str]:
         """Name the columns it needs: the function's named parameters without a default."""
-        needed = (p for p in _parameters(self.function) if p.default is p.empty)
-        return {p.name for p in needed if p.kind != p.VAR_KEYWORD} - GIVEN
+        parameters = inspect.signature(self.function).parameters.values()
+        needed = (p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD)
+        return {p.name for p in needed} - GIVEN
 
     def on(self, world: World) -> "Reward":
         """Return this reward for the ranks of a run, which fail together."""
@@ -81,33 +79,30 @@ class Reward:
         if missing := sorted(self.columns - columns.keys()):
             have = f"the rows have {sorted(columns.keys() - GIVEN)}"
             raise ValueError(f"reward {self.name} needs column {missing[0]!r}; {have}")
-        completions = columns["completions"]
-        if not str(getattr(self.function, "func", self.function).__module__).startswith(
-            "minivlmrl."
-        ):
-            columns |= trl_columns(completions, columns)
+        texts = columns["completions"]
+        rows = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
+        if not getattr(self.function, "func", self.function).__module__.startswith("minivlmrl."):
+            columns |= trl_columns(texts, columns)
         try:
             values = _call(self.function, columns)
         except Exception as error:
-            raise self._blamed(completions, columns, error) from error
-        rows = columns.get("row_names", ())
-        values = iter(checked_values(self.name, values, completions, rows))
+            raise self._blamed(texts, rows, columns, error) from error
+        values = iter(checked_values(self.name, values, texts, rows))
         return [next(values) if asked else math.nan for asked in judged]
 
-    def _blamed(self, completions: list[str], columns: dict[str, list], error) -> ValueError:
+    def _blamed(self, texts: list[str], rows: list[str], columns: dict, error) -> ValueError:
         """Find the first completion with which it fails, by asking about one at a time."""
-        for i, text in enumerate(completions):
+        row, about = "", f"{len(texts)} completions together, for none alone"
+        for i, text in enumerate(texts):
             try:
                 _call(self.function, {name: [values[i]] for name, values in columns.items()})
             except Exception as alone:
-                row = f"{columns['row_names'][i]}: " if "row_names" in columns else ""
-                # one of ours says what is wrong
-                if isinstance(alone, ValueError) and str(alone).startswith("reward "):
-                    return ValueError(f"{row}{alone}")
-                what = f"{row}reward {self.name} raised {alone!r}{line_of(self.function, alone)}"
-                return ValueError(f"{what} for the completion {text!r:.80}")
-        what = f"reward {self.name} raised {error!r}{line_of(self.function, error)}"
-        return ValueError(f"{what} for {len(completions)} completions together, for none alone")
+                row, about, error = rows[i], f"the completion {text!r:.80}", alone
+                break
+        if isinstance(error, ValueError) and str(error).startswith("reward "):
+            return ValueError(f"{row}{error}")  # one of ours says what is wrong
+        line = line_of(self.function, error)
+        return ValueError(f"{row}reward {self.name} raised {error!r}{line} for {about}")
 
 
 def get_reward(name: str) -> Reward:
@@ -116,14 +111,9 @@ def get_reward(name: str) -> Reward:
     with naming(f"reward {name}"):
         if not callable(function):
             raise ValueError(f"it is {function!r:.80}, no function")
-        if not any(p.kind == p.VAR_KEYWORD for p in _parameters(function)):
+        if not inspect.getfullargspec(function).varkw:
             raise ValueError("end its arguments with **columns")
         return Reward(name, with_options(function, options))
-
-
-def get_rewards(names: Iterable[str]) -> list[Reward]:
-    """Find several rewards, in order."""
-    return [get_reward(name) for name in names]
 
 
 def columns_of(rewards: Iterable[Reward]) -> list[str]:
@@ -142,34 +132,28 @@ def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, l
     """Write completions and prompts as TRL does: messages if a row is a conversation, or text."""
     asked = columns.get("prompts", [[]] * len(completions))
     turns = [columns[name] for name in CONVERSATIONS if name in columns]
-    written = {"completions": [], "prompts": []}
-    for i, (text, messages) in enumerate(zip(completions, asked, strict=True)):
-        chat = any(isinstance(column[i], list) for column in turns)
-        last = text_of(messages[-1]) if messages else ""
-        written["completions"].append([{"role": "assistant", "content": text}] if chat else text)
-        written["prompts"].append(messages if chat else last)
+    written = {"completions": list(completions), "prompts": list(asked)}
+    for i, messages in enumerate(asked):
+        if any(isinstance(column[i], list) for column in turns):
+            written["completions"][i] = [{"role": "assistant", "content": completions[i]}]
+        else:
+            written["prompts"][i] = text_of(messages[-1]) if messages else ""
     return written
 
 
-def checked_values(
-    name: str, values, completions: list[str], rows: Sequence[str] = ()
-) -> list[float]:
+def checked_values(name: str, values, completions: list[str], rows: list[str]) -> list[float]:
     """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
-        values = list(values)
-    except TypeError as error:
-        cure = "it must be a list, one number a completion"
+        judged, checked = list(zip(values, completions, rows, strict=True)), []
+    except (TypeError, ValueError) as error:
+        cure = f"it must be a list of {len(completions)} numbers, one a completion"
         raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error
-    if len(values) != len(completions):
-        raise ValueError(f"reward {name} returned {len(values)} values, not {len(completions)}")
-    checked = []
-    for value, completion, row in zip_longest(values, completions, rows):
+    for value, text, row in judged:
         if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
             value = value.item()
         if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
-            cure = "it must be a finite number, or None for 'cannot judge'"
-            what = f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}"
-            raise ValueError(f"{row}: {what}; {cure}" if row else f"{what}; {cure}")
+            what = f"{row}reward {name} returned {value!r:.80} for the completion {text!r:.80}"
+            raise ValueError(f"{what}; it must be a finite number, or None for 'cannot judge'")
         checked.append(math.nan if value is None else float(value))
     return checked
 
@@ -180,10 +164,6 @@ def line_of(function: Callable, error: Exception) -> str:
     file = code and code.co_filename
     lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == file]
     return f" in {file}:{lines[-1]}" if lines else ""
-
-
-def _parameters(function: Callable) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
