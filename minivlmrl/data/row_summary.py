@@ -47,7 +47,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
-    """Read a row with blank images of the sizes in its files' headers; None: it has videos or URLs."""
+    """Read a row with blank images of the sizes that files claim; None: it has videos or URLs."""
     if isinstance(rows, Picked):
         return outline(*rows.find(index))
     if not isinstance(rows, FileDataset):
