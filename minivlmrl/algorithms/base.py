@@ -20,12 +20,10 @@ class TrainingConfig:
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
-    # prompts (with all completions) in one forward and backward
-    micro_batch_size: Annotated[int, ">= 1"] = 32
+    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts in one forward and backward
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    # the schedule ends at this share of learning_rate
-    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the rate at the end, as a share
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
 

@@ -29,10 +29,8 @@ class TeacherSection:
     """The section `reference`: who teaches in the stage distill."""
 
     teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
-    # "file.py:function", from a Row to what the teacher sees of it: docs/distill.md
-    teacher_prompt: Code | None = None
-    # 0 is KL(teacher || student), 1 KL(student || teacher), between is Jensen-Shannon
-    teacher_beta: Annotated[float, "[0, 1]"] = 0.5
+    teacher_prompt: Code | None = None  # "file.py:function", what the teacher sees of a Row
+    teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0: KL(teacher || student), 1: the other one
 
 
 @dataclass

@@ -37,15 +37,11 @@ Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 class FamilyConfig(GRPOConfig, FamilySection):
     """Options of the section `grpo`: the book's and these."""
 
-    # for the sampler's mismatch, a mode of rollout_importance_ratio
-    rollout_correction: CorrectionMode | None = None
-    # lower and upper bound of that ratio; null: none
-    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)
+    rollout_correction: CorrectionMode | None = None  # of the sampler's mismatch
+    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)  # of that ratio
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
-    # overlong shaping: rewards fall over this many last tokens
-    soft_punish_cache: Annotated[int, ">= 0"] = 0
-    # over 1: groups with equal rewards are sampled again
-    max_num_gen_batches: Annotated[int, ">= 1"] = 1
+    soft_punish_cache: Annotated[int, ">= 0"] = 0  # last tokens over which rewards fall
+    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: sample equal groups again
     multi_objective_aggregation: Aggregation = "sum_then_normalize"  # or GDPO
 
     def __post_init__(self):

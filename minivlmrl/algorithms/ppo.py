@@ -32,8 +32,7 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
     num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # weight of the KL in each token's reward; 0: there is no reference model
-    kl_coef: Annotated[float, ">= 0"] = 0.05
+    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of a token's KL; 0: no reference model
     gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
 
@@ -70,8 +69,7 @@ class PPO(GRPOStage):
         head, partial = full_head(self.critic), folder / "value_head.partial"
         if self.world.is_main:
             save_tensors(head, partial)
-            # an interrupted save keeps the earlier file
-            partial.replace(folder / "value_head.safetensors")
+            partial.replace(folder / "value_head.safetensors")  # an interrupted save keeps it
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}

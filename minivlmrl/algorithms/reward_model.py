@@ -24,8 +24,7 @@ from minivlmrl.objectives.preference_losses import RewardLoss, reward_loss
 from minivlmrl.rows import Completion, Prompt, Row
 from minivlmrl.scale.sharding import copy_model, reshard
 
-# the name of the stage, of its reward, and of what it leaves in the run's folder
-FOLDER = "reward_model"
+FOLDER = "reward_model"  # also the name of the stage and of its reward
 BATCH_SIZE = 16  # prompts that are scored together
 
 
@@ -33,8 +32,7 @@ BATCH_SIZE = 16  # prompts that are scored together
 class RewardModelConfig(RewardLoss, TrainingConfig):
     """The reward model."""
 
-    # what rewards.reward_model asks: a folder of this stage's; None: the one trained here
-    path: FilePath | None = None
+    path: FilePath | None = None  # whose scores the reward gives; None: of the one trained here
 
 
 class RewardModel(PairAlgorithm):

@@ -10,15 +10,8 @@ from minivlmrl.algorithms.ppo import PPO
 from minivlmrl.algorithms.reward_model import RewardModel
 from minivlmrl.algorithms.sft import SFT
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    "sft": SFT,
-    "dpo": DPO,
-    "kto": KTO,
-    "reward_model": RewardModel,
-    "grpo": GRPOStage,
-    "ppo": PPO,
-    "distill": Distill,
-}
+CLASSES = (SFT, DPO, KTO, RewardModel, GRPOStage, PPO, Distill)
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.stage: algorithm for algorithm in CLASSES}
 
 
 def find_algorithm(stage: str, config) -> type[Algorithm]:
@@ -27,11 +20,8 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
     GRPO with options that the book does not have is Family.
     """
     if stage not in ALGORITHMS:
-        known = ", ".join(ALGORITHMS)
-        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {known}")
-    if stage == "grpo" and needs_family(config.grpo):
-        return Family
-    return ALGORITHMS[stage]
+        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
+    return Family if stage == "grpo" and needs_family(config.grpo) else ALGORITHMS[stage]
 
 
 def find_algorithms(config) -> dict[str, type[Algorithm]]:

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl import losses
-from minivlmrl.losses import (
-    Counts,
-    PolicyLoss,
-    clipped,
-    correct_kl,
-    counts_of,
-    kl_term,
-    mean_metric,
-    row_mean,
-)
+from minivlmrl.losses import Counts, PolicyLoss
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -33,10 +24,8 @@ class FamilySection(PolicyLoss):
     """Options of policy_loss that a recipe sets in its section `grpo`: grpo_loss' and these."""
 
     loss_type: LossType = "dapo"  # term and average
-    # GSPO, GSPO-token
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
-    # the term counts only for this upper share of entropies
-    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO
+    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # upper share of entropies that counts
     entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
 
 
@@ -46,8 +35,7 @@ class FamilyLoss(FamilySection):
 
     delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
     kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
-    # nats per token: rows with A < 0 that drifted further do not count
-    off_policy_mask_threshold: float | None = None
+    off_policy_mask_threshold: float | None = None  # nats a token: see policy_terms
     sapo_temperature_pos: float = 1.0  # see sapo_term
     sapo_temperature_neg: float = 1.05  # for advantages below 0
     vespo_k_pos: float = 2.0  # see vespo_term
@@ -84,7 +72,7 @@ def policy_loss(
     Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask:
         arXiv 2506.01939; off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
-    options, counts = options or FamilyLoss(), counts or counts_of(mask)
+    options, counts = options or FamilyLoss(), counts or losses.counts_of(mask)
     if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ValueError("entropy_coef and top_entropy_quantile need entropies")
     kept = kept_tokens(entropies, mask, options.top_entropy_quantile, entropy_threshold)
@@ -94,7 +82,7 @@ def policy_loss(
     if options.entropy_coef:
         bonus = mean_entropy(entropies, kept, counts, num_entropy_tokens)
         loss = loss - options.entropy_coef * bonus
-    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+    return loss, {name: losses.mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
 def policy_terms(
@@ -135,7 +123,10 @@ def policy_terms(
         per_token_loss, metrics = two_sided(ratio, advantages, options)
     if options.off_policy_mask_threshold is not None:
         drift = (old if sampler is None else sampler) - logps.detach()
-        near = row_mean(drift.nan_to_num(0.0), mask) <= options.off_policy_mask_threshold  # (B, 1)
+        # rows with A < 0 that drifted further do not count
+        near = (
+            losses.row_mean(drift.nan_to_num(0.0), mask) <= options.off_policy_mask_threshold
+        )  # (B, 1)
         per_token_loss = per_token_loss * ((advantages >= 0) | near)
     if options.top_entropy_quantile < 1:
         per_token_loss = per_token_loss * kept
@@ -160,7 +151,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Compute losses' ratio, GSPO-token's (arXiv 2507.18071 eq. 14) or RLOO's (2402.14740)."""
     # the value of "sequence", with the gradient of each token's own log-probability
     if level == "sequence_token":
-        return (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
+        return (losses.row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
     if level == "sequence_sum":  # prod_t r_t, the ratio of whole completions
         return (log_ratio * mask).sum(-1, keepdim=True).exp()
     return losses.importance_ratio(log_ratio, mask, level)
@@ -168,7 +159,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
     """Clip as losses.clipped; delta bounds the unclipped ratio too (INTELLECT-2, 2505.07291)."""
-    term, metrics = clipped(ratio, advantages, options)
+    term, metrics = losses.clipped(ratio, advantages, options)
     if options.delta is not None:
         within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
         term = -torch.min(ratio.clamp(max=options.delta) * advantages, within * advantages)
@@ -213,10 +204,10 @@ def vespo_log_weight(
 
 def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss) -> Tensor:
     """Correct the KL; with kl_straight_through its value has k2's gradient (as in verl)."""
-    kl = kl_term(logps, ref_logps, options.kl_estimator)
+    kl = losses.kl_term(logps, ref_logps, options.kl_estimator)
     if not options.kl_straight_through:
-        return correct_kl(kl, ratio, options)
-    k2 = kl_term(logps, ref_logps, "k2")
+        return losses.correct_kl(kl, ratio, options)
+    k2 = losses.kl_term(logps, ref_logps, "k2")
     kl = kl.detach() + k2 - k2.detach()
     return kl * ratio.detach() if options.use_bias_correction_kl else kl
 

@@ -27,19 +27,13 @@ F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "di
 class DPOSection:
     """Options of dpo_loss that a recipe sets in its section `dpo`."""
 
-    # of DPO_LOSSES; MPO: sigmoid, bco_pair, sft ...
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    loss_weights: list[float] | None = None  # ... with weights [0.8, 0.2, 1.0]; None: 1 each
-    # how much a log ratio counts; a large one keeps the policy near the reference
-    beta: Annotated[float, "> 0"] = 0.1
-    # share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
-    label_smoothing: float = 0.0
-    # which divergence from the reference is bounded, see f_score
-    f_divergence_type: Divergence = "reverse_kl"
-    # LD-DPO: weight of tokens beyond the shorter answer's length
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None
-    # WPO: weight pairs with how likely the policy itself is to give such answers
-    use_weighting: bool = False
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES
+    loss_weights: list[float] | None = None  # None: 1 each; of MPO [0.8, 0.2, 1.0]
+    beta: Annotated[float, "> 0"] = 0.1  # weight of a log ratio; large: near the reference
+    label_smoothing: float = 0.0  # share of wrong labels, for exo_pair, robust, aot, aot_unpaired
+    f_divergence_type: Divergence = "reverse_kl"  # what is bounded, see f_score
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight beyond the shorter answer
+    use_weighting: bool = False  # WPO: weight pairs by the policy's own probability of them
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
@@ -77,8 +71,7 @@ class Pairs:
     ref_logps: Tensor  # (B, 2)
     u: Tensor  # log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # the same of the rejected answer
-    # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), which is u - v for the reverse KL
-    z: Tensor
+    z: Tensor  # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r): u - v for the reverse KL
     mean_margin: Tensor  # d per token of each answer
     sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
 
@@ -203,8 +196,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return 1 - (-log_ratio).exp()
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # e^80 still is a float32
-    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)
+    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)  # e^80 is finite
 
 
 @dataclass
@@ -275,8 +267,7 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
 class RewardLoss:
     """Options of reward_loss, and of the section `reward_model` of a recipe."""
 
-    # weight of (chosen + rejected)^2, which keeps rewards around zero
-    center_rewards_coefficient: float | None = None
+    center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
 
 
 def reward_loss(
@@ -299,8 +290,8 @@ def reward_loss(
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
     center = None if options is None else options.center_rewards_coefficient
-    difference = chosen - rejected
-    per_pair_loss = -logsigmoid(difference if margin is None else difference - margin)
+    difference = chosen - rejected - (0.0 if margin is None else margin)
+    per_pair_loss = -logsigmoid(difference)
     if center is not None:
         per_pair_loss = per_pair_loss + center * (chosen + rejected).square()
     loss = per_pair_loss.sum() / (len(difference) if counts is None else counts.sequences / 2)
