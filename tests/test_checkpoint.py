@@ -327,7 +327,7 @@ def test_a_wrong_tensor_is_named(copy, change, says):
     ("model.safetensors", None, "model.safetensors: no such file"),
     # at once, without memory for it
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
-    ("config.json", {"vocab_size": 10**18}, "there is no model of these sizes"),
+    ("config.json", {"vocab_size": 10**18}, "no model has these sizes"),
     ("config.json", {"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
 ])  # fmt: skip
 def test_a_broken_file_is_named(copy, file, content, says):

@@ -53,7 +53,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     save_model(output, twin, processor, world)
     with pytest.raises(OSError) as failed:
         save_model(folder / "in the way" / "checkpoint", model, processor, world)
-    with rollout_weights(model, world, gather_weights=True) as (plain, _):
+    with rollout_weights(model, gather_weights=True) as plain:
         whole = {name: p.clone() for name, p in plain.named_parameters()}
     return {
         "kept": {name: p.to_local().clone() for name, p in model.named_parameters()},
@@ -225,9 +225,9 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
 )
 def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_weights):
     model = sharded_model(model_type=model_type)
-    with rollout_weights(model, ONE, gather_weights) as (run, lockstep):
+    with rollout_weights(model, gather_weights) as run:
         per_token_logps(run, batch(model.config))
-        assert (lockstep is None) == gather_weights == (not is_sharded(run))  # a plain model runs alone
+        assert gather_weights == (not is_sharded(run))  # a plain model runs alone
         assert not isinstance(model.lm_head.weight, DTensor)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())

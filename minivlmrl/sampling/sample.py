@@ -12,7 +12,7 @@ from minivlmrl.sampling.filters import Filters, SamplingOptions
 from minivlmrl.sampling.pieces import in_pieces
 from minivlmrl.sampling.stop_strings import StopStrings
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import is_sharded, rollout_weights
+from minivlmrl.scale.sharding import in_lockstep, is_sharded, rollout_weights
 
 
 class RunSampler(Sampler):
@@ -55,9 +55,9 @@ class RunSampler(Sampler):
     ) -> list[list[Completion]]:
         limit = self.sampling.max_new_tokens
         decode = self.decode()
-        with rollout_weights(self.model, self.world, self.gather_weights) as (model, lockstep):
-            if lockstep is not None:
-                choose = lockstep.keeping(choose, limit, model)
+        with rollout_weights(self.model, self.gather_weights) as model:
+            if is_sharded(model):
+                choose = in_lockstep(choose, limit, model, self.world)
             if self.keeps_vision:
                 keep_vision(model, prompts, self.device)
             return generate(model, prompts, num_generations, limit, choose, decode, self.device)

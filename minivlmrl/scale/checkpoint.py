@@ -46,8 +46,9 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
 TEXT = rf"merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
 CARRIED = re.compile(rf"({JSON})\.json|{TEXT}")
-TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer"}
-TOKENIZER_CONFIG |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+# of ImageProcessor -> of VisionConfig
+PATCHES = {name: name for name in ("patch_size", "temporal_patch_size")}
+PATCHES["merge_size"] = "spatial_merge_size"
 
 
 def load_model(
@@ -71,16 +72,13 @@ def load_model(
             model = FAMILIES[config.model_type].model(config)
             model = model.to(dtype or DTYPES[config.torch_dtype])
     except (RuntimeError, OverflowError, TypeError) as error:
-        cause = f"there is no model of these sizes ({error})"
-        raise ValueError(f"{folder}/config.json: {cause}") from error
+        raise ValueError(f"{folder}/config.json: no model has these sizes ({error})") from error
     if adapt is not None:
         adapt(model)
     if sharding is not None:
         sharding.shard(model)
-    copied = (
-        sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
-    )
-    assign(model, _read_weights(folder, files, model, copied, device))
+    part = sharding.part if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
+    assign(model, _read_weights(folder, files, model, part, device))
     return model
 
 
@@ -90,9 +88,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read_weights(
-    folder: Path, files: list[Path], model: nn.Module, copied: Callable, device
+    folder: Path, files: list[Path], model: nn.Module, part: Callable, device
 ) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; copied(view of the file, parameter) is what is kept."""
+    """Read a tensor for each parameter; part(view of the file, parameter) is what is kept."""
     # a tied head is there once, under the embedding's name
     expected = plain_weights(model, merged=False)
     tied = model.config.tie_word_embeddings
@@ -110,10 +108,8 @@ def _read_weights(
             if tensor.shape != like.shape:
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
-            if isinstance(like, Tensor):
-                weights[name] = copied(tensor, like)
-            else:
-                weights[name] = like.read(tensor.to(device), copied)
+            packs = not isinstance(like, Tensor)
+            weights[name] = like.read(tensor.to(device), part) if packs else part(tensor, like)
     if missing := expected.keys() - weights.keys():
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
@@ -151,12 +147,9 @@ def random_model(
     config = ModelConfig.from_dict(values | ids, str(config_file))
     model = family.model(config)
     initialize(model, torch.Generator().manual_seed(seed))
-    vision = config.vision_config
-    patch, merge = vision.patch_size, vision.spatial_merge_size
-    settings = {"patch_size": patch, "merge_size": merge}
-    settings["temporal_patch_size"] = vision.temporal_patch_size
-    # from one merged token on
-    bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
+    settings = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
+    smallest = (settings["patch_size"] * settings["merge_size"]) ** 2  # one merged token
+    bounds = min_pixels or smallest, max_pixels or ImageProcessor.max_pixels
     images = read_image_processor(family.images | settings, "data", *bounds)
     images.videos = family.read_videos({}, "data", images)
     template = default_template(family)
@@ -196,39 +189,34 @@ def load_processor(
     file_of_videos, settings = video_settings(folder)
     images.videos = family.read_videos(settings, str(file_of_videos), images)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    pairs = []  # (what config.json has, its value, what the other file has, its value)
-    for name in ("patch_size", "temporal_patch_size", "merge_size"):
-        ours = f"spatial_{name}" if name == "merge_size" else name
-        other = f"{file.name} has {name}", getattr(images, name)
-        pairs.append((f"vision_config.{ours}", getattr(vision, ours), *other))
+    wrong = []
+    for name, ours in PATCHES.items():
+        if (a := getattr(vision, ours)) != (b := getattr(images, name)):
+            wrong.append(f"vision_config.{ours} is {a}, but {file.name} has {name} {b}")
     for name in ("image_token_id", "video_token_id"):
         token = CONTROL_TOKENS[name]
-        other = f"tokenizer.json has {token}", tokenizer.special_tokens[token]
-        pairs.append((name, getattr(config, name), *other))
-    wrong = [f"{name} is {a}, but {other} {b}" for name, a, other, b in pairs if a != b]
+        if (a := getattr(config, name)) != (b := tokenizer.special_tokens[token]):
+            wrong.append(f"{name} is {a}, but tokenizer.json has {token} {b}")
     size, tokens = config.vocab_size, len(tokenizer)
     if size < tokens:  # more are common: embeddings that no token uses
         wrong.append(f"vocab_size is {size}, but tokenizer.json has {tokens} tokens")
     if wrong:
         raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take files of one model")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name)]
-    files = list(filter(Path.is_file, files))
-    for file in files:
-        target = file.resolve()
-        if target.parent != folder.resolve() and target.parent.name != "blobs":
-            raise ValueError(f"{file}: a link to {target}; put the file itself there")
-    # now: the folder may be gone at the next save
-    tokenizer.files = {file.name: file.read_bytes() for file in files}
+    for file in sorted(folder.iterdir()):
+        if CARRIED.fullmatch(file.name) and file.is_file():
+            target = file.resolve()
+            if target.parent != folder.resolve() and target.parent.name != "blobs":
+                raise ValueError(f"{file}: a link to {target}; put the file itself there")
+            # now: the folder may be gone at the next save
+            tokenizer.files[file.name] = file.read_bytes()
     template = template or default_template(family)
     return Processor(tokenizer, images, template, box_space=family.box_space)
 
 
 def default_template(family: Family) -> ChatTemplate | None:
     """Return the chat template of a folder that has none; None: chat.render."""
-    if family.default_system:
-        return None
-    return ChatTemplate(DEFAULT_QWEN3, "the default template")
+    return None if family.default_system else ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
 def save_model(
@@ -252,60 +240,51 @@ def save_model(
     weights = plain_weights(model)
     if FAMILIES[model.config.model_type].memory_names:
         weights = {memory_name(name): weight for name, weight in weights.items()}
-    write_adapter = gather_adapter(model, base) if adapters(model) else lambda folder: None
+    write_adapter = gather_adapter(model, base) if adapters(model) else None
     empty = partial(torch.empty_like, device="meta")
     shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World()
     with ExitStack() as saving:
 
-        def begin() -> Path:
-            new = saving.enter_context(replacing(folder))
-            dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-            write_json(new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
-            return new
-
-        def write(file: str, tensors: dict[str, Tensor]):
+        def write(file: str):
             check_finite(tensors, folder)
             save_tensors(tensors, new / file)
 
         def finish():
+            dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+            write_json(new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
                 write_json(new / INDEX, index)
             _write_processor(new, processor)
-            write_adapter(new / "adapter")
-            if (asked := new / ASKED).exists() and adapters(model):
-                shutil.copy(asked, new / "adapter")
+            if write_adapter is not None:
+                write_adapter(new / "adapter")
+                if (asked := new / ASKED).exists():
+                    shutil.copy(asked, new / "adapter")
             if more is not None:
                 more(new)
             saving.pop_all().close()
 
-        new = world.on_main(begin)
-        for file, tensors in _full_weights(weights, shards.filename_to_tensors, world.is_main):
-            world.on_main(partial(write, file, tensors))
+        new = world.on_main(lambda: saving.enter_context(replacing(folder)))
+        # one file after the other; torch's get_model_state_dict would gather all
+        for file, names in shards.filename_to_tensors.items():
+            tensors = {}
+            for name in names:
+                weight = full(weights[name])
+                if world.is_main:
+                    tensors[name] = weight.cpu().contiguous()
+            world.on_main(partial(write, file))
         world.on_main(finish)
 
 
 def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
-    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if wrong:
-        cause = f"{wrong[0]} is not finite"
-        raise ValueError(f"{where}: not saved, {cause}; what was there is untouched")
-
-
-def _full_weights(
-    weights: dict, files: dict[str, list[str]], keep: bool
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Gather one file's weights after the other; torch's get_model_state_dict would gather all."""
-    for file, names in files.items():
-        tensors = {}
-        for name in names:
-            weight = full(weights[name])
-            if keep:
-                tensors[name] = weight.cpu().contiguous()
-        yield file, tensors
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{where}: not saved, {name} is not finite; what was there is untouched"
+            )
 
 
 def _write_processor(folder: Path, processor: Processor):
@@ -326,6 +305,8 @@ def _write_processor(folder: Path, processor: Processor):
     if "tokenizer.json" not in carried:
         processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
-    ours = {"tokenizer_config.json": TOKENIZER_CONFIG, "generation_config.json": generation}
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    ours = {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", **tokens}}
+    ours["generation_config.json"] = generation
     for name in ours.keys() - carried.keys():
         write_json(folder / name, ours[name])

@@ -5,7 +5,7 @@ after that. All other weights are one more unit, the root: embeddings and head m
 and logprobs.py reads the head's.
 
 All ranks must run the same units in the same order, or they wait for ever. So they have equal
-numbers of prompts and of micro-batches; VisionInStep and Lockstep make equal whether there are
+numbers of prompts and of micro-batches; VisionInStep and in_lockstep make equal whether there are
 images, and how many decode steps a rank runs.
 """
 
@@ -79,10 +79,9 @@ class Sharding:
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
         summed = torch.promote_types(dtype, torch.float32)
         precision = fsdp.MixedPrecisionPolicy(compute_dtype, summed, cast_forward_inputs=False)
-        offload = fsdp.OffloadPolicy()
+        self.options = {"mesh": self.mesh, "mp_policy": precision}
         if section.cpu_offload:
-            offload = fsdp.CPUOffloadPolicy(device.type == "cuda")
-        self.options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload}
+            self.options["offload_policy"] = fsdp.CPUOffloadPolicy(device.type == "cuda")
 
     def shard(self, model: nn.Module):
         """Shard a model on any device, also on the meta device."""
@@ -100,7 +99,7 @@ class Sharding:
         # since the last backward, of which a rank may have had more: two ranks would then gather
         # different layers as if they were one.
         model.set_modules_to_backward_prefetch([model.model.layers[-1]])
-        for tower in (list(model.visual.blocks), list(model.model.layers)):
+        for tower in (model.visual.blocks, model.model.layers):
             for before, block in zip([tower[0], *tower], tower, strict=False):
                 block.set_modules_to_backward_prefetch([before])
         vision = VisionInStep()
@@ -139,19 +138,15 @@ class VisionInStep:
     If no rank has images, none runs the tower, and AdamW skips its parameters.
     """
 
-    def __init__(self):
-        self.zero: Tensor | None = None
-
     def before(self, model: nn.Module, arguments: tuple):
-        batch = arguments[0]
+        batch, self.zero = arguments[0], None
         images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
         if dist.get_world_size() == 1:
             return
         on_any_rank = torch.tensor(int(images > 0))  # on the host: nobody waits for a GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
-        if images or not on_any_rank:
-            return
-        self.zero = see_black(model.visual, model.config.vision_config, batch.input_ids.device)
+        if on_any_rank and not images:
+            self.zero = see_black(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def after(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
         zero, self.zero = self.zero, None
@@ -181,58 +176,47 @@ def reshard(module: nn.Module):
 
 
 @contextmanager
-def rollout_weights(
-    model: nn.Module, world: World, gather_weights: bool
-) -> Iterator[tuple[nn.Module, "Lockstep | None"]]:
-    """Run a model without gradient, to sample.
+def rollout_weights(model: nn.Module, gather_weights: bool) -> Iterator[nn.Module]:
+    """Yield what to run without gradient, to sample.
 
     Args:
         gather_weights: gather a sharded model's full weights on every rank first; each rank may
             then run it as often as it likes. False: gather layer by layer, which saves memory; all
-            ranks must run it equally often.
-    Yields:
-        what to run, and if layer by layer what makes all ranks run equally many decode steps.
+            ranks must run it equally often, see in_lockstep.
     """
     if not is_sharded(model):
         with torch.inference_mode():
-            yield model, None
+            yield model
         return
     try:
         # not inference mode: what FSDP allocates in it could not be trained later
         with torch.no_grad():
-            yield (gathered(model), None) if gather_weights else (model, Lockstep(world))
+            yield gathered(model) if gather_weights else model
     finally:
         reshard(model)
 
 
-class Lockstep:
-    """Makes all ranks run a decoder equally often, though completions end at different steps."""
+def in_lockstep(choose: Callable, max_new_tokens: int, model: nn.Module, world: World) -> Callable:
+    """Make all ranks run a sharded decoder equally often, though completions end at different steps.
 
-    def __init__(self, world: World):
-        self.world = world
+    Returns a `choose` for generate that tells the other ranks of each further decode step, and
+    after the last one runs steps on a meaningless token until all ranks have finished.
+    """
 
-    def keeping(self, choose: Callable, max_new_tokens: int, model: nn.Module) -> Callable:
-        """Make a `choose` for generate that tells the other ranks of each further decode step, and
-        after the last one runs steps on a meaningless token until all ranks have finished."""
-
-        def choose_together(logits: Tensor, rows: Tensor, step: int):
-            ids, logps, ends = choose(logits, rows, step)
-            if step + 1 < max_new_tokens and not ends.all():
-                self.world.sum(1)
-            else:
-                self.finish(model)
+    def choose_together(logits: Tensor, rows: Tensor, step: int):
+        ids, logps, ends = choose(logits, rows, step)
+        if step + 1 < max_new_tokens and not ends.all():
+            world.sum(1)
             return ids, logps, ends
-
-        return choose_together
-
-    def finish(self, model: nn.Module):
-        """Run decode steps until no rank needs another."""
-        device = self.world.device  # weights may be offloaded
+        device = world.device  # weights may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(GroupLayout([1], [[]], device))
-        while self.world.sum(0)[0]:
+        while world.sum(0)[0]:
             model.model(model.model.embed_tokens(token), position_ids, attention)
+        return ids, logps, ends
+
+    return choose_together
 
 
 @torch.no_grad()
