@@ -100,7 +100,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     kernels = {"forward": (windows._forward_kernel, {"out": f"*{dtype}"})}
     kernels["backward"] = (windows._backward_kernel, gradients | {"scale": "fp32"})
     return [
-        Build(f"window_attention {name} {about}", kernel, shared | signature, sizes, windows.warps(L))
+        Build(f"window_attention {name} {about}", kernel, shared | signature, sizes, L // 16)
         for name, (kernel, signature) in kernels.items()
     ]
 

@@ -38,9 +38,7 @@ INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
 CAPABILITY = (8, 0)
-_warn = cache(
-    lambda obstacle: warnings.warn(f"kernels run in torch, slower: {obstacle}", stacklevel=3)
-)
+_warn = cache(lambda why: warnings.warn(f"kernels run in torch, slower: {why}", stacklevel=3))
 
 
 def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:

@@ -67,12 +67,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """
     repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM
-    on_gpu = q.device.type == "cuda" and q.shape[3] % 8 == 0
-    if (
-        is_causal
-        and on_gpu
-        and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
-    ):
+    flash = is_causal and q.device.type == "cuda" and q.shape[3] % 8 == 0
+    if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         # no mask in memory, unseen blocks skipped; causal_lower_right ends here too
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if is_causal and L == T and not short:

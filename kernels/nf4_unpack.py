@@ -33,21 +33,15 @@ def _kernel(
 
 
 def nf4_unpack(
-    packed: Tensor,
-    indices: Tensor,
-    scales: Tensor,
-    offset: Tensor,
-    code: Tensor,
-    table: Tensor,
-    dtype: torch.dtype,
+    packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype
 ) -> Tensor:
     """Unpack (n / 2,) bytes into (n,) values of a dtype, with torch's bits: no fused multiply-add.
 
-    Args: see adapters/nf4.pack; code (256,) and table (16,) are the tables of scales and values.
+    Args: see adapters/nf4.pack; tables: of scales (256,) and of values (16,).
     """
-    out = torch.empty(2 * packed.numel(), dtype=dtype, device=packed.device)
+    size, out = packed.numel(), packed.new_empty(2 * packed.numel(), dtype=dtype)
+    options = {"BYTES": BYTES, "GROUP": GROUP, "num_warps": 4, "enable_fp_fusion": False}
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        given = packed, indices, scales, offset, code, table, out, packed.numel()
-        options = {"BYTES": BYTES, "GROUP": GROUP, "num_warps": 4, "enable_fp_fusion": False}
-        _kernel[(triton.cdiv(packed.numel(), BYTES),)](*given, **options)
+        grid = (triton.cdiv(size, BYTES),)
+        _kernel[grid](packed, indices, scales, offset, *tables, out, size, **options)
     return out

@@ -88,9 +88,8 @@ def after_prompt(
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
     # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D)
     q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)
-    own_q, own_k, own_v = (
-        x.unflatten(2, (slots.slots, -1)) for x in (q, slots.by_prompt(k), slots.by_prompt(v))
-    )
+    own = q, slots.by_prompt(k), slots.by_prompt(v)
+    own_q, own_k, own_v = (x.unflatten(2, (slots.slots, -1)) for x in own)
     unseen = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(repeat, 0)
     to_own = attention_scores(own_q, own_k, unseen).view(*q.shape[:3], C)
     weights = torch.cat([attention_scores(q, prompt_k), to_own], dim=-1).softmax(-1).to(q.dtype)

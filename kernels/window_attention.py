@@ -62,22 +62,16 @@ class Segments:
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute window_attention with one call for each run of segments of equal length."""
-    if len(segments.runs) == 1:
-        return _batched(q, k, v, segments.longest)
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    tokens = [tokens for _, tokens in segments.runs]
-    pieces = zip(segments.runs, *(x.split(tokens) for x in (q, k, v)), strict=True)
-    out = torch.cat([_batched(*piece, length) for (length, _), *piece in pieces])
-    if segments.order is None:
-        return out
-    return Reorder.apply(out, segments.inverse, segments.order)
-
-
-def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Segments of equal length, (S*L, H, D) -> the same."""
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
-    return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+    lengths, tokens = zip(*segments.runs, strict=True)
+    split = (x.split(tokens) if tokens[1:] else [x] for x in (q, k, v))
+    out = []
+    for length, *qkv in zip(lengths, *split, strict=True):
+        qkv = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in qkv)  # (S, H, L, D)
+        out.append(dense_attention(*qkv).transpose(1, 2).flatten(0, 1))
+    out = torch.cat(out) if out[1:] else out[0]
+    return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)
 
 
 # Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0: one block of columns will do.
@@ -192,28 +186,25 @@ def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
     return max(16, 1 << (longest - 1).bit_length()), D0, D1
 
 
-def warps(L: int) -> int:
-    """Warps of a program: 4 form one group of Hopper's matrix unit; short segments need fewer."""
-    return 4 if L == 64 else 2 if L == 32 else 1
-
-
-def _launch(kernel, pointers: list[Tensor], qkv: tuple, cu_seqlens: Tensor, longest: int):
+def _launch(kernel, grad: list, qkv: tuple, results: tuple, cu_seqlens: Tensor, longest: int):
     """Start one program for each segment and head; the backward takes scale as well."""
+    # the kernels take any strides of rows and heads, but a head's numbers one after the other
+    qkv = [x if x.stride(2) == 1 else x.contiguous() for x in qkv]
     (_, H, D), (L, D0, D1) = qkv[0].shape, blocks(longest, qkv[0].shape[2])
     numbers = [stride for x in qkv for stride in x.stride()[:2]]
-    numbers += [D**-0.5] if kernel is _backward_kernel else []
+    numbers += [D**-0.5] if grad else []
     numbers.append(D**-0.5 * math.log2(math.e))
     sizes = {"H": H, "D": D, "L": L, "D0": D0, "D1": D1}
-    grid, options = ((len(cu_seqlens) - 1) * H,), {"num_warps": warps(L), "num_stages": 1}
+    # of 64 tokens 4 warps, one group of Hopper's matrix unit
+    grid, options = ((len(cu_seqlens) - 1) * H,), {"num_warps": L // 16, "num_stages": 1}
     with torch.cuda.device_of(cu_seqlens):  # Triton launches on the current device
-        kernel[grid](*pointers, cu_seqlens, *numbers, **sizes, **options)
+        kernel[grid](*grad, *qkv, *results, cu_seqlens, *numbers, **sizes, **options)
 
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(_forward_kernel, [q, k, v, out], (q, k, v), cu_seqlens, longest)
+    _launch(_forward_kernel, [], (q, k, v), (out,), cu_seqlens, longest)
     return out
 
 
@@ -221,16 +212,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
     grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    pointers = [grad.contiguous(), q, k, v, *grads]
-    _launch(_backward_kernel, pointers, (q, k, v), cu_seqlens, longest)
+    _launch(_backward_kernel, [grad.contiguous()], (q, k, v), grads, cu_seqlens, longest)
     return grads
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    """The kernels take any strides of rows and heads, but a head's numbers one after the other."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 _forward.register_fake(lambda q, *_: q.new_empty(q.shape))
@@ -242,11 +226,10 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx, grad):
-    return *_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_autograd(
+    lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.longest), None, None),
+    setup_context=_save,
+)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:

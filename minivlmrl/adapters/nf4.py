@@ -43,7 +43,7 @@ def unpack(
     """Compute the (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
     code, table = _scale_code(packed.device), _table(packed.device)
     if backend_for(offset) == "triton":
-        return nf4_unpack(packed, scale_indices, scale_scales, offset, code, table, dtype)
+        return nf4_unpack(packed, scale_indices, scale_scales, offset, (code, table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset
     values = _pairs(packed.device)[packed.int()].view(-1, BLOCK)
     return (values * scales[:, None]).flatten().to(dtype)

@@ -176,8 +176,7 @@ def digest(parts: Iterable) -> str:
     for part in parts:
         if isinstance(part, Path):
             with part.open("rb") as file:
-                while block := file.read(2**20):
-                    found.update(block)
+                hashlib.file_digest(file, lambda: found)
         else:
             found.update(part.encode() if isinstance(part, str) else part)
     return found.hexdigest()
@@ -196,25 +195,26 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
         raise ValueError(f"{folder}: no checkpoint (it has no config.json), not overwritten")
+    remove = partial(shutil.rmtree, ignore_errors=True)
     try:
-        shutil.rmtree(new, ignore_errors=True)
+        remove(new)
         new.mkdir(parents=True)
         yield new
         for path in (*new.rglob("*"), new):  # a rename must not be on disk before what it names
             flush_file(path)
         if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove(replaced)
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)  # a full disk does not stay full
+        remove(new)  # a full disk does not stay full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
             raise OSError(f"{folder}: not saved ({error}); what was there is untouched") from error
         raise
     flush_file(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
 
 
 @contextmanager

@@ -53,10 +53,9 @@ class World:
         """Join the tensors of all ranks, in rank order: (n, ...) -> (n * size, ...) everywhere."""
         if self.size == 1:
             return tensor
-        tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor)
-        return torch.cat(parts)
+        joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(joined, tensor.contiguous())
+        return joined
 
     def local(self, tensor: Tensor) -> Tensor:
         """Undo all_gather: this rank's (n, ...) rows of a (n * size, ...) tensor."""
@@ -116,8 +115,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     """Join the process group of torchrun, if any, and choose device, attention and CPU threads.
 
     Args:
-        num_threads: CPU threads of this process. None: its share of the cores; torchrun sets 1 for
-            several ranks.
+        num_threads: of this process. None: its share of the cores; torchrun sets 1 for several.
         timeout: seconds that a rank waits for another before the run ends with an error.
         sharded: weights are sharded: a single process needs a group too.
     """
