@@ -122,20 +122,12 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     assert "ties with the k-th stay" in " ".join(command.parser().format_help().split())
 
 
-def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask, tmp_path):
+def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
+    """Its temperature would make draws nearly greedy; options of the command line say what is drawn."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
-    hub = {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05, "max_new_tokens": 7}
-    (copy / "generation_config.json").write_text(json.dumps(hub))
-    as_hub = said(folder, temperature=1e-6, repetition_penalty=1.05, max_new_tokens=7)
-    warm = said(folder, temperature=0.8, repetition_penalty=1.05, max_new_tokens=7, top_k=50)
-    plain = said(folder, max_new_tokens=9)
-    assert ask("--model", copy, "--generation_config")[1] == as_hub[0] + "\n"
-    assert ask("--model", copy, "--generation_config", "--temperature", 0.8)[1] == warm[0] + "\n"
-    assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n"
-    assert len({as_hub, warm, plain}) == 3
-    (copy / "generation_config.json").write_text(json.dumps(hub | {"num_beams": 4}))
-    status, _, err = ask("--model", copy, "--generation_config")
-    assert status == 2 and "num_beams = 4 changes what is drawn" in err
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
+    plain, greedy = said(folder, max_new_tokens=9), said(folder, max_new_tokens=9, temperature=1e-6)
+    assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
 
 
 def given(token_id, rows, step):

@@ -19,13 +19,12 @@ from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.generate import Choose
 from minivlmrl.hub.checker import build, help_of
-from minivlmrl.hub.folder import ASKED, find_folder, read_json
+from minivlmrl.hub.folder import ASKED, find_folder
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.config import load_config
 from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.sampling.stop_strings import token_bytes
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.scale.ranks import World, find_device
@@ -86,13 +85,10 @@ class Stream:
 
 
 def sampling(options: argparse.Namespace) -> SamplingOptions:
-    """Build the given sampling options, with --generation_config on top of the model's own."""
+    """Build the sampling options that the command line names."""
     fields = typing.get_type_hints(SamplingOptions)
-    given = {name: value for name, value in vars(options).items() if name in fields}
-    if not options.generation_config:
-        return build(SamplingOptions, given, "command line")
-    file = find_folder(options.model) / "generation_config.json"
-    return from_generation_config(read_json(file), **given)
+    named = {name: value for name, value in vars(options).items() if name in fields}
+    return build(SamplingOptions, named, "command line")
 
 
 def choose_device(device: str | None) -> torch.device:
@@ -121,8 +117,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
     p.add_argument("--min_pixels", type=int, help="of an image; by default the model's own")
     p.add_argument("--max_pixels", type=int, help="of an image; by default the model's own")
-    own = "begin with generation_config.json"
-    p.add_argument("--generation_config", action="store_true", help=own)
     group = p.add_argument_group("sampling", SamplingOptions.__doc__)
     sentences = help_of(SamplingOptions)
     for name, kind in typing.get_type_hints(SamplingOptions).items():
