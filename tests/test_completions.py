@@ -74,7 +74,7 @@ def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_p
     path = tmp_path / "completions.jsonl"
     path.write_text("".join(lines)[:-20])
     before = path.stat().st_ino
-    progress = Progress(0, ["sft", "grpo"], "", stage=1, step=2, steps=5)
+    progress = Progress(0, ["sft", "grpo"], stage=1, step=2, steps=5)
     CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
     assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
     path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])

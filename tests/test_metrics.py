@@ -25,7 +25,7 @@ from stages import ONE
 
 def open_log(folder, world=ONE, report_to=(), **progress):
     config = RunConfig(output_dir=str(folder), report_to=list(report_to))
-    return MetricsLog(config, world, Progress(0, ["sft", "grpo"], "", **progress))
+    return MetricsLog(config, world, Progress(0, ["sft", "grpo"], **progress))
 
 
 IDS = torch.zeros(3, dtype=torch.long)

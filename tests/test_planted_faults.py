@@ -56,7 +56,8 @@ def plant(own, rows, tmp_path, monkeypatch):
 def test_check_names_it_before_a_run(name, home, plant, capsys):
     fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
     assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
-    [said] = [line for line in capsys.readouterr().out.splitlines() if sentence in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
+    [said] = [line for line in lines if sentence in line]
     assert cure in said
 
 

@@ -33,7 +33,7 @@ def results(home, tmp_path, monkeypatch):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:
             (tmp_path / "run").mkdir()
-        progress = Progress(0, config.stages, "")
+        progress = Progress(0, config.stages)
         log = MetricsLog(config, world, progress)
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
         return Results(config, model, processor, log, held_out, progress)

@@ -149,7 +149,8 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     training = FileDataset(write_rows(*lines))
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, [lines[1], {**lines[0], "problem": "Why?"}])))
     held_out = FileDataset(tmp_path / "eval.jsonl")
-    said = "1 of 2 evaluation rows are training rows of grpo too: what they say of it is what it remembers"
+    cure = "they say what it remembers; leave them out of data.eval_file"
+    said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"
     assert told(grpo=training, eval=held_out) == [said]
     assert told(grpo=pick(training, [0, 2]), eval=held_out) == [] == told(grpo=Shapes(1, "x"), eval=Shapes(1, "x"))
     assert told(grpo=pick(training, [1, 1]), eval=pick(held_out, [0, 1])) == [said]

@@ -51,6 +51,8 @@ RUN, COMPLETE = "run.json", "complete.json"
 KEPT = 2  # states of a run, in case the newest is damaged
 # of a stage: how many rows a draw has
 DRAWN = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+# what a recipe leads to and does not say: hashes of files
+BASE, ROWS = "weights below the adapter", "rows of data.train_file"
 
 
 @dataclass
@@ -59,7 +61,6 @@ class Progress:
 
     seed: int  # of the run
     stages: list[str]  # as in the recipe
-    data: str  # what decides which rows there are, see States
     stage: Annotated[int, ">= 0"] = 0  # the index of the present one
     step: Annotated[int, ">= 0"] = 0  # its optimizer steps so far ...
     steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
@@ -69,8 +70,6 @@ class Progress:
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # of keep_best so far, a loss with a minus
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
-    # of the base of adapters, whose weights a state does not hold
-    base: str = ""
     recipe: dict = field(default_factory=dict)  # see recipe_values
     # metrics.jsonl, timings.jsonl and evaluations.jsonl so far, and what the alarms know
     logs: dict[str, str] = field(default_factory=dict)
@@ -90,19 +89,18 @@ class Progress:
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Name what a recipe says besides rows and output, "grpo.beta", and the threads it takes."""
+    """Name what a recipe says, "grpo.beta", the threads it takes, and hashes of its files."""
     values = asdict(config) | {"num_threads": torch.get_num_threads()}
-    own = ("data", "stages", "seed", "output_dir", "resume")  # are checked, or new
-    return parse_json(json_text(flat({name: values[name] for name in values.keys() - own})))
-
-
-def base_digest(config: RunConfig) -> str:
-    """Hash the weights below a recipe's adapters, or what they are drawn by; "" without any."""
-    if not config.adapter.r:
-        return ""
-    path = config.model.path
-    files = weight_files(find_folder(path)) if path else [Path(config.model.config)]
-    return f"{config.adapter.quantize} {digest(blocks(files))}"
+    values = flat(
+        {name: values[name] for name in values.keys() - {"stages", "output_dir", "resume"}}
+    )
+    path, file = config.model.path, config.data.train_file
+    if config.adapter.r:  # a state does not hold what is below adapters
+        weights = weight_files(find_folder(path)) if path else [Path(config.model.config)]
+        values[BASE] = digest(blocks(weights))
+    if file:
+        values[ROWS] = _checksum(Path(file))
+    return parse_json(json_text(values))
 
 
 def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -151,10 +149,6 @@ class States:
         self.config, self.world, self.signals = config, world, signals
         # optimizer steps of the last state, and when it was saved
         self.saved, self.time = 0, clock()
-        data = asdict(config.data)
-        data = {name: value for name, value in data.items() if not name.startswith("eval_")}
-        file = config.data.train_file and Path(config.data.train_file)
-        self.data = json_text(data | {"train_file": file and _checksum(file)})
 
     def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
         """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
@@ -202,8 +196,7 @@ class States:
 
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
-        new = Progress(self.config.seed, self.config.stages, self.data)
-        new.recipe, new.base = recipe_values(self.config), base_digest(self.config)
+        new = Progress(self.config.seed, self.config.stages, recipe=recipe_values(self.config))
         self.resumed, progress = self.choose() or (None, new)
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
@@ -217,34 +210,30 @@ class States:
         if self.world.is_main:
             done = f"{progress.step} steps of {config.stages[known - 1]} are done"
             print(f"resumes from {self.resumed}: {done}", flush=True)
-        if config.resume not in ("auto", "never", None):
-            progress.rows, progress.data = 0, self.data
-        if progress.data != self.data:
-            cure = f"undo that, or go on with other rows by --resume={self.resumed}"
-            changed = "the section data or the rows of data.train_file have changed"
-            raise ValueError(f"resume: {changed}; {cure}")
-        self.compare(progress, new)
-        progress.recipe, progress.base = new.recipe, new.base
-        progress.stages, self.saved = config.stages, progress.steps
+        self.compare(progress, new.recipe)
+        progress.recipe, progress.stages, self.saved = new.recipe, config.stages, progress.steps
         return progress
 
-    def check_base(self, progress: Progress):
-        """Refuse to go on from a state whose adapters were trained on other weights."""
-        if progress.base not in ("", base_digest(self.config)):
-            cause = "the weights below its adapter (model.path, adapter.quantize) have changed"
-            raise ValueError(f"resume: {self.resumed}: {cause}; put them back")
-
-    def compare(self, progress: Progress, new: Progress):
+    def compare(self, progress: Progress, recipe: dict[str, object]):
         """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
-        self.check_base(progress)
-        stage, before = progress.stages[progress.stage], progress.recipe
-        for name in sorted(name for name in before if before[name] != new.recipe.get(name)):
-            said = f"{name} was {before[name]!r:.80}, from here on {new.recipe.get(name)!r:.80}"
-            if progress.rows and name in [f"{stage}.{size}" for size in DRAWN]:
+        stage, before, same_rows = self.config.stages[progress.stage], progress.recipe, True
+        if self.config.resume != "auto":  # who names a state may take other rows
+            progress.rows, same_rows = 0, False
+        drawn = [f"{stage}.{size}" for size in DRAWN] if progress.rows else []
+        changed = (
+            name for name in before.keys() | recipe.keys() if before.get(name) != recipe.get(name)
+        )
+        for name in sorted(changed):
+            change = f"{name} was {before.get(name)!r:.80}, from here on {recipe.get(name)!r:.80}"
+            if name in (BASE, "adapter.quantize"):
+                cause = "the weights below its adapter (model.path, adapter.quantize) have changed"
+                raise ValueError(f"resume: {self.resumed}: {cause}; put them back")
+            of_data = name == ROWS or re.match(r"data\.(?!eval_)", name)
+            if name in drawn or (same_rows and of_data):
                 cause = f"rows would be left out or seen twice; keep it, or --resume={self.resumed}"
-                raise ValueError(f"resume: {said}: {cause}")
+                raise ValueError(f"resume: {change}: {cause}")
             if self.world.is_main:
-                print(said, flush=True)
+                print(change, flush=True)
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer):
         """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
@@ -270,7 +259,7 @@ class States:
         """Read the state that config.resume means, and remove those that are given up by that."""
         resume, state = self.config.resume, None
         # a shared file system may show another host an older list
-        paths = self.world.gather_objects(self.paths())[0]
+        paths = self.world.gather_objects(state_folders(self.folder))[0]
         if resume == "auto":
             state = next(filter(None, map(self.read, reversed(paths))), None)
             if paths and state is None:
@@ -286,10 +275,6 @@ class States:
     def path(self, progress: Progress) -> Path:
         """Name the folder of a state."""
         return self.folder / f"{progress.steps:06d}"
-
-    def paths(self) -> list[Path]:
-        """Folders of states, the oldest first."""
-        return state_folders(self.folder)
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:
         """Read a state without its tensors; None and a line that says why if it is damaged."""
@@ -331,7 +316,7 @@ class States:
                 flush_file(written)
             partial.rename(path)
             flush_file(self.folder)
-            for old in self.paths()[:-KEPT]:
+            for old in state_folders(self.folder)[:-KEPT]:
                 shutil.rmtree(old)
 
         try:
@@ -341,7 +326,7 @@ class States:
             self.world.together(finish if self.world.is_main else int)
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            kept = self.paths()
+            kept = state_folders(self.folder)
             last = f"the last complete state is {kept[-1]}" if kept else "there is no earlier state"
             raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
         self.saved, self.time, self.signals.saved = progress.steps, clock(), True

@@ -87,23 +87,28 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Say what of a recipe has no effect, or another one than was probably meant."""
     if not config.stages:
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
-    asked = {name: getattr(rows, "asked", []) for name, rows in datasets.items()}
-    held_out = asked.pop("eval", [])
-    for stage, own in asked.items():
-        if count := sum(map(set(own).__contains__, held_out)):
-            says = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
-            yield f"{says}: what they say of it is what it remembers"
+    used = [getattr(config, stage) for stage in config.stages]
     for name, section in vars(config).items():
-        used = [getattr(config, stage) for stage in config.stages]
-        if isinstance(section, TrainingConfig) and not any(section is own for own in used):
+        if isinstance(section, TrainingConfig) and not any(section is one for one in used):
             plain = vars(type(section)())
-            given = [f"{name}.{k}" for k, value in vars(section).items() if value != plain[k]]
-            if given:
-                yield f"{', '.join(given)}: no effect, stages does not name {name}"
-    dtype, own = DTYPES[config.model.dtype], config.adapter.r or config.optimizer.name != "adamw"
-    for stage in config.stages if dtype.itemsize == 2 and not own else ():
+            changed = [f"{name}.{k}" for k, value in vars(section).items() if value != plain[k]]
+            if changed:
+                yield f"{', '.join(changed)}: no effect, stages does not name {name}"
+    yield from mistakes(config, datasets)
+
+
+def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
+    held_out = getattr(datasets.get("eval"), "asked", [])
+    dtype, plain = DTYPES[config.model.dtype], config.optimizer.name == "adamw"
+    for stage in config.stages:
+        trained = set(getattr(datasets.get(stage), "asked", []))
+        if count := sum(map(trained.__contains__, held_out)):
+            where = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
+            yield f"{where}: they say what it remembers; leave them out of data.eval_file"
         rate = getattr(config, stage).learning_rate
-        if (most := 4 * rate / torch.finfo(dtype).eps) < TYPICAL:
+        most = 4 * rate / torch.finfo(dtype).eps
+        if dtype.itemsize == 2 and plain and not config.adapter.r and most < TYPICAL:
             cure = "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
             lost = f"updates of {stage}.learning_rate {rate} are lost in weights over {most:.1g}"
             yield f"model.dtype is {config.model.dtype}: {lost}; {cure}"

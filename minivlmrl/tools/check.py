@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
-from itertools import islice
 
 import torch
 
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
-from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
@@ -29,7 +27,7 @@ from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import BLIND, draw
 from minivlmrl.run.memory import check_memory
-from minivlmrl.run.start import prepare
+from minivlmrl.run.start import mistakes, prepare
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
@@ -64,6 +62,7 @@ def check(config) -> Iterator[str]:
     check_memory(config, world)
     model, processor, datasets = prepare(config, stages, world)
     online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
+    yield from mistakes(config, datasets)
     yield from check_settings(config, model, datasets, online)
     for stage, algorithm in stages.items():
         yield from check_rows(spread(datasets[stage]), processor)
@@ -85,7 +84,7 @@ def check(config) -> Iterator[str]:
 
 
 def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator[str]:
-    """Numbers that no run learns with, and rows that are evaluated and trained on."""
+    """Name numbers that no run learns with."""
     small = sum(parameter.numel() for parameter in model.parameters()) < 10**8
     usual = 1e-2 if small or not config.model.path else 1e-3 if config.adapter.r else 1e-4
     heat, k, p = config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
@@ -99,18 +98,12 @@ def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator
         if rate > usual:
             cause = f"over {usual:g} such weights are lost in a few steps"
             yield f"{stage}.learning_rate is {rate:g}: {cause}; lower it"
-        if config.model.dtype == "bfloat16" and not config.adapter.r and rate < 1e-5:
-            yield f"bfloat16 rounds updates of {rate:g} away: take model.dtype float32"
         if 0 < steps <= warmup:
             yield f"{stage}.warmup_steps is {warmup}: all {steps} steps are warmup; lower it"
         if getattr(o, "beta", 0) > 1:
             yield f"{stage}.beta is {o.beta:g}: the policy will not move; take 0.1"
         if o.prompts_per_step >= 4 * count:
             yield f"a step repeats its {count} rows several times: lower {stage}.prompts_per_step"
-    if config.data.train_file and config.data.eval_file:
-        held_out = set(map(str, islice(open_rows(config.data.eval_file), config.data.eval_rows)))
-        if both := len(held_out & set(map(str, open_rows(config.data.train_file)))):
-            yield f"{both} rows of data.eval_file are training rows: leave them out of these"
 
 
 def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:

@@ -18,7 +18,7 @@ UNEQUAL = {  # by file, keys of which two honest runs say something else
     "completions.jsonl": {"where"},  # the path of the file of rows
     "timings.jsonl": {"seconds", "step_time", "tokens_per_second", "peak_memory_gib"},
     "summary.json": {"seconds"},
-    "run.json": {"seconds", "recipe", "data", "base", "logs"},
+    "run.json": {"seconds", "recipe", "logs"},
     "complete.json": {"run.json"},
 }
 READERS = {".json": parse_json, ".jsonl": parse_json, ".yaml": parse_yaml}

@@ -107,7 +107,7 @@ FAULTS = {
     ),
     "evaluation rows are training rows": Fault(
         ["--data.eval_file=rows.jsonl"],
-        check=("4 rows of data.eval_file are training rows", "leave them out"),
+        check=("4 of 4 evaluation rows are training rows of grpo too", "leave them out of data.eval_file"),
     ),
     "boxes in another unit": Fault(
         ["--rewards={iou: 1, box_format: 1}"], {"solution": [0.1, 0.2, 0.5, 0.6]},
@@ -138,7 +138,7 @@ FAULTS = {
     ),
     "a small learning rate in bfloat16": Fault(
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
-        check=("bfloat16 rounds updates of 1e-06 away", "take model.dtype float32"),
+        check=("updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005", "take model.dtype=float32"),
     ),
     "a warmup without an end": Fault(
         ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100: all 3 steps are warmup", "lower it"),
