@@ -9,13 +9,11 @@ import difflib
 import functools
 import importlib
 import inspect
-import operator
 import re
 import reprlib
 import runpy
 import types
 import typing
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Annotated, Any, Literal, NewType
@@ -48,8 +46,8 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key, count in Counter(keys).items() if count > 1), None):
-            problem = f"{twice!r} is there twice"
+        for key in filter(lambda key: keys.count(key) > 1, keys):
+            problem = f"{key!r} is there twice"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -57,7 +55,7 @@ class Loader(yaml.SafeLoader):
 def parse_yaml(text: str | bytes) -> Any:
     """Read YAML (ValueError: it is none, says a key twice, or is nested too deep)."""
     try:
-        return yaml.load(text.decode() if isinstance(text, bytes) else text, Loader)
+        return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"not YAML ({error})") from error
 
@@ -95,8 +93,9 @@ def load_name(target: str) -> Any:
             return runpy.run_path(module)[name]
         return getattr(importlib.import_module(module), name)
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{target}: it cannot be loaded ({cause})") from error
+        raise ValueError(
+            f"{target}: it cannot be loaded ({type(error).__name__}: {error})"
+        ) from error
 
 
 def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -111,19 +110,18 @@ def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[s
     found = table.get(name, name)
     if isinstance(found, str):
         if ":" not in found:
-            known = ", ".join([*sorted(table), "file.py:name"])
-            raise ValueError(f"unknown {kind} {name!r}; there are: {known}")
+            there = ", ".join([*sorted(table), "file.py:name"])
+            raise ValueError(f"unknown {kind} {name!r}; there are: {there}")
         with naming(kind):
             found = load_name(found)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
-        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        valid = isinstance(call.func, ast.Name) and not call.args
-    except (SyntaxError, ValueError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{kind} {text}: its options must have the form name=value, name=value")
-    return found, values
+        if call.args or not isinstance(call.func, ast.Name):
+            raise SyntaxError
+        return found, {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+    except (SyntaxError, ValueError, AttributeError) as error:
+        form = "its options must have the form name=value, name=value"
+        raise ValueError(f"{kind} {text}: {form}") from error
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
@@ -137,8 +135,9 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     values = {}
     for name, value in options.items():
         if name not in known:
-            there = ", ".join(known) or "none"
-            raise ValueError(f"there is no option {name!r}; there are: {there}")
+            raise ValueError(
+                f"there is no option {name!r}; there are: {', '.join(known) or 'none'}"
+            )
         bounded = typing.get_origin(known[name]) is Annotated
         values[name] = _read(known[name], value, name, json=False) if bounded else value
     return functools.partial(function, **values) if values else function
@@ -169,10 +168,10 @@ def _build(cls, values: Any, prefix: str, json: bool):
     for name in values:
         if name not in fields and not json:
             near = difflib.get_close_matches(str(name), fields, 1)
-            meant = f"did you mean {prefix}{near[0]}? " if near else ""
+            meant = "".join(f"did you mean {prefix}{field}? " for field in near)
             meant = f"here it is {THEIRS[name]}; " if name in THEIRS else meant
-            known = f"{meant}valid keys: {', '.join(sorted(fields))}"
-            raise ValueError(f"unknown key {prefix}{name}; {known}")
+            meant += f"valid keys: {', '.join(sorted(fields))}"
+            raise ValueError(f"unknown key {prefix}{name}; {meant}")
     for name, field in fields.items():
         if name in values:
             checked[name] = _read(hints[name], values[name], f"{prefix}{name}", json)
@@ -217,15 +216,15 @@ def type_text(hint) -> str:
 
 
 def _read(hint, value, name: str, json: bool):
-    """`value` as a field annotated with `hint` holds it."""
+    """Check a value against an annotation, and return it as the field holds it."""
     hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{name}.", json)
     if origin in (typing.Union, types.UnionType):
-        choices = [choice for choice in inside if choice is not types.NoneType]
-        if value is None and len(choices) < len(inside):
+        if value is None and types.NoneType in inside:
             return None
+        choices = [choice for choice in inside if choice is not types.NoneType]
         if len(choices) == 1:  # its error says more than that of the union
             return _read(choices[0], value, name, json)
         for choice in choices:
@@ -261,10 +260,10 @@ def _bound(text: str):
     text, _, cure = text.partition("; ")
     words = {"(-inf, inf)": "finite", "(0, inf)": "over 0 and finite"}.get(text, f"in {text}")
     if text[0] == ">":
-        sign, number = text.split()
-        words = f"over {number}" if sign == ">" else f"{number} or more"
-        text = f"{'(' if sign == '>' else '['}{number}, inf]"
+        number = text.strip(">= ")
+        words = f"{number} or more" if "=" in text else f"over {number}"
+        text = f"{'[' if '=' in text else '('}{number}, inf]"
     low, high = map(float, text[1:-1].split(","))
-    above = operator.ge if text[0] == "[" else operator.gt
-    below = operator.le if text[-1] == "]" else operator.lt
-    return (lambda value: above(value, low) and below(value, high)), words + (cure and f" ({cure})")
+    ends = {low: "[", high: "]"}  # the bracket that lets each in
+    valid = lambda value: low < value < high or ends.get(value, "neither") in text  # noqa: E731
+    return valid, words + (cure and f" ({cure})")

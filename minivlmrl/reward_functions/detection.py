@@ -28,8 +28,5 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
         return []
 
 
-LABELLED = (
-    read_objects,
-    read_objects,
-    'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []',
-)
+WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
+LABELLED = read_objects, read_objects, WRONG

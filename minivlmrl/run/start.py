@@ -1,7 +1,7 @@
 """What a run does and says before its first step: tries rewards, counts rows, says what runs."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -10,9 +10,9 @@ from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
 from minivlmrl.kernels.backend import backend_for
-from minivlmrl.reward_functions.names import Reward, columns_of
+from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import ask_rewards
-from minivlmrl.rows import Dataset, Processor, Row
+from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import DTYPES
@@ -21,9 +21,7 @@ from minivlmrl.scale.ranks import World
 TYPICAL = 0.01  # size of a weight of a model of billions
 
 
-def prepare(
-    config, algorithms: dict[str, type], world: World
-) -> tuple[nn.Module, Processor, dict[str, Dataset]]:
+def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processor, dict]:
     """Make model, processor, rows by stage and "eval"; refuse what would fail later (ValueError).
 
     In this order: what takes the least time to refuse comes first.
@@ -49,22 +47,18 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
     Args:
         needs: for each stage what its rows must have, a key of batches.NEEDS.
     """
-    for stage, rows in datasets.items():
-        if stage == "eval":
-            # a row without one of these is not judged
-            _try(config.held_out_rewards, rows[0], columns_of(config.held_out_rewards))
-        elif needs[stage] == "prompts":
-            _try(config.training_rewards, rows[0])
-
-
-def _try(rewards: list[Reward], row: Row, absent: Iterable[str] = ()):
-    size = row.images[0].size if row.images else None
-    columns = dict.fromkeys(absent) | row.columns
-    columns |= {"prompts": row.messages, "images": row.images, "environments": None}
-    columns |= {"row_names": row.where or f"row {row.index}", "reward_model_scores": 0.0}
-    columns |= {"image_sizes": size, "answer_extents": size, "completion_ids": [0, 1, 2]}
-    columns |= {"answer_texts": "invented", "completions": "<answer>invented</answer>"}
-    ask_rewards(rewards, {name: [value] for name, value in columns.items()})
+    asked = [stage for stage in datasets if stage == "eval" or needs[stage] == "prompts"]
+    for stage in asked:
+        rewards = config.held_out_rewards if stage == "eval" else config.training_rewards
+        row = datasets[stage][0]
+        size = row.images[0].size if row.images else None
+        # a held-out row without one of these is not judged
+        columns = dict.fromkeys(columns_of(rewards) if stage == "eval" else ()) | row.columns
+        columns |= {"prompts": row.messages, "images": row.images, "environments": None}
+        columns |= {"row_names": row.where or f"row {row.index}", "reward_model_scores": 0.0}
+        columns |= {"image_sizes": size, "answer_extents": size, "completion_ids": [0, 1, 2]}
+        columns |= {"answer_texts": "invented", "completions": "<answer>invented</answer>"}
+        ask_rewards(rewards, {name: [value] for name, value in columns.items()})
 
 
 def describe_run(config, model: nn.Module, world: World):
@@ -73,9 +67,8 @@ def describe_run(config, model: nn.Module, world: World):
         return
     dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
-    device = f"CPU (threads: {torch.get_num_threads()})"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
+    gpu = world.device.type == "cuda" and torch.cuda.get_device_name(world.device)
+    device = gpu or f"CPU (threads: {torch.get_num_threads()})"
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
     print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)
@@ -91,8 +84,7 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     for name, section in vars(config).items():
         if isinstance(section, TrainingConfig) and not any(section is one for one in used):
             plain = vars(type(section)())
-            changed = [f"{name}.{k}" for k, value in vars(section).items() if value != plain[k]]
-            if changed:
+            if changed := [f"{name}.{k}" for k, v in vars(section).items() if v != plain[k]]:
                 yield f"{', '.join(changed)}: no effect, stages does not name {name}"
     yield from mistakes(config, datasets)
 
@@ -114,9 +106,7 @@ def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
             yield f"model.dtype is {config.model.dtype}: {lost}; {cure}"
 
 
-def fit_rows(
-    config, datasets: dict[str, Dataset], processor: Processor, world: World
-) -> dict[str, Dataset]:
+def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict[str, Dataset]:
     """Leave out rows with long prompts, end stages after max_epochs, and print what rows there are.
 
     Image files are opened, not decoded.
@@ -143,7 +133,7 @@ def check_positions(config, needs: dict[str, str], datasets, model, processor: P
     most = model.config.max_position_embeddings
     for name, rows in datasets.items():
         new = config.sampling.max_new_tokens if needs.get(name, "prompts") == "prompts" else 0
-        cause = f"and {new} new ones are over the model's {most} (max_position_embeddings); "
+        cause = f"and {new} new ones are over the model's {most} (max_position_embeddings)"
         cure = f"data.max_prompt_tokens={most - new} leaves out such rows"
         cure = "shorten it, or leave it out of data.eval_file" if name == "eval" else cure
-        check_lengths(rows, processor, most - new, cause + cure)
+        check_lengths(rows, processor, most - new, f"{cause}; {cure}")
