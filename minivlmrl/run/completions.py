@@ -8,7 +8,6 @@ log-probability, and a completion with pictures names them: pictures.
 """
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -58,11 +57,8 @@ class CompletionsLog:
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
-            steps = {stage: math.inf for stage in progress.stages[: progress.stage]}
-            steps[progress.stages[progress.stage]] = progress.step  # what is done of each stage
-            lines = read_lines(self.path, Logged)
-            past = sum(line["step"] < steps.get(line["stage"], 0) for line in lines)
-            kept = b"".join(self.path.read_bytes().splitlines(keepends=True)[:past])
+            past = [is_past(line, progress) for line in read_lines(self.path, Logged)]
+            kept = b"".join(self.path.read_bytes().splitlines(keepends=True)[: sum(past)])
         self.path.touch()
         os.truncate(self.path, len(kept))  # in place: a kill now or a full disk loses nothing
 
@@ -94,6 +90,12 @@ class CompletionsLog:
             small.save(draft, "WEBP", quality=90, lossless=max(small.size) < 128)
             draft.rename(path)
         return f"{IMAGES}/{path.name}"
+
+
+def is_past(line: dict, progress) -> bool:
+    """Say whether a line is of a step that a resumed run does not repeat."""
+    done, now = progress.stages[: progress.stage], progress.stages[progress.stage]
+    return line["stage"] in done or (line["stage"] == now and line["step"] < progress.step)
 
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
