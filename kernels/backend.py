@@ -1,8 +1,7 @@
 """Choose the torch path or the Triton path of a kernel, and import Triton where it is installed.
 
 The torch path runs everywhere, and the Triton path is tested against it. Triton runs on a GPU, or
-on a CPU in its interpreter, which executes a kernel with numpy, one program after the other: slow,
-but exact enough for tests.
+on a CPU in its interpreter, with numpy, one program after the other: slow, but enough for tests.
 
     MINIVLMRL_KERNELS=auto      (or unset) Triton for float32, float16 and bfloat16 tensors on a GPU, otherwise torch
     MINIVLMRL_KERNELS=torch     the torch path everywhere
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor
 
 # Kernel files import tl and triton from here. Where Triton is not installed (macOS, Windows), or
-# would only take 70 MiB (no GPU, no import of it before, nothing in the environment that asks), the
-# two names that are read while a file is imported have substitutes, and the kernels are functions
-# that are never called.
+# would only take 70 MiB (no GPU, nothing has imported it or asks for it), what is read while a file
+# is imported has substitutes, and the kernels are functions that are never called.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -34,10 +32,8 @@ if INSTALLED and (ASKED or torch.cuda.is_available()):
 
 # Triton decides when it is first imported: setting TRITON_INTERPRET=1 later has no effect
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
-# what kernels read; they compute in float32
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
-CAPABILITY = (8, 0)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tensors; kernels compute in float32
+CAPABILITY = (8, 0)  # of the oldest NVIDIA card with bfloat16 (A100); AMD's numbers are larger
 _warn = cache(lambda why: warnings.warn(f"kernels run in torch, slower: {why}", stacklevel=3))
 
 

@@ -102,8 +102,7 @@ def fits(q: Tensor) -> bool:
 
 
 def cut(k: Tensor, queries: int) -> tuple[int, int, int, int]:
-    """Divide keys (B, K, T, D), each read by so many queries: queries of a program, keys of a part,
-    parts, programs."""
+    """Divide keys (B, K, T, D) of so many queries: queries a program, keys a part, parts, programs."""
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))  # 16: of a matrix instruction
     groups = k.shape[0] * k.shape[1] * -(-queries // tile)
     blocks = min(MOST_PARTS, max(1, PROGRAMS // groups)) * BLOCK
@@ -115,15 +114,13 @@ def cut(k: Tensor, queries: int) -> tuple[int, int, int, int]:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own_k: Tensor, own_v: Tensor, unseen: Tensor
 ) -> Tensor:
-    """Compute DecodeAttention of minivlmrl/attention.py, where `fits` says so.
+    """Compute DecodeAttention of minivlmrl/attention.py, where `fits` says so: (R, H, D).
 
     Args:
         q: (R, H, D), R / B rows of each prompt, one prompt after the other.
         k, v: (B, K, P, D) of prompts. own_k, own_v: (R, K, C, D) of rows. All contiguous.
         hidden: (B, P), 0 or -inf for keys that are not there, which come last; unseen: (1, C), the
             same of own keys, of which the first is there.
-    Returns:
-        (R, H, D).
     """
     (R, H, D), (B, K, P, _), C = q.shape, k.shape, own_k.shape[2]
     slots, h, lines, scale = R // B, H // K, R * H, D**-0.5 * math.log2(math.e)

@@ -15,10 +15,9 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# On a CPU, with at most this many keys and heads this narrow, the formula written out is faster
-# than the fused kernel: with 16 to 110 keys, forward and backward on two threads took about half
-# the time. With more keys the scores no longer fit the caches, and with wider heads (80 and 128
-# were tried) the fused kernel is as fast or faster.
+# On a CPU, with at most this many keys and heads this narrow, the formula written out takes half
+# the time of the fused kernel, forward and backward. With more keys the scores no longer fit the
+# caches; with heads of 80 and 128 the fused kernel is as fast.
 MOST_KEYS, MOST_HEAD_DIM = 128, 64
 
 
@@ -55,14 +54,9 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute attention with scale D^-1/2.
+    """Compute attention with scale D^-1/2 of q (S, H, L, D) to k, v (S, K, T, D), K divides H.
 
-    Args:
-        q: (S, H, L, D).
-        k, v: (S, K, T, D), K divides H.
-        is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
-    Returns:
-        (S, H, L, D).
+    is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
@@ -75,10 +69,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
     mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1) if is_causal else None
-    if not short:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    else:
+    if short:
         out = attention_scores(q, k, mask).softmax(-1).to(q.dtype) @ v  # scores (S, K, repeat*L, T)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.unflatten(2, (repeat, L)).flatten(1, 2)
 
 

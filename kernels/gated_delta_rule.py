@@ -52,8 +52,7 @@ def gated_delta_rule(
     """Write T tokens of each row into its state and read it after each; one token by definition.
 
     Args:
-        q, k: (b, T, H, K), float32 or float64 as all that follows.
-        v: (b, T, H, V).
+        q, k, v: (b, T, H, K) twice, (b, T, H, V), float32 or float64 as all that follows.
         beta, g: (b, T, H), share of the error that is written, and log of the decay.
         state: (b, H, K, V) before the first token.
     Returns:

@@ -41,7 +41,7 @@ def nf4_unpack(
     """
     size, out = packed.numel(), packed.new_empty(2 * packed.numel(), dtype=dtype)
     options = {"BYTES": BYTES, "GROUP": GROUP, "num_warps": 4, "enable_fp_fusion": False}
+    grid = (triton.cdiv(size, BYTES),)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        grid = (triton.cdiv(size, BYTES),)
         _kernel[grid](packed, indices, scales, offset, *tables, out, size, **options)
     return out

@@ -19,9 +19,7 @@ def rectangles(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out groups whose prompts have one length: only completions are padded.
 
-    Args:
-        prompts: where each of the b prompts, P tokens, is in the run.
-        completions: where each completion of each prompt is, r in all.
+    Args: where each of the b prompts, P tokens, and each of its completions, r in all, is in a run.
     Returns:
         indices in the run: prompts (b, P), completions (r, C), -1 after the end of a shorter one;
         (r,) prompt of each completion.
@@ -74,13 +72,8 @@ def after_prompt(
     copied for each. With more scores than SHARED_BYTES, and on a GPU, the fused kernel reads
     copies: there the scores stay on the chip.
 
-    Args:
-        q: (R, H, C, D) of completions.
-        k, v: (R, K, C, D) of completions.
-        prompt_k, prompt_v: (B, K, P, D).
-        slots: which prompt each completion has.
-    Returns:
-        (R, H, C, D).
+    Args: of completions q (R, H, C, D), as the result, and k, v (R, K, C, D); of prompts
+        prompt_k, prompt_v (B, K, P, D); slots: which prompt each completion has.
     """
     repeat, C, P = q.shape[1] // k.shape[1], q.shape[2], prompt_k.shape[2]
     if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:

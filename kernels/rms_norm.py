@@ -42,7 +42,6 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         n, g, wide_weight = x * r, g.to(r.dtype), weight.to(r.dtype)
         products = (g * n).flatten(0, -2)
-        # of -g weight n over each row
-        means = (products @ wide_weight / -len(weight)).view(r.shape)
+        means = (products @ wide_weight / -len(weight)).view(r.shape)  # of -g weight n, of each row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None

@@ -37,8 +37,7 @@ from minivlmrl.kernels.dense_attention import Reorder, dense_attention
 MOST_TOKENS, MOST_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# On a CPU a call costs as much as sorting so many tokens: segments are sorted if they are shorter.
-TOKENS_PER_CALL = 128
+TOKENS_PER_CALL = 128  # on a CPU a call costs as much as sorting these: shorter segments are sorted
 
 
 class Segments:
@@ -51,8 +50,7 @@ class Segments:
         self.cu_seqlens = to_device(begins.int(), device)
         # one call each: (length, tokens) of consecutive segments of one length
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # (T,) permutations of the tokens, if the segments are sorted
-        self.order = self.inverse = None
+        self.order = self.inverse = None  # (T,) permutations of the tokens, if these are sorted
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
             length_of_token = begins.diff().repeat_interleave(begins.diff())  # (T,)
@@ -233,16 +231,10 @@ _forward.register_autograd(
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Attend within each segment, scale D^-1/2.
+    """Attend within each segment, scale D^-1/2: q, k, v (T, H, D) of one dtype -> (T, H, D).
 
     Triton runs where backend_for chooses it and a segment fits into one program: at most 64 tokens,
     D <= 128, float16 or bfloat16. Otherwise torch, with dense_attention for each length.
-
-    Args:
-        q, k, v: (T, H, D), one dtype.
-        segments: which rows belong together.
-    Returns:
-        (T, H, D).
     Source: what transformers' Qwen2_5_VLVisionAttention computes with cu_seqlens.
     """
     fits = segments.longest <= MOST_TOKENS and q.shape[-1] <= MOST_HEAD_DIM and q.dtype in DTYPES

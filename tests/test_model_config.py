@@ -135,7 +135,7 @@ def changed(path: str, value) -> dict:
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
-    ("model_type", "llama", "model_type is 'llama', this model reads qwen2_5_vl, qwen2_vl, qwen3_vl and qwen3_5"),
+    ("model_type", "llama", "model_type is 'llama', it must be qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5"),
     ("hidden_size", ..., "hidden_size is missing"),
     ("hidden_size", 66, "hidden_size is 66, it must be a multiple of its 4 heads"),
     ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),

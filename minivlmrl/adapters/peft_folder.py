@@ -19,10 +19,10 @@ from minivlmrl.hub.folder import read_json, save_tensors, write_json
 Form = tuple[int, float]  # see LoRALinear.form
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 # fields of PEFT's config that would change the result, unless they say nothing
-REFUSED = ["use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save"]
-REFUSED += ["layer_replication", "trainable_token_indices", "target_parameters"]
-REFUSED += ["alora_invocation_tokens"]
+REFUSED = "use_dora use_qalora bias lora_bias fan_in_fan_out modules_to_save layer_replication"
+REFUSED += " trainable_token_indices target_parameters alora_invocation_tokens"
 
 
 @dataclass
@@ -46,19 +46,15 @@ def load_adapter(model: nn.Module, folder: str | Path):
 
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
-    forms, weights = _read(model, Path(folder))
+    read, weights = _read(model, Path(folder))
     placed = {name: layer.form for name, layer in adapters(model).items()}
-    for name in sorted(forms.keys() | placed.keys()):
-        theirs, ours = in_words(forms.get(name)), in_words(placed.get(name))
+    for name in sorted(read.keys() | placed.keys()):
+        forms = read.get(name), placed.get(name)
+        theirs, ours = ("r {}, scaling {:g}".format(*x) if x else "no adapter" for x in forms)
         if theirs != ours:
             cure = f"the recipe says {ours}: change adapter.r, alpha or target"
             raise ValueError(f"adapter.path: {folder} has {theirs} on {name}, {cure}")
     set_parameters(model, weights)
-
-
-def in_words(form: Form | None) -> str:
-    """Describe the adapter of a layer, or that there is none."""
-    return "r {}, scaling {:g}".format(*form) if form else "no adapter"
 
 
 def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
@@ -66,12 +62,12 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
     values = read_json(folder / CONFIG)
     config = build(PeftConfig, values, str(folder / CONFIG), json=True)
     with naming(folder / CONFIG):
-        for name in REFUSED:
+        for name in REFUSED.split():
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}: merge it with PEFT")
         for name in config.alpha_pattern or {}:
             require(LAYER.fullmatch(name), "alpha_pattern", name, "a layer's name or its end")
-    file, pairs = folder / WEIGHTS, {}
+    file, pairs, weights = folder / WEIGHTS, {}, {}
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
@@ -81,14 +77,14 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
         for name, tensor in tensors.items():
             kind = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.dtype
             require(kind and tensor.isfinite().all(), name, kind or tensor.dtype, "finite floats")
-            layer, which = _our_name(name)
-            pairs.setdefault(layer, {})[which] = tensor
+            if not (match := TENSOR.fullmatch(name)):
+                cure = "an adapter has lora_A and lora_B alone"
+                raise ValueError(f"unexpected tensor {name:.80}; {cure}")
+            layer = hub_name(match[1])  # the file has any of transformers' names
+            pairs.setdefault(layer, {})[match[2]] = weights[f"{layer}.{match[2]}"] = tensor
         if not pairs:
             raise ValueError("there is no adapter in it")
         forms = {name: _form(model, name, pair, config) for name, pair in pairs.items()}
-    weights = {
-        f"{name}.lora_{which}": x for name, pair in pairs.items() for which, x in pair.items()
-    }
     return forms, weights
 
 
@@ -98,23 +94,15 @@ def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConf
     if not isinstance(base, nn.Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {which: tuple(tensor.shape) for which, tensor in pair.items()}
-    r, rows, columns = (*shapes.get("A", ()), 0)[0], base.out_features, base.in_features
-    if shapes != {"A": (r, columns), "B": (rows, r)} or not r:
-        there = ", ".join(f"lora_{which} {shape}" for which, shape in shapes.items())
+    r, rows, columns = (*shapes.get("lora_A", ()), 0)[0], base.out_features, base.in_features
+    if shapes != {"lora_A": (r, columns), "lora_B": (rows, r)} or not r:
+        there = ", ".join(f"{which} {shape}" for which, shape in shapes.items())
         asked = f"lora_A (r, {columns}) and lora_B ({rows}, r)"
         raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
     patterns, whole = (config.alpha_pattern or {}).items(), f".{memory_name(name)}"
     fits = [alpha for end, alpha in patterns if whole.endswith(f".{end}")]  # PEFT takes the first
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, [*fits, config.lora_alpha][0] / divisor
-
-
-def _our_name(name: str) -> tuple[str, str]:
-    """Tell the layer of a tensor in the file, by any of transformers' names, and which of it."""
-    form = r"(.+)\.lora_(A|B)(?:\.default)?\.weight"
-    if not (match := re.fullmatch(re.escape(PREFIX) + form, name)):
-        raise ValueError(f"unexpected tensor {name:.80}; an adapter has lora_A and lora_B alone")
-    return hub_name(match[1]), match[2]
 
 
 def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path], None]:

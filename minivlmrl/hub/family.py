@@ -43,15 +43,13 @@ class Family:
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
     # a flat config.json -> the family's own
     write: Callable[[dict], dict] = lambda config: config
-    # its files call tensors as transformers does in memory, see memory_name
-    memory_names: bool = False
+    memory_names: bool = False  # its files name tensors as transformers in memory, see memory_name
     unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not computed with
-    # (ModelConfig) -> a model with .visual, .model and .lm_head
-    model: Callable[..., nn.Module] = Qwen2_5_VL
+    model: Callable[..., nn.Module] = Qwen2_5_VL  # of a ModelConfig, with visual, model, lm_head
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # what its preprocessor_config.json may leave out
     images: dict[str, Any] = field(default_factory=dict)
-    # of that of its video_preprocessor_config.json, where it has own rules for videos
+    # of its video_preprocessor_config.json, where it has rules of its own for videos
     read_videos: Callable = lambda settings, where, images: None
     box_space: str = "resized"  # units of the boxes in its answers, see data/boxes.py
     # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
-from minivlmrl.hub.checker import build, naming, require
+from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.family import FAMILIES
 
 Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
@@ -80,9 +80,11 @@ class ModelConfig:
     extra: dict = field(default_factory=dict)  # keys that we carry along but do not read
 
     def __post_init__(self):
-        vision = self.vision_config
-        heads = self.num_attention_heads
-        groups = self.num_key_value_heads
+        vision, heads, groups = (
+            self.vision_config,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+        )
         if self.head_dim is None:
             words = f"a multiple of its {heads} heads"
             require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, words)
@@ -128,9 +130,8 @@ class ModelConfig:
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
-        if model_type not in list(FAMILIES):
-            known = " and ".join(", ".join(FAMILIES).rsplit(", ", 1))
-            raise ValueError(f"{where}: model_type is {model_type!r:.40}, this model reads {known}")
+        known = " or ".join(FAMILIES)
+        require(model_type in list(FAMILIES), f"{where}: model_type", model_type, known)
         text = _section(config, "text_config", where)
         family = FAMILIES[model_type]
         flat = {**config, **text, "model_type": model_type}
@@ -139,8 +140,8 @@ class ModelConfig:
         flat = family.defaults | flat
         turned = "rope_theta", "mrope_section", "partial_rotary_factor"
         flat |= {name: rope[name] for name in turned if name in rope}
-        dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
-        flat["torch_dtype"] = dtype or "float32"
+        dtypes = config.get("torch_dtype"), config.get("dtype"), flat.get("dtype"), "float32"
+        flat["torch_dtype"] = next(filter(None, dtypes))
         # transformers 5 repeats this key in text_config by default; the top level decides
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
@@ -156,9 +157,8 @@ class ModelConfig:
             "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
         }
         for name, (value, *known) in only.items():
-            with naming(where):
-                needed = f"{known[0]!r}; no other is supported"
-                require(value in (None, *known), name, value, needed)
+            needed = f"{known[0]!r}; no other is supported"
+            require(value in (None, *known), f"{where}: {name}", value, needed)
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
         flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
         known = {field.name for field in fields(cls)}
@@ -184,6 +184,5 @@ class ModelConfig:
 def _section(config: dict, name: str, where: str) -> dict:
     """Return the object that a key holds, {} where it is missing or null."""
     value = config.get(name) or {}
-    with naming(where):
-        require(isinstance(value, dict), name, value, "an object")
+    require(isinstance(value, dict), f"{where}: {name}", value, "an object")
     return value

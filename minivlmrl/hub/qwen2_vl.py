@@ -39,8 +39,8 @@ class Tower:
 def read_vision(vision: dict, where: str) -> dict:
     """Rename the vision_config of a config.json."""
     tower = build(Tower, vision, where, "vision_config.", json=True)
-    width, inner = tower.embed_dim, int(tower.embed_dim * tower.mlp_ratio)
-    sizes = {"hidden_size": width, "intermediate_size": inner}
+    inner = int(tower.embed_dim * tower.mlp_ratio)
+    sizes = {"hidden_size": tower.embed_dim, "intermediate_size": inner}
     return vision | sizes | {"out_hidden_size": tower.hidden_size}
 
 

@@ -9,6 +9,7 @@ Source: Qwen3-VL report; modeling_qwen3_vl.py of transformers.
 """
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +24,11 @@ from minivlmrl.image import Grid, ImageProcessor
 from minivlmrl.vision import EPS, PatchEmbed, VisionBlock, lay_out
 
 
-class GELUMLP(nn.Module):
-    """fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
-        super().__init__()
-        self.linear_fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.linear_fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
+    """Make fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
+    first = nn.Linear(hidden_size, intermediate_size, bias=bias)
+    last = nn.Linear(intermediate_size, hidden_size, bias=bias)
+    return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
 
 
 class Merger(nn.Module):
@@ -59,7 +55,7 @@ class Qwen3VisionTransformer(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config, GELUMLP) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
         self.merger = Merger(config, together=False)
         deep = config.deepstack_visual_indexes
         self.deepstack_merger_list = nn.ModuleList(Merger(config, together=True) for _ in deep)
@@ -107,12 +103,11 @@ def stretch(count: int, side: int) -> Tensor:
 TOWER = qwen2_vl.TOWER
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20]}
-TEXT_DEFAULTS |= {"head_dim": 128}
+TEXT_DEFAULTS["head_dim"] = 128
 VISION_DEFAULTS = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
 VISION_DEFAULTS |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)}
 TOP_LEVEL = {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-TOP_LEVEL |= {"architectures", "model_type", "tie_word_embeddings", "eos_token_id"}
-TOP_LEVEL |= {"torch_dtype"}
+TOP_LEVEL |= {"architectures", "model_type", "tie_word_embeddings", "eos_token_id", "torch_dtype"}
 # what a preprocessor_config.json may leave out: 64 to 16,384 tokens of 32 x 32 pixels
 IMAGES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
 IMAGES["size"] = {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32}
