@@ -69,22 +69,16 @@ class TextModel(nn.Module):
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        inputs_embeds: Tensor,
-        position_ids: Tensor,
-        attention: Attention,
-        select: Tensor | None = None,
-        vision_index: Tensor | None = None,
-        deep: list[Tensor] = (),
-    ) -> Tensor:
-        """Run all layers on inputs_embeds (N, hidden_size); see Qwen2_5_VL.forward.
+        self, x: Tensor, position_ids: Tensor, attention: Attention, select: Tensor | None = None,
+        vision_index: Tensor | None = None, deep: list[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
+        """Run all layers on embeddings x (N, hidden_size); see Qwen2_5_VL.forward.
 
         After layer i DeepStack adds deep[i] (M, hidden_size), what an inner block of the tower saw,
         to the image tokens vision_index (M,). After the last attention tokens no longer interact,
         so the rest of the last layer runs on the selected tokens alone.
         """
-        cos, sin = text_rotary(position_ids, self.config, inputs_embeds.dtype)
-        x = inputs_embeds
+        cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
             x = layer(x, cos, sin, attention)
             if i < len(deep):

@@ -52,11 +52,15 @@ class Sampler:
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str],
         warp: Callable | None = None,
     ) -> Choose:  # fmt: skip
-        """Make the function that chooses tokens, by the numbers of these keys."""
-        sampling, device = self.sampling, self.device
-        stop = stop_tokens(sampling, self.processor.stop_token_ids, self.model.config.vocab_size)
+        """Make the function that chooses tokens (ValueError: the model lacks a stop token)."""
+        sampling, vocab_size = self.sampling, self.model.config.vocab_size
+        stop = sampling.stop_token_ids
+        stop = list(self.processor.stop_token_ids if stop is None else stop)
+        if (last := max(stop, default=0)) >= vocab_size:
+            end = f"the model's tokens end at {vocab_size - 1}"
+            raise ValueError(f"stop_token_ids has {last}, {end}")
         numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        return chooser(sampling, stop, draw_by(numbers, device), warp, device)
+        return chooser(sampling, stop, draw_by(numbers, self.device), warp, self.device)
 
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, choose: Choose
@@ -122,10 +126,8 @@ def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decod
     decoding = decode.attention_type(attention, prompt_index, capacity)
     ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
     rows = decoding.slots.prompt_index  # (R,) on the device
-    logits = float32_matmul(hidden, model.lm_head.weight.T)[rows]
-    if not logits.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite")
-    return logits, decoding, torch.stack(ends)[rows]
+    logits = float32_matmul(hidden, model.lm_head.weight.T)
+    return logits[rows], decoding, torch.stack(ends)[rows]
 
 
 def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
@@ -174,14 +176,6 @@ def draw_by(uniforms: Tensor, device="cpu") -> Callable:
     """Make a `draw` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
     numbers = to_device(uniforms, device)
     return lambda probs, rows, step: inverse_cdf(probs, numbers[rows, step])
-
-
-def stop_tokens(sampling: SamplingConfig, default: Sequence[int], vocab_size: int) -> list[int]:
-    """List the ids that end a completion (ValueError: the model does not have one of them)."""
-    stop = list(default if sampling.stop_token_ids is None else sampling.stop_token_ids)
-    if (last := max(stop, default=0)) >= vocab_size:
-        raise ValueError(f"stop_token_ids has {last}, the model's tokens end at {vocab_size - 1}")
-    return stop
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

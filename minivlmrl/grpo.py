@@ -79,8 +79,7 @@ class GRPO:
             steps = list(zip(self.prepare(rollout, parts), parts, strict=True))
             steps *= self.config.num_iterations
             for number, (micro_batches, part) in enumerate(steps, start=1):
-                ends_rollout = number == len(steps)
-                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, part)
+                yield Step(micro_batches, rollout.metrics, number == len(steps), rollout, part)
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions of each row and ask the rewards about them."""

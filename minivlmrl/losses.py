@@ -9,7 +9,7 @@ B completions, T tokens of the longest; rows are filled up on the right.
 
 Every average divides by counts of the whole optimizer step, so the gradients of micro-batches,
 however the step is split, add up to the gradient of the step. The rest of the family (RLOO, CISPO,
-SAPO, ...) is in algorithms/policy_losses.py.
+SAPO, ...) is in objectives/policy_losses.py.
 """
 
 from dataclasses import dataclass
@@ -115,9 +115,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
 
-    The KL of whole completions has another gradient, as a token also changes which prefixes follow:
-    none of these has it, weighed with the ratio or not. A KL in the reward does. The table is for
-    sums over tokens; the row mean of loss_type grpo changes all these gradients (docs/bias.md).
+    The table is for sums over tokens. None has the gradient of whole completions' KL, in which a
+    token also changes what follows: a KL in the reward has it (docs/bias.md).
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477.
     """
     if ref_logps is None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
-from minivlmrl.generate import SamplingConfig, chooser, draw_by, inverse_cdf
+from minivlmrl.generate import Sampler, SamplingConfig, chooser, draw_by, inverse_cdf
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import uniform_numbers
 from minivlmrl.sampling.filters import Filters, SamplingOptions, filter_logits
@@ -74,7 +74,7 @@ def test_own_stop_tokens_replace_the_given_ones():
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="stop_token_ids has 300, the model's tokens end at 299"):
-        sample(tiny.model(), prompts(2), 1, SamplingConfig(stop_token_ids=[3, 300]), STOP)
+        Sampler(tiny.model(), None, SamplingConfig(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])
 
 
 def recorded_less_scored(model, sampling):

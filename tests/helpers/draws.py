@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from minivlmrl.generate import chooser, generate, stop_tokens
+from minivlmrl.generate import chooser, generate
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import Filters, SamplingOptions
 from minivlmrl.scale.checkpoint import load_model
@@ -42,7 +42,7 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
 
     wrap: (choose) -> another choose.
     """
-    stop = stop_tokens(sampling, stop, model.config.vocab_size)
+    stop = list(stop if sampling.stop_token_ids is None else sampling.stop_token_ids)
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
