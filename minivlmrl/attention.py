@@ -80,10 +80,9 @@ class GroupLayout:
 
 def visible(layout: GroupLayout) -> Tensor:
     """Write down the rule at the top of this file: (N, N) bool, token i attends to token j."""
-    groups = zip(layout.prompts, layout.completions, strict=True)
     tokens = []  # (group, 0 for its prompt or the number of its completion) of each token
-    for number, (prompt, completions) in enumerate(groups):
-        for row, span in enumerate([prompt, *completions]):
+    for number, prompt in enumerate(layout.prompts):
+        for row, span in enumerate([prompt, *layout.completions[number]]):
             tokens += [(number, row)] * len(span)
     group, row = torch.tensor(tokens).unbind(1)  # each (N,)
     index = torch.arange(layout.num_tokens)

@@ -57,8 +57,7 @@ class Sampler:
         stop = sampling.stop_token_ids
         stop = list(self.processor.stop_token_ids if stop is None else stop)
         if (last := max(stop, default=0)) >= vocab_size:
-            end = f"the model's tokens end at {vocab_size - 1}"
-            raise ValueError(f"stop_token_ids has {last}, {end}")
+            raise ValueError(f"stop_token_ids has {last}, the model has {vocab_size} tokens")
         numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
         return chooser(sampling, stop, draw_by(numbers, self.device), warp, self.device)
 

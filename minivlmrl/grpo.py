@@ -48,8 +48,8 @@ class Rollout:
 class GRPO:
     """Group relative policy optimization; with sequence-level ratios it is GSPO.
 
-    Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics` and `split`;
-    Family, PPO and Distill also `roll_out`, `prepare`, `micro_batches`, `add_logps` and `loss`.
+    Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics`, `split` and
+    `diagnose`; Family, PPO, Distill `roll_out`, `prepare`, `micro_batches`, `add_logps`, `loss`.
 
     Args:
         policy: the model that is trained.
@@ -112,8 +112,7 @@ class GRPO:
     ) -> list[MicroBatch]:
         """Pack these prompts of a rollout, with what stays fixed while they are trained on.
 
-        Args:
-            advantages: (n,); None: they are computed later, from the micro-batches.
+        advantages (n,) are None where they are computed later, from the micro-batches.
         """
         G, device = self.config.num_generations, self.world.device
         completions = [completion for group in rollout.completions for completion in group]  # n
@@ -171,13 +170,5 @@ class GRPO:
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
     def diagnose(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Measure the entropy, and by how many nats trainer and sampler differ about a token."""
-        old = batch.old_per_token_logps
-        old = batch.group.pad(logps.detach()) if old is None else old
-        mismatch = ((old - batch.sampler_logps) * batch.group.completion_mask).abs()
-        square = (mismatch.square() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
-        return {
-            "entropy": batch.mean(entropies),
-            "rollout/logp_mismatch": mismatch.max(),
-            "rollout/logp_mismatch_rms": square.sqrt(),
-        }
+        """Say what else is logged of tokens (M,), without gradient; GRPOStage says more."""
+        return {"entropy": batch.mean(entropies)}

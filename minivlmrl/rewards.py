@@ -79,8 +79,7 @@ def reward_columns(
 ) -> dict[str, list]:
     """Collect the columns of rewards, n = B * G values each, None where a row lacks one.
 
-    `completions` are the texts that were written, `answer_texts` what they answer; those of
-    reward_functions/ may also read the prompts, images, ids and names of the rows.
+    `completions` are the texts that were written, `answer_texts` what they answer.
     """
     names = sorted(set().union(*(row.columns for row in rows)))
     rows = [row for row, group in zip(rows, completions, strict=True) for _ in group]  # n

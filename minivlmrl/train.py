@@ -33,11 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def start(config: RunConfig, see: Callable = lambda *_: None) -> int:
-    """Train by a recipe that was read, as main does.
-
-    Args:
-        see: called before each optimizer step with algorithm, optimizer, Step, number and Batches.
-    """
+    """Train by a recipe; before each step call see(algorithm, optimizer, Step, number, Batches)."""
     algorithms = find_algorithms(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):

@@ -73,7 +73,7 @@ def test_own_stop_tokens_replace_the_given_ones():
 
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="stop_token_ids has 300, the model's tokens end at 299"):
+    with pytest.raises(ValueError, match="stop_token_ids has 300, the model has 300 tokens"):
         Sampler(tiny.model(), None, SamplingConfig(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])
 
 

@@ -21,5 +21,5 @@ def test_it_computes_what_the_books_parts_compute(stage, samples):
     assert step.metrics == {"reward": pytest.approx(run.step.metrics["reward"])}
     for ours, own in zip(batches, step.micro_batches, strict=True):
         (loss, metrics), (expected, its) = algorithm.loss(ours), book.loss(own)
-        assert torch.equal(loss, expected) and metrics.keys() == its.keys()
+        assert torch.equal(loss, expected) and metrics.keys() > its.keys()
         assert torch.equal(ours.group.completion_ids, own.group.completion_ids)

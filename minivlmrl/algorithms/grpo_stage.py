@@ -85,3 +85,13 @@ class GRPOStage(Algorithm, GRPO):
         ]
         cut = pieces(lengths, self.config.micro_batch_size, most, self.world)
         return [[part[i] * G + j for i, j in piece] for piece in cut]
+
+    def diagnose(self, batch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
+        """Measure by how many nats trainer and sampler differ about a token, too."""
+        old = batch.old_per_token_logps
+        old = batch.group.pad(logps.detach()) if old is None else old
+        mismatch = ((old - batch.sampler_logps) * batch.group.completion_mask).abs()
+        square = (mismatch.square() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
+        metrics = {"rollout/logp_mismatch": mismatch.max()}
+        metrics["rollout/logp_mismatch_rms"] = square.sqrt()
+        return super().diagnose(batch, logps, entropies) | metrics
