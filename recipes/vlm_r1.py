@@ -8,8 +8,7 @@ Solutions and answers are those of the reward `detection`.
 from itertools import product
 
 from minivlmrl.data import boxes
-from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, overlap
-from minivlmrl.reward_functions.detection import LABELLED
+from minivlmrl.reward_functions.box_rewards import LABELLED, Objects, judge_boxes, overlap
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:

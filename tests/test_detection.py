@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from links import ROOT
 
-from minivlmrl.reward_functions.detection import read_objects
+from minivlmrl.reward_functions.box_rewards import read_objects
 
 from earnings import earnings
 

@@ -77,6 +77,16 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
     return judge_boxes("point", POINTS, mean(lambda a, b: nearness(a[1], b[1], within)), *columns)
 
 
+def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
+    """Mean IoU over best-matched objects of one label, missing and extra ones as 0: see iou.
+
+    Solution and answer are lists as Qwen2.5-VL writes them, [{"bbox_2d": [x1, y1, x2, y2], "label":
+    "cat"}, ...], maybe empty.
+    """
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("detection", LABELLED, mean(overlap), *columns)
+
+
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """1.0 for the form of tag_format around boxes that are all valid and inside, or around none."""
     values, forms = [], tag_format(completions)
@@ -163,6 +173,15 @@ def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Ob
     return [("", Box(x - half, y - half, x + half, y + half, extent)) for x, y in points]
 
 
+def read_objects(text: str, extent: tuple[float, float]) -> Objects:
+    """Read a list of labelled boxes, maybe in a code fence; none if it is no such list."""
+    try:
+        items = ((item["label"], boxes.value_of(item)) for item in json.loads(boxes.unfenced(text)))
+        return [(label.strip().casefold(), Box(*map(float, four), extent)) for label, four in items]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return []
+
+
 def nearness(point: Box, box: Box, within: float | None) -> float:
     """Tell whether a point is in a box; with `within` how near its centre it is, see point."""
     x, y = box.x1 + box.x2 - 2 * point.x1, box.y1 + box.y2 - 2 * point.y1  # twice as far as it is
@@ -178,3 +197,5 @@ POINTS = (
     read_points,
     f"is no box or point; {NEEDED} or [x, y], a list of such, or []",
 )
+WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
+LABELLED = read_objects, read_objects, WRONG

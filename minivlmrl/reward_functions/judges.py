@@ -63,9 +63,8 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
 
     def letter(text: str) -> str | None:
         match = CHOICE.fullmatch(text)
-        if not match or OTHER.search(match[3] or ""):
-            return None
-        return (match[1] or match[2]).upper()
+        one = match and not OTHER.search(match[3] or "")
+        return (match[1] or match[2]).upper() if one else None
 
     return judge_rows("choice", "choice such as B, (B) or B. a dog", letter, answer_texts, solution)
 

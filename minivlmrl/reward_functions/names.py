@@ -27,8 +27,7 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.reward_functions.judges": "choice yes_no class=class_name",
     "minivlmrl.reward_functions.number": "number",
     "minivlmrl.reward_functions.math_answer": "math",
-    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou point box_format",
-    "minivlmrl.reward_functions.detection": "detection",
+    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou point detection box_format",
     "minivlmrl.algorithms.reward_model": "reward_model",
 }
 NAMES = [(file, name.split("=")) for file, names in FILES.items() for name in names.split()]

@@ -61,12 +61,9 @@ def build_model(
     if isinstance(data.resize, str):
         images = replace(images, resize=RESIZE[data.resize])
     processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
-    return model, replace(
-        processor,
-        image_processor=images,
-        answer=data.answer,
-        box_space=data.box_space or processor.box_space,
-    )
+    space = data.box_space or processor.box_space
+    options = {"image_processor": images, "answer": data.answer, "box_space": space}
+    return model, replace(processor, **options)
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:

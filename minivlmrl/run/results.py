@@ -104,12 +104,11 @@ class Results:
 def print_table(summary: dict, chance_name: str, rows: int):
     """Print summary.json as a table: what was measured on so many held-out rows."""
     stages = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
-    columns = dict.fromkeys(key for row in stages.values() for key in row)
-    widths = {name: max(9, len(name) + 2) for name in columns}
+    widths = {name: max(9, len(name) + 2) for row in stages.values() for name in row}
     first = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
     if stages:
-        titles = (f"{name:>{width}}" for name, width in widths.items())
-        print(f"\n{f'held-out {rows}':<{first}}" + "".join(titles))
+        titles = "".join(f"{name:>{width}}" for name, width in widths.items())
+        print(f"\n{f'held-out {rows}':<{first}}{titles}")
     if summary["chance"] is not None:
         print(f"{chance_name:<{first}}" + f"{summary['chance']:>9.3f}" * 2)
     for name, row in stages.items():
