@@ -1,4 +1,4 @@
-"""Files that are cut, flipped, grown, random or of a wrong value: each is read, or is a ValueError that names it."""
+"""Files that are cut, flipped, random or of a wrong value: each is read, or is a ValueError that names it."""
 
 import json
 import os
@@ -6,17 +6,13 @@ import shutil
 import unicodedata
 
 import numpy as np
-import PIL.features
-import PIL.Image
 import pytest
 from record_vision import encoded, noise
-from talk import CHATML
 
 from minivlmrl.data.fetch import fetch_image
-from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
-from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
+from minivlmrl.scale.checkpoint import load_model, random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -26,26 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
-IMAGES = [
-    "PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", "DDS", "DIB", "ICNS", "IM", "MPO", "PCX",
-    "SPIDER", *["JPEG2000"] * PIL.features.check("jpg_2000"),
-]  # fmt: skip
-PIL.Image.init()
-IMAGES += [kind for kind in ("AVIF", "QOI") if kind in PIL.Image.SAVE]  # Pillow 11 writes neither
-VIDEOS = [
-    ("matroska", "ffv1", "bgr0"), ("avi", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mov", "png", "rgb24"),
-    ("mp4", "libx264", "yuv420p"), ("mp4", "mpeg4", "yuv420p"), ("matroska", "libx264", "yuv420p"),
-    ("webm", "libvpx", "yuv420p"), ("webm", "libvpx-vp9", "yuv420p"), ("mpegts", "mpeg2video", "yuv420p"),
-    ("gif", "gif", "rgb8"),
-]  # fmt: skip
-NAMED = [{"name": "default", "template": CHATML}]
-TEMPLATES = {
-    "chat_template.json": json.dumps({"chat_template": CHATML}),
-    "chat_template.jinja": CHATML,
-    "tokenizer_config.json": json.dumps({"eos_token": {"content": "<|im_end|>"}, "chat_template": NAMED}),
-}
-CHECKPOINT = ["config.json", "preprocessor_config.json"]
-CHECKPOINT += ["model.safetensors.index.json", "model-00002-of-00002.safetensors"]
+IMAGES = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "MPO"]
+VIDEOS = [("matroska", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mp4", "libx264", "yuv420p")]
+CHECKPOINT = ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
 MORE = int(os.environ.get("FUZZ", 1))  # times as many damaged files: FUZZ=20 pytest tests/test_fuzz.py
 # a subject: (folder, name) -> where a damaged file is put, whole files, how it is read and what must hold of it then
 
@@ -78,29 +57,14 @@ def tokenizers(folder, name):
     train_tokenizer(texts * 2, vocab_size=300).backend.save(str(path))
 
     def read():
-        """A file that is read loses no text, finds no control token in it, and is written as it was read."""
+        """A file that is read loses no text and finds no control token in it."""
         loaded = load_tokenizer(path)
         for text in texts:
             ids = loaded.encode(text)
             assert loaded.decode(ids) in (text, unicodedata.normalize("NFC", text))
             assert not set(ids) & {loaded.backend.token_to_id(token) for token in SPECIAL_TOKENS}
-        loaded.backend.save(str(path))
-        assert load_tokenizer(path).encode(texts[0]) == loaded.encode(texts[0])
 
     return path, [path.read_bytes()], read
-
-
-def templates(folder, name):
-    image_and_text = [{"type": "image"}, {"text": " im_end "}]
-    talk = [{"role": "user", "content": image_and_text}, {"role": "assistant", "content": "two"}]
-
-    def read():
-        template = ChatTemplate.from_folder(folder)
-        if template is not None:
-            assert all(isinstance(piece, str) for piece in template.render(talk))
-            template.render_completion(talk[:1], talk[1:])
-
-    return folder / name, [TEMPLATES[name].encode()], read
 
 
 def checkpoints(folder, name):
@@ -109,64 +73,38 @@ def checkpoints(folder, name):
     model, processor = random_model(folder / "tiny.json", shapes.tokenizer(), seed=0)
     most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
     save_model(folder / "model", model, processor, max_shard_size=most)
-    load_model(folder / "model"), load_processor(folder / "model")
     shutil.copytree(folder / "model", folder / "damaged")
-    read = load_processor if name.startswith("pre") else load_model
-    return folder / "damaged" / name, [(folder / "model" / name).read_bytes()], lambda: read(folder / "damaged")
+    return folder / "damaged" / name, [(folder / "model" / name).read_bytes()], lambda: load_model(folder / "damaged")
 
 
 SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers}
-SUBJECTS |= dict.fromkeys(TEMPLATES, templates) | dict.fromkeys(CHECKPOINT, checkpoints)
+SUBJECTS |= dict.fromkeys(CHECKPOINT, checkpoints)
 
 
 # the damage
 
-LEAVES = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {}, ["a", "b"], "ByteLevel", "BPE"]
-LEAVES += ["../../../../../etc/hostname", "(a+)+$", "x" * 300]
-LEAVES += ["F8_E4M3", "I64", "BOOL", "F64", "F16", "F4", "C64"]  # dtypes of safetensors
-WRONG = st.recursive(
-    st.sampled_from(LEAVES) | st.integers(-2, 300) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def json_part(content):
-    """(begin, end) of the JSON in a file: a safetensors file's header, all of a file that begins with a brace."""
-    if content[8:9] == b"{" and not content.startswith(b"{"):
-        return 8, 8 + int.from_bytes(content[:8], "little")
-    return 0, len(content)
+WRONG = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {}, ["a", "b"], "x" * 300]
 
 
 def wrong_value(draw, content):
-    """One or two values replaced or taken out."""
-    begin, end = json_part(content)
-    values = json.loads(content[begin:end])
-    for _ in range(draw(st.integers(1, 2))):
-        inside, keys = values, list(values)
-        while keys:
-            key = draw(st.sampled_from(keys))
-            inner = inside[key]
-            keys = list(inner) if isinstance(inner, dict) else [*range(len(inner))] if isinstance(inner, list) else []
-            if keys and draw(st.integers(0, 3)):
-                inside = inner
-            else:
-                break
-        if not values:
+    """One value of a JSON file replaced or taken out, at any depth."""
+    inside = values = json.loads(content)
+    while True:
+        key = draw(st.sampled_from([*inside] if isinstance(inside, dict) else range(len(inside))))
+        if not isinstance(inside[key], dict | list) or not inside[key] or draw(st.integers(0, 3)) == 0:
             break
-        if isinstance(inside, dict) and draw(st.booleans()):
-            del inside[key]
-        else:
-            others = list(inside.values()) if isinstance(inside, dict) else inside  # perhaps a neighbour's value
-            inside[key] = draw(WRONG | st.sampled_from(others))
-    text = json.dumps(values).encode()
-    return (len(text).to_bytes(8, "little") if begin else b"") + text + content[end:]
+        inside = inside[key]
+    if draw(st.booleans()):
+        del inside[key]
+    else:
+        inside[key] = draw(st.sampled_from(WRONG))
+    return json.dumps(values).encode()
 
 
 def flipped(draw, content):
     """Some bytes changed, and those of the header more often."""
-    content, (_, end) = bytearray(content), json_part(content)
-    where = st.integers(0, end - 1) | st.integers(0, min(300, end - 1))
+    content, end = bytearray(content), len(content) - 1
+    where = st.integers(0, end) | st.integers(0, min(300, end))
     for index, value in draw(st.lists(st.tuples(where, st.integers(0, 255)), min_size=1, max_size=6)):
         content[index] = value
     return bytes(content)
@@ -174,12 +112,6 @@ def flipped(draw, content):
 
 def cut(draw, content):
     return content[: draw(st.integers(0, len(content) - 1))]
-
-
-def grown(draw, content):
-    """With a piece of itself in another place."""
-    first, begin, end = (draw(st.integers(0, len(content))) for _ in range(3))
-    return content[:first] + content[begin:end] + content[first:]
 
 
 def random(draw, content):
@@ -191,8 +123,7 @@ def random(draw, content):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_damaged_file_is_read_or_named(name, tmp_path):
     path, wholes, read = SUBJECTS[name](tmp_path, name)
-    of_json = name.endswith((".json", ".safetensors"))
-    damages = [flipped, cut, grown, random] + [wrong_value] * 4 * of_json
+    damages = [flipped, cut, random] + [wrong_value] * 3 * name.endswith(".json")
     examples = {"image": 200} | dict.fromkeys(CHECKPOINT, 40)
 
     @settings(max_examples=MORE * examples.get(name, 60), deadline=None, database=None)
