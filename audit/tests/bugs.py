@@ -26,7 +26,6 @@ SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
 GRPO, SFT = grpo_stage.GRPOStage, sft.SFT
 MODULE = "trl.trainer.grpo_trainer"  # by name: TRL is imported where a bug is put into it
-QWEN = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VLModel"
 OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2}  # the second step is off-policy
 KL = {"beta": 0.5, **OFF}
 
@@ -202,11 +201,6 @@ def rolled_pictures(self, model, options):
     return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
 
 
-def exchanged_channels(self, model, options):
-    patches = options["pixel_values"]
-    return model, options | {"pixel_values": patches.view(len(patches), 3, -1).flip(1).flatten(1)}
-
-
 def pictures_of_reference(change: Callable) -> Callable:
     """change(the pictures of a row), for the reference; all pictures are of one size."""
 
@@ -225,19 +219,6 @@ def no_kinds_after_prompt(function, self, model, ids, mask, keep, **options):
     kinds = options["mm_token_type_ids"].clone()
     kinds[:, -keep:] = 0
     return function(self, model, ids, mask, keep, **options | {"mm_token_type_ids": kinds})
-
-
-def counted_after_answers(function, self, input_ids, mm_token_type_ids, *given, attention_mask=None, **named):
-    """After the first picture of an answer positions go on by tokens, not from its largest one."""
-    found, deltas = function(self, input_ids, mm_token_type_ids, *given, attention_mask=attention_mask, **named)
-    for row, real in enumerate(attention_mask.bool()):
-        x, kind = found[:, row, real], mm_token_type_ids[row, real]  # (3, S); 1 for a picture's token
-        starts = (kind.diff() == 1).nonzero()[:, 0] + 1
-        if len(starts) > 1:
-            end = int(starts[1] + (kind[starts[1] :] == 0).int().argmax())
-            x[:, end:] = x[:, starts[1] : starts[1] + 1] + torch.arange(len(kind) - starts[1])[end - starts[1] :]
-            found[:, row, real] = x
-    return found, deltas
 
 
 def drop(training_step, model, *arguments, **options):
@@ -263,19 +244,6 @@ def own_gradients(change: Callable) -> Callable:
 
 def clip_own(model):
     clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
-
-
-def subtract_later(put, trainer):
-    """The gradients of all micro-batches but the first are subtracted."""
-    seen = []
-
-    def change(model):
-        for p in model.parameters():
-            if seen and p.grad is not None:
-                p.grad = -p.grad
-        seen.append(model)
-
-    own_gradients(change)(put, trainer)
 
 
 def norm_alone(clip, model):
@@ -322,16 +290,12 @@ def missing(completions, **_):
 
 MASK = "loss_mask = completion_mask"
 MEANS = "mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
-SCALE, ADVANTAGES = "(std_rewards + 1e-4)", 'advantages = inputs["advantages"]'
 REWARDS = "rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
 PARTS = "self.current_gradient_accumulation_steps"
 SUM = "loss = (per_token_loss * mask).sum()"
-TERM = "per_token_loss = -torch.min(per_token_loss1, per_token_loss2)"
 KL_TERM = "per_token_loss + self.beta * per_token_kl"
-LOG_RATIO = "log_ratio = per_token_logps - old_per_token_logps"
 SUM_OF_RATIOS = "log_importance_weights = (log_ratio * mask).sum(-1)"
 DELTA = "delta_score = chosen_scores - rejected_scores"
-CHOSEN = "chosen_logratios = chosen_logps - ref_chosen_logps"
 CLIPS = {"max_grad_norm": 0.01}
 FOUR_PAIRS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows": 8, "learning_rate": 2e-2}
 TELL, LOOK = {"tools": ("tell",)}, {"tools": ("look",)}
@@ -493,9 +457,6 @@ BUGS = {
         "advantages", "missing is 0", "rewards[unscorable_mask] = torch.nan", "pass",
         {"rewards": (missing,)},
     )),
-    "baseline_of_the_batch": Bug(GITHUB + "OpenRLHF/OpenRLHF", trl=score(
-        "advantages", "centred on batch", MEANS, "torch.nanmean(rewards).expand_as(rewards)",
-    )),
     "means_tiled": Bug(GITHUB + "StarsfieldAI/R1-V/pull/54", trl=score(
         "advantages", "the row of repeat for repeat_interleave", MEANS,
         "mean_grouped_rewards.repeat(num_generations)",
@@ -516,10 +477,6 @@ BUGS = {
         "averaged as grpo", SUM + " / normalizer\n",
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n",
     )),
-    "padding_in_the_mean": Bug(GITHUB + "verl-project/verl", trl=loss(
-        "divided by padded length", SUM + " / normalizer\n",
-        f"loss = (per_token_loss * mask).mean() / {PARTS}\n",
-    )),
     "window_of_the_rollout": Bug(GITHUB + "huggingface/trl/pull/6024", trl=loss(
         "2 steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
         {"steps_per_generation": 4, "rows": 8},
@@ -528,18 +485,11 @@ BUGS = {
         "all of it is", "per_token_loss.size(0) * self.max_completion_length", "per_token_loss.numel()",
         {"loss_type": "dr_grpo", "max_completion_length": 30},
     )),
-    "advantages_whitened": Bug(GITHUB + "hiyouga/EasyR1", trl=loss(
-        "advantages whitened", ADVANTAGES,
-        f"{ADVANTAGES}\n    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)",
-    )),
     "kl_reversed": Bug(GITHUB + "volcengine/verl", trl=loss(
         "KL reversed",
         "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
         {**KL, "use_bias_correction_kl": False}, at=1,
-    )),
-    "kl_subtracted": Bug(GITHUB + "huggingface/trl", trl=loss(
-        "KL has the wrong sign", "+ self.beta * per_token_kl", "- self.beta * per_token_kl", KL, at=1,
     )),
     "kl_without_ratio": Bug("TRL up to 1.9", trl=loss(
         "KL corrected the other way", "per_token_kl * coef_1", "per_token_kl", KL, at=1,
@@ -550,9 +500,6 @@ BUGS = {
     "one_clip_for_both_sides": Bug("https://arxiv.org/abs/2503.14476", trl=loss(
         "epsilon_high ignored", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
         {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1,
-    )),
-    "ratio_inverted": Bug("PPO eq. 6", trl=loss(
-        "ratio inverted", LOG_RATIO, "log_ratio = old_per_token_logps - per_token_logps", OFF, at=1,
     )),
     # what is trained, and how
     # as with an adapter that is not disabled
@@ -585,7 +532,6 @@ BUGS = {
         "a, b = shift_completion_mask.sum(1).chunk(2)\n"
         "    delta_score = chosen_scores / a - rejected_scores / b",
     )),
-    "dpo_without_beta": Bug("DPO eq. 7", trl=dpo("beta 1", "self.beta * delta_score", "delta_score")),
     "sft_mean_of_rows": Bug("https://arxiv.org/abs/2604.23747", trl=edited(
         "compute_loss", "loss", "mean of rows",
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
@@ -596,38 +542,9 @@ BUGS = {
         "advantages", "rewards of, repeat", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)",
     )),
-    "columns_of_rewards_exchanged": Bug("", trl=score(
-        "advantages", "each reward has the weight of the next one", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.flip(1)", {"reward_weights": [1.0, 0.3]},
-    )),
-    "deviations_tiled": Bug("", trl=score(
-        "advantages", "standard deviation of, repeat for repeat_interleave",
-        "std_rewards.repeat_interleave(num_generations, dim=0)", "std_rewards.repeat(num_generations)",
-    )),
-    "old_not_shuffled": Bug("", trl=InTRL(
-        "logps of old", "before the shuffle", shuffled("old_per_token_logps"), {"num_iterations": 2, "rows": 8},
-    )),
-    "channels_exchanged": Bug("", trl=InTRL("logps", "BGR", forward(exchanged_channels))),
     "policy_term_twice": Bug("", trl=loss("policy's term, counts twice", KL_TERM, f"2 * {KL_TERM}", KL, at=1)),
-    "clipped_term_alone": Bug("", trl=loss(
-        "clipped term alone", TERM, "per_token_loss = -per_token_loss2", {**OFF, "epsilon": 0.05}, at=1,
-    )),
-    "dpo_chosen_twice": Bug("", trl=dpo(
-        "log-probability of the chosen answer counts twice", CHOSEN, CHOSEN.replace("= ", "= 2 * "),
-    )),
-    "dpo_references_exchanged": Bug("", trl=dpo(
-        "has the reference of the rejected", CHOSEN,
-        f"ref_chosen_logps, ref_rejected_logps = ref_rejected_logps, ref_chosen_logps\n    {CHOSEN}",
-    )),
     "dpo_rejected_of_the_next_pair": Bug("", trl=dpo(
         "rejected one of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
-    )),
-    "second_micro_batch_subtracted": Bug("", trl=InTRL(
-        "gradients", "the last micro-batch is subtracted", subtract_later, late=True,
-    )),
-    "step_of_adam_one_too_far": Bug("", trl=InTRL(
-        "update", "bias correction is that of the step after", states(lambda of: of["step"].add_(1)), {"rows": 4},
-        late=True, at=1,
     )),
     # where completions call tools
     "answers_in_the_loss": Bug(GITHUB + "huggingface/trl/pull/5521", trl=loop(
@@ -639,53 +556,24 @@ BUGS = {
     "text_read_again": Bug(GITHUB + "huggingface/trl/issues/5144", trl=loop(
         "tokens", "decoded and encoded again", PCT, AGAIN, TELL,
     )),
-    "end_tokens_before_answers_lost": Bug("", trl=loop(
-        "tokens", "lack the end tokens before answers", PCT, PCT.replace(OWN, f"{OWN}[:-1]"), TELL,
-    )),
     "pictures_of_answers_lost": Bug(GITHUB + "THUDM/slime/issues/1847", trl=edited(
         "_generate", "pictures", "lacks all pictures", MERGED, "pass", kind="turns",
-    )),
-    "pictures_of_answers_before_the_prompts": Bug("", trl=edited(
-        "_generate", "pictures", "one earlier", MERGED,
-        MERGED.replace("(existing or []) + new", "new + (existing or [])"),
-        {**LOOK, "max_tool_calling_iterations": 2}, "turns",
     )),
     "kinds_of_the_prompt_alone": Bug(GITHUB + "huggingface/trl/pull/5323", trl=InTRL(
         "logps", "1-D, the pictures of answers",
         around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", no_kinds_after_prompt), LARGE, "turns",
     )),
-    "positions_count_tokens_after_a_picture": Bug("", trl=InTRL(
-        "logps", "positions, after the first picture of an answer",
-        around(QWEN, "get_rope_index", counted_after_answers), LARGE, "turns",
-    )),
     "answers_not_attended_to": Bug(GITHUB + "huggingface/trl/pull/4976", trl=turns_loss(
         "tokens", "does not attend to the answers of tools", "torch.cat([prompt_mask, completion_mask], dim=1)",
         'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL,
-    )),
-    "only_the_first_turn_is_learned": Bug("", trl=loop(
-        "mask", "counts the first turn alone", ADDED, ADDED.replace("[1]", "[0]"),
-    )),
-    "opening_of_a_turn_is_learned": Bug("", trl=loop(
-        "mask", "last 3 tokens of answers", ADDED,
-        "tool_mask[idx_with_tool] += [0] * (tool_length - 3) + [1] * (post_tool_length + 3)",
     )),
     "a_cut_completion_that_ended_a_turn": Bug("", trl=turns_score(
         "mask", "an earlier turn ended", ENDED,
         ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"),
         TELL | {"ends": 0.2, "mask_truncated_completions": True},
     )),
-    "tool_mask_not_shuffled": Bug("", trl=InTRL("mask", "before the shuffle", shuffled("tool_mask"), kind="turns")),
     "the_first_picture_alone_in_reference": Bug("", trl=InTRL(
         "logps of reference", "has the first of all pictures for each",
         pictures_of_reference(lambda row: row[:1].expand_as(row)), LARGE | {"beta": 0.1}, "turns",
-    )),
-    "black_pictures_of_answers_in_reference": Bug("", trl=InTRL(
-        "logps of reference", "one grey, pictures of answers",
-        pictures_of_reference(lambda row: torch.cat([row[:1], row[1:] * 0])), LARGE | {"beta": 0.1}, "turns",
-    )),
-    "ratio_of_a_row_over_answers": Bug("", trl=turns_loss(
-        "loss", "ratio of a sequence is over the answers of tools too",
-        "(log_ratio * mask).sum(-1) / mask.sum(-1)", "(log_ratio * completion_mask).sum(-1) / completion_mask.sum(-1)",
-        OFF | {"rows": 8, "importance_sampling_level": "sequence"}, at=1,
     )),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import museum
 import pytest
@@ -12,7 +11,6 @@ from minivlmrl import train
 
 import tiny
 
-ROOT = Path(__file__).parents[2]
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2}
 QUICK = ("gradient_of_zero", "labels_shifted_twice")
 
@@ -59,22 +57,6 @@ def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
     bug.ours(monkeypatch.setattr)
     assert run.__wrapped__(*options) != healthy
     assert bug.source.startswith("https://")
-
-
-def test_pages_count_the_bugs():
-    """docs/audit.md splits those of TRL into the field's, others, and of tools."""
-    in_trl = [bug for bug in museum.bugs.BUGS.values() if bug.trl]
-    tools = sum(bug.trl.kind == "turns" for bug in in_trl)
-    field = sum(bug.source != "" and bug.trl.kind != "turns" for bug in in_trl)
-    page, readme = ((ROOT / name).read_text() for name in ("docs/audit.md", "audit/README.md"))
-    assert (
-        f"have {field} of the field, {len(in_trl) - field - tools} more" in page and f"{tools} of its tool loop" in page
-    )
-    assert (
-        f"puts {len(museum.BUGS)} bugs" in page
-        and f"{len(in_trl)} bugs" in readme
-        and f"what {len(museum.BUGS)} of" in readme
-    )
 
 
 def test_a_run_gets_its_seed_and_options(monkeypatch):

@@ -143,7 +143,6 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
     assert after.keys() == mine.keys()
     moved = max((after[name] - before[name]).abs().max().item() for name in after)
     apart = {name: (after[name] - mine[name].detach()).abs().max().item() for name in after}
-    print(kind, moved, max(apart.values()), max(apart, key=apart.get))
     assert moved > 2.9e-4 and max(apart.values()) < 1e-6, max(apart.items(), key=lambda item: item[1])
 
 
