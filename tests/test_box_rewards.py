@@ -51,14 +51,12 @@ BESIDE, BESIDE_BUT_FORM = (0, 0, -1 / 3, 1), (0, 0, -1 / 3, 0)
 HACKS = {
     # what is asked for
     say(RIGHT): ALL,
-    say(f"\n```json\n{js(RIGHT)}\n```\n"): ALL,
     say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
     say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a label is no box
     say(WRONG): BESIDE,
     # large, small, empty
     say("0 0 100 50"): (0.08, 0, 0.08, 1),
     say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
-    say("30 20 31 21"): (1 / 400, 0, 1 / 400, 1),
     say("30 20 30 20"): NOTHING,
     # another order or unit
     say("40 30 20 10"): NOTHING,
@@ -67,8 +65,6 @@ HACKS = {
     say("40 20 80 60"): (0, 0, -1 / 3, 0),  # pixels of the file
     say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
     say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
-    say("-20 -10 40 30"): (1 / 6, 0, 1 / 6, 0),
-    say("20 10 40 51"): (400 / 820, 0, 400 / 820, 0),
     # no numbers
     say("NaN NaN NaN NaN"): NOTHING,
     say("[]"): (0, 0, -1, 1),  # there is no such object
@@ -76,14 +72,11 @@ HACKS = {
     # several guesses
     say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
-    say(f"[{RIGHT}], [0 0 0 0]"): (0.5, 0.5, 0, 0),
-    say(f"[{RIGHT}], [90 40 110 60]"): (0.5, 0.5, 0, 0),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
     # tags; test_rewards.py has more
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
-    f"<think>{RIGHT}</think><answer>{WRONG}</answer>": BESIDE,
     f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
     f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
@@ -104,25 +97,15 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 
 @pytest.mark.parametrize(("said", "expected"), [
     ([FIRST, OTHER], (1, 1, 1, 1)),
-    ([OTHER, FIRST], (1, 1, 1, 1)),
     ([OTHER], (0.5, 0.5, 0, 1)),
     ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
     ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
     (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first: exactly 0.5 is enough
-    (["20 10 40 19.99", OTHER], (0.74975, 0.5, 0.74975, 1)),
     (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
-    (["40 30 20 10", OTHER], (0.5, 0.5, 0, 0)),
     ([], (0, 0, -1, 1)),
 ])  # fmt: skip
 def test_several_true_boxes(said, expected, scipy):
     assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
-
-
-def test_giou_is_matched_by_giou(scipy):
-    """Without any overlap a nearer pairing still earns more: crossed pairs would give less."""
-    settings = {"solution": [[0, 0, 10, 10], [80, 80, 90, 90]], "size": (100, 100), "extent": (100, 100)}
-    near = rewards(say([[70, 80, 80, 90], [10, 0, 20, 10]]), **settings)
-    assert near == approx(0, 0, 0, 1)  # touching along a side: nothing empty around
 
 
 @pytest.mark.parametrize("solution", [
@@ -135,9 +118,8 @@ def test_solutions_in_every_form(solution):
 
 
 @pytest.mark.parametrize("solution", [
-    "cat", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {}, [40, 20, 80],
-    [80, 20, 40, 60], [40, 20, 40, 60], [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60],
-    ["40", "20", "80", "60"], [None, 20, 80, 60], [True, 20, 80, 60], 7, True, torch.tensor([40, 20, 80, 60]),
+    "cat", "[40, 20, 80, NaN]", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {}, [40, 20, 80], [80, 20, 40, 60],
+    ["40", "20", "80", "60"], [None, 20, 80, 60], [True, 20, 80, 60], 7, torch.tensor([40, 20, 80, 60]),
 ], ids=repr)  # fmt: skip
 def test_a_wrong_solution_is_named(solution):
     for name in ("iou", "acc_0_5", "giou"):
@@ -178,16 +160,12 @@ def test_each_completion_is_judged_by_its_own_row():
 @pytest.mark.parametrize(("solution", "said", "inside", "near"), [
     (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
     (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
-    (SOLUTION, "19.9 20", 0, 1 - 20.2 / 50),
-    (SOLUTION, "90 20", 0, 0),
     (SOLUTION, RIGHT, 0, 0),  # a box is no point
     (SOLUTION, "[]", 0, 0),
     (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one too many
     ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
-    ([SOLUTION, [100, 20, 120, 60]], "[30, 20]", 0.5, 0.5),
     ([60, 40], "[30, 20]", 1, 1),  # a true point is its pixel
     ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
-    ([[60, 40], [110, 40]], "(55, 20), (30, 20)", 1, 1),
     ([], "[]", 1, 1),
     ([], "[30, 20]", 0, 0),
     (None, "[30, 20]", None, None),

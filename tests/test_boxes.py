@@ -71,19 +71,6 @@ def test_what_is_not_finite_overlaps_nothing_not_even_itself(corner, number):
         assert (iou(absurd, other), giou(absurd, other), giou(other, absurd)) == (0, -1, -1)
 
 
-@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-160, 9e99])
-def test_extreme_sizes_stay_in_bounds(size):
-    extreme, other = box(-size, -size, size, size), box(1, 2, 5, 6)
-    assert iou(extreme, extreme) == (size > 1e-162)  # below that even the area is 0
-    assert 0 <= iou(extreme, other) <= 1 and -1 <= giou(extreme, other) <= 1
-
-
-def test_boxes_of_different_spaces_are_not_compared():
-    for overlap in (iou, giou):
-        with pytest.raises(AssertionError, match="different spaces"):
-            overlap(box(1, 2, 5, 6), Box(1, 2, 5, 6, (1000.0, 1000.0)))
-
-
 @pytest.mark.parametrize(("numbers", "valid", "inside"), [
     ((0, 0, 100, 80), True, True), ((0, 0, 100.00001, 80), True, True), ((0, 0, 100.001, 80), True, False),
     ((-0.001, 0, 5, 5), True, False), ((0, 0, 80, 100), True, False), ((5, 6, 1, 2), False, True),
@@ -152,29 +139,20 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
     # as Qwen2.5-VL writes it
     ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
     ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
-    ("```\n[1, 2, 5, 6]\n```\n", [BOX]),
-    ('[{"bbox_2d": [1, 2, 5, 6]}, {"bbox_2d": [7, 7, 8, 9.5]}]', [BOX, SECOND]),
     ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
-    ('{"label": null, "bbox_2d": [1.0, 2e0, 50e-1, 6]}', [BOX]),
     # lists
     ("[1, 2, 5, 6]", [BOX]),
     ("[[1, 2, 5, 6], [7, 7, 8, 9.5]]", [BOX, SECOND]),
-    ('[{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]', [BOX, SECOND]),
-    ('{"bbox": [1, 2, 5, 6]}', [BOX]),
     ("[{'Position': [1, 2, 5, 6], 'Confidence': 1}, {'Position': [7, 7, 8, 9.5]}]", [BOX, SECOND]),
     ("[1, 2, 5, 6], [7, 7, 8, 9.5]", [BOX, SECOND]),
-    ("[1 2 5 6]\n[7 7 8 9.5]\n", [BOX, SECOND]),
     ("[ +1., 02 ,\t5.00 ,6 ].", [BOX]),
     # corners
     ("(1, 2), (5, 6)", [BOX]),
     ("<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX]),
-    ("<|box_start|>(1,2),(5,6)<|box_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX, BOX]),
     ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
     # four numbers
     (" 1,2,5,6\n", [BOX]),
-    ("1 2 5 6.", [BOX]),
     ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
-    ("-0 0 1e99 1e-99", [(0.0, 0.0, 1e99, 1e-99)]),
     # what is written is returned, sense or not
     ("5 6 1 2", [(5.0, 6.0, 1.0, 2.0)]),
     ("[1, 2, 5, 6], [1, 2, 5, 6]", [BOX, BOX]),
@@ -187,22 +165,14 @@ def test_parse_boxes(text, expected):
 @pytest.mark.parametrize("text", [
     "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", '"1 2 5 6"', "```", "```json\n```",
     # another number of numbers
-    "1 2 5", "1 2 5 6 7", "1 2 5 6 7 7 8 9", "[1, 2, 5]", "[1, 2, 5, 6, 7]", "[1, 2], [5, 6]", "[[1, 2], [5, 6]]",
-    "(1, 2, 5, 6)", "(1, 2)", "(1, 2), (5, 6), (7, 7)", "(1, 2, 3), (5, 6)", "[[1, 2, 5, 6], [7, 7, 8]]",
-    '{"bbox_2d": [1, 2, 5]}', '{"bbox_2d": [[1, 2, 5, 6]]}', "[[[1, 2, 5, 6]]]", "[1, 2, [5, 6]]",
+    "1 2 5", "1 2 5 6 7", "[1, 2], [5, 6]", "(1, 2, 5, 6)", "(1, 2), (5, 6), (7, 7)", '{"bbox_2d": [[1, 2, 5, 6]]}',
     # no numbers, or none that are finite
-    "NaN NaN NaN NaN", "[NaN, 2, 5, 6]", "[1, 2, Infinity, 6]", "1 2 inf 6", "[1, 2, 1e309, 6]", "1 2 -1e309 6",
-    "1 2 5 " + "9" * 400, '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": "1 2 5 6"}', '{"bbox_2d": null}',
-    "0x1 2 5 6", "1_0 2 5 6", "1e 2 5 6", "x1=1, y1=2, x2=5, y2=6", "1/2 2 5 6", "50% 2 5 6", "１ ２ ５ ６",
-    "[١, ٢, ٥, ٦]", "1\u30002\u30005\u30006", "1，2，5，6", "−1 2 5 6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
+    "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',
+    "0x1 2 5 6", "1_0 2 5 6", "1/2 2 5 6", "１ ２ ５ ６", "1，2，5，6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
     # broken or doubtful
-    '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "{'bbox_2d': [1, 2, 5, 6], \"a\": 1}",
-    "[1, 2, 5, 6", '{"point_2d": [1, 2]}', '{"box": [1, 2, 5, 6]}', '{"BBOX_2D": [1, 2, 5, 6]}',
+    '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "[1, 2, 5, 6", '{"point_2d": [1, 2]}',
     '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]',
-    '[{"bbox_2d": [1, 2, 5, 6]}, 5]', '{"boxes": [{"bbox_2d": [1, 2, 5, 6]}]}',
-    '{"bbox_2d": [1, 2, 5, 6]} {"bbox_2d": [7, 7, 8, 9]}', "[1, 2, 5, 6] and [7, 7, 8, 9]", "[1, 2, 5, 6] 7 7 8 9",
-    "not [1, 2, 5, 6]", "The box is [1, 2, 5, 6].", "(1, 2) to (5, 6)", "<1 2 5 6>", "```json\n[1, 2, 5, 6]",
-    "[1, 2, 5, 6]\n```", "```json[1, 2, 5, 6]```", "```xml\n[1, 2, 5, 6]\n```", "1 2 5 6\x00",
+    "[1, 2, 5, 6] and [7, 7, 8, 9]", "The box is [1, 2, 5, 6].", "```json\n[1, 2, 5, 6]", "```xml\n[1, 2, 5, 6]\n```",
     "```json\n[1, 2, 5, 6]\n```\n```json\n[7, 7, 8, 9]\n```", "Here: ```json\n[1, 2, 5, 6]\n```",
 ])  # fmt: skip
 def test_no_box(text):

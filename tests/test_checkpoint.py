@@ -197,9 +197,7 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
 MISFITS = [
     (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, but {SETTINGS} has patch_size 14"),
-    (SETTINGS, {"merge_size": 1}, f"vision_config.spatial_merge_size is 2, but {SETTINGS} has merge_size 1"),
     ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, but {TOKENIZER} has <.image_pad.> \d+"),
-    ("config.json", {"vocab_size": 99}, rf"vocab_size is 99, but {TOKENIZER} has \d+ tokens"),
 ]
 
 
@@ -210,13 +208,6 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
     load_processor(copy)  # embeddings that no token uses are common
     edit_json(copy / file, **changes)
     with pytest.raises(ValueError, match=rf"copy/config\.json: .*{says}; take files of one model"):
-        load_processor(copy)
-
-
-def test_a_folder_written_by_transformers_5_needs_its_image_settings(copy):
-    (copy / "preprocessor_config.json").unlink()
-    (copy / "processor_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"processor_config\.json: it needs image_processor"):
         load_processor(copy)
 
 
@@ -311,9 +302,8 @@ NORM = "visual.merger.ln_q.weight"
     (lambda w: w.pop(NORM), f"1 tensor.* missing.*{NORM}"),
     (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
     (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
-    (lambda w: w.update({NORM: torch.ones(())}), rf"{NORM} has shape \(\)"),
     (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
-], ids=["missing", "unexpected", "shape", "0-dim", "integers"])  # fmt: skip
+], ids=["missing", "unexpected", "shape", "integers"])  # fmt: skip
 def test_a_wrong_tensor_is_named(copy, change, says):
     edit_weights(copy, change)
     with pytest.raises(ValueError, match=says):
@@ -323,7 +313,6 @@ def test_a_wrong_tensor_is_named(copy, change, says):
 @pytest.mark.parametrize("file, content, says", [
     ("config.json", None, "config.json: no such file"),
     ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
-    ("config.json", b'{"model_type": "qwen2_5_vl"}', r"config\.json: .* is missing|out_hidden_size"),
     ("model.safetensors", None, "model.safetensors: no such file"),
     # at once, without memory for it
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),

@@ -67,15 +67,12 @@ def iptc(content):
     return b"".join(head % key + struct.pack(">H", len(value)) + value for key, value in fields.items())
 
 
-WMF = b"\xd7\xcd\xc6\x9a\0\0" + struct.pack("<4hH", 0, 0, 4, 4, 72) + bytes(6) + b"\1\0\x09\0" + bytes(40)
-
-
-@pytest.mark.parametrize("kind", ["EPS", "IPTC", "WMF"])
+@pytest.mark.parametrize("kind", ["EPS", "IPTC"])
 def test_a_file_that_is_a_program_is_not_executed(kind, monkeypatch):
     """Pillow would run Ghostscript for an EPS file, also for one inside an IPTC file."""
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript"))
     postscript = encoded(noise("RGB", (4, 4)), "EPS")
-    content = {"EPS": postscript, "IPTC": iptc(postscript), "WMF": WMF}[kind]
+    content = {"EPS": postscript, "IPTC": iptc(postscript)}[kind]
     with pytest.raises(ValueError, match=f"^{len(content)} bytes: .*{kind} files can hold programs; convert it to PNG"):
         fetch_image(content)
 
@@ -119,12 +116,9 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
 
 @pytest.mark.parametrize(("source", "message"), [
     ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
-    ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
     # lenient decoders skip a letter too many, and what a cut URI has in place of its content
     (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
-    ("data:image/png;base64," + "A" * 4000, r"^data:image/png;base64,A{38}\.\.\. \(4022 characters\): cannot be read"),
     ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
-    ("", r"^\.: cannot be read as an image \(Is a directory\)$"),
     ("http://example.com/a.png", r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$"),
     (None, "a path, URL, data URI or bytes is needed, not NoneType"),
     (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
@@ -224,9 +218,3 @@ def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
     monkeypatch.setattr(fetch, "TIMEOUT", 0.3)
     with pytest.raises(ValueError, match=r"drip\.png: cannot be downloaded \(not finished after 0\.3 seconds"):
         fetch_image(f"{server}/drip.png", allow_url="private")
-
-
-@pytest.mark.parametrize("url", ["http://", "http://[", "http://127.0.0.1:1/a.png", "http://127.0.0.1:x/"])
-def test_a_url_that_nobody_answers_is_named(url):
-    with pytest.raises(ValueError, match="cannot be downloaded"):
-        fetch_image(url, allow_url="private")

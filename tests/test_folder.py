@@ -24,7 +24,6 @@ from minivlmrl.tasks import shapes
 
 import tiny
 
-ROOT = Path(__file__).parents[1]
 REPOSITORY, COMMIT, OLDER = "Qwen/tiny", "a" * 40, "b" * 40
 FILES = {
     "config.json": b"{}", "tokenizer.json": b"{}", "preprocessor_config.json": b"{}", "chat_template.json": b"{}",
@@ -97,13 +96,6 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(ValueError, match="not downloaded"):
             find_folder(REPOSITORY)
-
-
-@pytest.mark.parametrize("name", ["runs", "./runs/one", "a/b/c", "a b/c", "~/model", ""])
-def test_what_is_neither_a_folder_nor_the_name_of_a_repository_never_asks_the_hub(cache, monkeypatch, name):
-    monkeypatch.setattr("minivlmrl.hub.folder._snapshot", lambda *_: pytest.fail("asked"))
-    with pytest.raises(ValueError, match="no such folder"):
-        find_folder(name or "no/such/")
 
 
 def test_only_what_is_read_is_downloaded(cache, monkeypatch):
@@ -189,19 +181,18 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
     assert seen == sorted(seen, key=["old", "new"].index) and set(seen) == {"old", "new"}
 
 
-@pytest.mark.parametrize("failing", ["write", "fsync", "rename"])
-def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch, failing):
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    """The new one cannot go to its place, and the old one is renamed by then."""
     folder = tmp_path / "checkpoint"
     save(folder, "old")
     rename = Path.rename
 
-    def fail(*_):
-        raise OSError("I/O error")
+    def fail(path, to):
+        if "partial" in path.name:
+            raise OSError("I/O error")
+        return rename(path, to)
 
-    if failing == "rename":  # the new one to its place; the old one is renamed by then
-        monkeypatch.setattr(Path, "rename", lambda path, to: fail() if "partial" in path.name else rename(path, to))
-    else:
-        monkeypatch.setattr(Path if failing == "write" else os, {"write": "write_text"}.get(failing, failing), fail)
+    monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match=r"not saved \(I/O error\)"):
         save(folder, "new")
     assert saved(folder) == "old"
@@ -271,9 +262,3 @@ def test_the_umask_decides_who_reads_weights(tmp_path, umask):
             assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
     finally:
         os.umask(before)
-
-
-def test_all_weights_are_written_by_save_tensors():
-    """safetensors' own function makes them the owner's alone."""
-    files = [path for path in (ROOT / "minivlmrl").rglob("*.py") if "save_file" in path.read_text()]
-    assert files == [ROOT / "minivlmrl" / "hub" / "folder.py"]

@@ -13,7 +13,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.reward_functions import names
 from minivlmrl.rows import Processor
 
-from stages import SECOND, drawn, earned, snapshot, without_idle_rows
+from stages import drawn, earned, snapshot, without_idle_rows
 
 
 @pytest.fixture
@@ -91,17 +91,6 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     assert line["frac_reward_zero_std"] == 0.75
 
 
-def test_groups_that_are_kept_are_dealt_to_the_steps_of_a_rollout(stage, samples, script):
-    """8 prompts in two steps; the second draw replaces what was dead in either."""
-    script(LIVE * 3 + DEAD + LIVE * 3 + DEAD, LIVE * 8)
-    run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3", "--grpo.steps_per_generation=2")
-    first, second = run.next(), run.next()
-    kept = [[(0, 0), (0, 1), (0, 2), (0, 4)], [(0, 5), (0, 6), (1, 0), (1, 1)]]
-    for batches, groups in zip((first, second), kept, strict=True):
-        ids = torch.cat([c.ids for i, group in groups for c in samples[i].completions[group]])
-        assert torch.equal(ids_of(batches), ids)
-
-
 # overlong completions
 
 
@@ -118,16 +107,6 @@ def test_overlong_completions_are_punished(stage, samples):
     line = run.update()
     assert line["reward"] == pytest.approx(rewards.mean().item())
     assert line["rewards/letters/mean"] == pytest.approx(plain.mean().item())
-
-
-def test_a_group_whose_lengths_are_punished_differently_teaches(stage, script):
-    script(*[0.5] * 9)
-    run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.prompts_per_step=8", "--grpo.num_generations=2")
-    rollout = run.algorithm.roll_out(next(run.batches))
-    lengths = [{max(len(c.ids), 2) for c in group} for group in rollout.completions]  # 2 tokens and fewer are free
-    teaches = [group[-1] for group in run.algorithm.all_groups(rollout)]
-    assert teaches == [len(own) > 1 for own in lengths]
-    assert 0 < sum(teaches) < 8
 
 
 def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
@@ -231,21 +210,6 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
             assert batch.num_entropy_tokens == (entropies > threshold - 1e-6).sum() < len(entropies) / 2
         thresholds.append(threshold)
     assert thresholds[0] != thresholds[1]
-
-
-@pytest.mark.parametrize("options", [
-    ["--grpo.soft_punish_cache=4"],
-    ["--grpo.loss_type=rloo", "--grpo.beta=0.1"],
-    ["--grpo.multi_objective_aggregation=normalize_then_sum"],
-])  # fmt: skip
-def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, options):
-    """With groups of their own, what the first rank's 9s say changes no sign here; test_ranks.py has numbers."""
-    run = stage("grpo", *options, "--grpo.prompts_per_step=8", world=SECOND)
-    batches = run.next()
-    advantages = torch.cat([batch.advantages for batch in batches]).view(4, 3)
-    assert len(samples[0].rows) == 4 and advantages.abs().max() > 0
-    torch.testing.assert_close(advantages.sum(1), torch.zeros(4), rtol=0, atol=1e-5, check_dtype=False)
-    assert run.step.metrics["rewards/letters/mean"] == pytest.approx((9 + earned(run.algorithm, samples[0]).mean()) / 2)
 
 
 # completions that have no gradient are left out: test_grpo.py has the book's losses
