@@ -3,7 +3,6 @@
 import math
 
 import torch
-from safetensors.torch import load_file
 
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import completion_states, per_token_logps
@@ -65,7 +64,7 @@ def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
 # the critic
 
 
-def test_the_critic_is_a_head_on_the_policy(stage, tmp_path):
+def test_the_critic_is_a_head_on_the_policy(stage):
     run = stage("ppo")
     assert {name.partition(".")[0] for name, _ in run.algorithm.trained.named_parameters()} == {"policy", "critic"}
     names = [name for name, _ in run.algorithm.trained.named_parameters()]
@@ -73,11 +72,6 @@ def test_the_critic_is_a_head_on_the_policy(stage, tmp_path):
     assert not run.algorithm.critic.weight.any()
     run.go(2)
     assert run.algorithm.critic.weight.any()
-    run.algorithm.save(tmp_path)
-    saved = load_file(tmp_path / "value_head.safetensors")
-    assert list(saved) == ["score.weight"]
-    assert torch.equal(saved["score.weight"], run.algorithm.critic.weight)
-    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
 
 
 def test_values_pull_at_the_policy(stage):

@@ -6,7 +6,6 @@ the policy's own backbone. Left out: a critic of its own, adaptive KL, entropy b
 
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -16,10 +15,9 @@ from minivlmrl.advantages import combine
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.value_model import full_head, value_head
+from minivlmrl.algorithms.value_model import value_head
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states, logps_of_states
 from minivlmrl.objectives.baselines import PPOLoss, gae, ppo_loss, token_rewards, whiten
 from minivlmrl.sampling.pieces import PiecesConfig
@@ -63,13 +61,6 @@ class PPO(GRPOStage):
         super().__init__(*args)
         self.critic = value_head(self.policy)
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
-
-    def save(self, folder: Path):
-        super().save(folder)
-        head, partial = full_head(self.critic), folder / "value_head.partial"
-        if self.world.is_main:
-            save_tensors(head, partial)
-            partial.replace(folder / "value_head.safetensors")  # an interrupted save keeps it
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}

@@ -106,15 +106,10 @@ def check_value_model_folder(folder: str | Path):
         raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one")
 
 
-def full_head(head: nn.Linear) -> dict[str, Tensor]:
-    """Gather what a file holds of a head; all ranks call this."""
-    reshard(head)
-    return {"score.weight": full(head.weight).cpu()}
-
-
 def save_value_model(folder: Path, model: ValueModel, processor, world, base=None):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
-    head = full_head(model.score)
+    reshard(model.score)
+    head = {"score.weight": full(model.score.weight).cpu()}
 
     def more(written: Path):
         save_tensors(head, written / HEAD_FILE)
