@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.nf4 import NF4Linear
-from minivlmrl.hub.checker import FilePath
+from minivlmrl.hub.checker import FilePath, require
 from minivlmrl.rows import random_numbers
 
 PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
@@ -56,19 +56,16 @@ class LoRAConfig:
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter, which is in float32 on a base of less, as PEFT's.
-
-    With B = 0 it changes nothing.
-    """
+    """A linear layer with an adapter, which is in float32 on a base of less, as PEFT's."""
 
     def __init__(self, base: nn.Linear, r: int, scaling: float):
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias, self.scaling = base.weight, base.bias, scaling
+        self.form = r, scaling  # what `wrap` asks for
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
-        options = {"device": base.weight.device, "dtype": dtype}
-        self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
+        self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
         self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,11 +76,6 @@ class LoRALinear(nn.Linear):
         low, wide = F.linear(dropped, self.lora_A), result.to(self.lora_A.dtype)
         # scaled and added by the product itself
         return torch.addmm(wide, low, self.lora_B.T, alpha=self.scaling).to(result.dtype)
-
-    @property
-    def form(self) -> tuple[int, float]:
-        """Rank and scaling: what `wrap` asks for."""
-        return self.lora_A.shape[0], self.scaling
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -173,13 +165,12 @@ class AdapterCopy(nn.Module):
         finally:
             self._exchange()
 
-    @torch.no_grad()
     def _exchange(self):
+        # .data is unseen by autograd: what an older graph has saved is there again when it is used
         for copy, parameter in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
             value = parameter.detach().clone()
-            # unseen by autograd: what an older graph has saved is there again when it is used
             parameter.data.copy_(copy)
-            copy.copy_(value)
+            copy.data.copy_(value)
 
 
 def place_like(model: nn.Module, other: nn.Module):
@@ -220,16 +211,16 @@ def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
     """Name the linear layers that one entry of target means, never head or embeddings."""
-    linear = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     names = [name for name in linear if name != "lm_head"]
     try:
         chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    if not chosen:
-        words = f"a regular expression of whole names of linear layers, such as {names[-1]}"
-        asked = f"it must be language, vision, merger or {words}"
-        raise ValueError(f"target is {target!r}, which fits no layer; {asked}")
+    asked = (
+        "language, vision, merger or a regular expression of linear layers' whole names, such as"
+    )
+    require(chosen, "target", target, f"{asked} {names[-1]}")
     return chosen
 
 

@@ -76,16 +76,12 @@ def read_image_processor(
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)
     with naming(where if min_pixels is None and max_pixels is None else "data"):
-        check_bounds(*bounds, processor.factor)
+        # no image of one token could keep other areas
+        smart_resize(*[processor.factor] * 3, *bounds)
+        if bounds[0] > MAX_MIN_PIXELS:
+            cure = "patches of an image would fill the memory"
+            raise ValueError(f"min_pixels {bounds[0]} is over {MAX_MIN_PIXELS}; {cure}")
     return processor
-
-
-def check_bounds(min_pixels: int, max_pixels: int, factor: int):
-    """Refuse areas that no image of tokens `factor` pixels wide could keep."""
-    smart_resize(factor, factor, factor, min_pixels, max_pixels)
-    if min_pixels > MAX_MIN_PIXELS:
-        cure = "patches of an image would fill the memory"
-        raise ValueError(f"min_pixels {min_pixels} is over {MAX_MIN_PIXELS}; {cure}")
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:
@@ -95,8 +91,7 @@ def write_image_processor(processor: ImageProcessor) -> dict:
     return {
         "image_processor_type": f"Qwen2VLImageProcessor{fast}",
         **FIXED,
-        **{name: getattr(processor, name) for name in SAME_NAMES[:2]},
+        **{name: getattr(processor, name) for name in SAME_NAMES},
         **{"min_pixels": least, "max_pixels": most},
         "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
-        **{name: getattr(processor, name) for name in SAME_NAMES[2:]},
     }

@@ -61,11 +61,8 @@ class Qwen3VisionTransformer(nn.Module):
         self.deepstack_merger_list = nn.ModuleList(Merger(config, together=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images of a batch; see VisionTransformer.forward.
-
-        Returns:
-            (M, (1 + deep) * out_hidden_size): embeddings, and what the decoder's first layers add.
-        """
+        """Encode all images of a batch, as VisionTransformer.forward, to (M, (1 + deep) *
+        out_hidden_size): embeddings, and what the decoder's first layers add."""
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = lay_out(grids, self.config, pixel_values.device)  # without windows in raster order
         x = self.patch_embed(pixel_values)  # (P, E)
@@ -159,18 +156,19 @@ class Videos:
             asked = f"{nframes} frame(s), of {least} to {most} pixels together"
             raise ValueError(f"{asked}: take {depth} frames or more and a larger max_pixels")
         grow = max(1.0, factor / height, factor / width)
-        height, width = int(height * grow), int(width * grow)
-        if max(height, width) > 200 * min(height, width):
-            raise ValueError(f"frames of {width} x {height} pixels: their aspect ratio is over 200")
-        sides = [round(x / factor) * factor for x in (height, width)]
-        area = round(nframes / depth) * depth * math.prod(sides)
+        sides = int(height * grow), int(width * grow)
+        if max(sides) > 200 * min(sides):
+            size = f"{sides[1]} x {sides[0]}"
+            raise ValueError(f"frames of {size} pixels: their aspect ratio is over 200")
+        rounded = tuple(round(x / factor) * factor for x in sides)
+        area = round(nframes / depth) * depth * math.prod(rounded)
         if area > most:
-            scale = math.sqrt(nframes * height * width / most)
-            sides = [max(factor, math.floor(x / scale / factor) * factor) for x in (height, width)]
-        elif area < least:
-            scale = math.sqrt(least / (nframes * height * width))
-            sides = [math.ceil(x * scale / factor) * factor for x in (height, width)]
-        return tuple(sides)
+            scale = math.sqrt(nframes * math.prod(sides) / most)
+            return tuple(max(factor, math.floor(x / scale / factor) * factor) for x in sides)
+        if area < least:
+            scale = math.sqrt(least / (nframes * math.prod(sides)))
+            return tuple(math.ceil(x * scale / factor) * factor for x in sides)
+        return rounded
 
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
         """Make each step of a video a picture of its own, with the time before it.
@@ -179,10 +177,8 @@ class Videos:
         <|vision_end|><1.3 seconds>..., between <|vision_start|> and <|vision_end|> of the template,
         as transformers has it from 5.10 on.
 
-        Args:
-            times: of an image 0.0, of a video a list: the seconds at which each step is shown.
-        Returns:
-            pieces; a grid (1, h, w) for each step; and 1.0 for each that is not an image.
+        times: of an image 0.0, of a video a list: the seconds at which each step is shown.
+        Returns pieces; a grid (1, h, w) for each step; and 1.0 for each that is not an image.
         """
         laid, steps, of_videos = [], [], filter(None, times)
         for piece in pieces:
