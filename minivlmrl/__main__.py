@@ -25,29 +25,14 @@ TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "merge": ("minivlmrl.tools.merge:main", "add an adapter to its base, as one plain folder"),
-    "page": (
-        "minivlmrl.tools.page:main",
-        "write one HTML file of a run, or of two: curves and completions",
-    ),
-    "evaluate": (
-        "minivlmrl.tools.answer_rows:main",
-        "answer the rows of a file and score the answers",
-    ),
+    "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two"),
+    "evaluate": ("minivlmrl.tools.answer_rows:main", "answer the rows of a file, and score them"),
     "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),
-    "check": (
-        "minivlmrl.tools.check:main",
-        "say what will go wrong with a recipe, before any training",
-    ),
+    "check": ("minivlmrl.tools.check:main", "say what of a recipe will go wrong"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
-    "replay": (
-        "minivlmrl.tools.replay:main",
-        "train a step of a run again, and show a group of it",
-    ),
+    "replay": ("minivlmrl.tools.replay:main", "train a step of a run again, and show it"),
     "verify": ("minivlmrl.tools.verify:main", "train a run again, and compare every file"),
-    "audit": (
-        "minivlmrl_audit.audit:main",
-        "check a step that any trainer dumped, and name its bugs",
-    ),
+    "audit": ("minivlmrl_audit.audit:main", "check a step of any trainer, and name its bugs"),
 }
 
 

@@ -194,9 +194,7 @@ def plan(
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
     whole = bytes_of([*model.parameters(), *model.buffers()])
     backbone = costs.backbone * dtype.itemsize
-    adapted = bytes_of(
-        adapter_parameters(model)
-    )  # all that a second model adds to one with adapters
+    adapted = bytes_of(adapter_parameters(model))  # all that a second model adds to such a one
     held = {"weights": whole, "optimizer": state}  # all the time
     if has_reference:
         held["reference"] = adapted or whole * computed.itemsize / dtype.itemsize
@@ -260,8 +258,7 @@ def check_memory(run: RunConfig, world: World):
     for stage in run.stages:
         needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
         if needed > memory:
-            has = f"and one has {memory / GB:.1f}"
-            each = f"about {needed / GB:.1f} GB on each of {gpus} GPUs, {has}"
+            sizes = f"{needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
             cure = "`python -m minivlmrl plan` says which options make it fit"
-            anyway = "--check_memory=false starts it as it is"
-            raise ValueError(f"{stage} needs {each}: {cure}; {anyway}")
+            cure = f"{cure}; --check_memory=false starts it as it is"
+            raise ValueError(f"{stage} needs about {sizes}: {cure}")
