@@ -73,10 +73,8 @@ class Box:
 
     def inside(self) -> bool:
         """Tell whether all of it is in its image, but for a millionth of the image's sides."""
-        sides = (self.x1, self.x2, self.extent[0]), (self.y1, self.y2, self.extent[1])
-        return all(
-            min(a, b) >= -1e-6 * side and max(a, b) <= side + 1e-6 * side for a, b, side in sides
-        )
+        corners = zip((self.x1, self.y1, self.x2, self.y2), self.extent * 2, strict=True)
+        return all(-1e-6 * side <= corner <= side + 1e-6 * side for corner, side in corners)
 
 
 def iou(a: Box, b: Box) -> float:
@@ -125,8 +123,8 @@ def match(
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        cure = "pip install -c constraints.txt -e '.[boxes]'"
-        raise ValueError(f"matching several boxes needs scipy: {cure}") from error
+        cure = "needs scipy: pip install -c constraints.txt -e '.[boxes]'"
+        raise ValueError(f"matching several boxes {cure}") from error
     rows, columns = linear_sum_assignment(table, maximize=True)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
@@ -176,18 +174,15 @@ def _parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> lis
         text = text if '"' in text else text.replace("'", '"')  # as Python writes it
         value = json.loads(text, parse_int=float, object_pairs_hook=_object)
         several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
-        groups = [_group(item, keys, count) for item in (value if several else [value])]
+        items = value if several else [value]
+        groups = [value_of(item, keys) if isinstance(item, dict) else item for item in items]
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
-        groups = [tuple(numbers[i : i + count]) for i in range(0, len(numbers), count)]
-    return groups if all(group and all(map(math.isfinite, group)) for group in groups) else []
-
-
-def _group(item: object, keys: Sequence[str], count: int) -> tuple[float, ...] | None:
-    """Return the numbers of {"bbox_2d": [...]} or [...] if there are so many, else None."""
-    numbers = value_of(item, keys) if isinstance(item, dict) else item
-    fits = isinstance(numbers, list) and len(numbers) == count
-    return tuple(numbers) if fits and all(isinstance(n, float) for n in numbers) else None
+        groups = [numbers[i : i + count] for i in range(0, len(numbers), count)]
+    if not all(isinstance(group, list) and len(group) == count for group in groups):
+        return []
+    finite = all(isinstance(n, float) and math.isfinite(n) for group in groups for n in group)
+    return list(map(tuple, groups)) if finite else []
 
 
 def value_of(item: dict, keys: Sequence[str] = KEYS) -> object:

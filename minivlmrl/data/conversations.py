@@ -12,6 +12,7 @@ from minivlmrl.hub.checker import naming
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}
 ANSWERS = dict.fromkeys(("completion", "chosen", "rejected"), (str, list))
 FORMS = PROMPTS | ANSWERS  # column: what it may be
+WORDS = {str: "text", list: "a list of turns"}
 
 
 def read_conversation(
@@ -35,41 +36,44 @@ def read_conversation(
     written = {column: row[column] for column in FORMS if row.get(column) is not None}
     for column, value in written.items():
         with naming(f"column {column!r}"):
-            _check_form(value, FORMS[column])
+            if not isinstance(value, FORMS[column]):
+                words = " or ".join(WORDS[kind] for kind in FORMS[column])
+                raise ValueError(f"must be {words}, it is {value!r:.40}")
+            check_messages(turns := as_turns(value))
+            roles = [turn["role"] for turn in turns]
+            if not turns or not set(roles) <= ROLES.keys():
+                raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")
     pair = [render(as_turns(written[name])) for name in ("chosen", "rejected") if name in written]
     if len(pair) == 2 and pair[0] == pair[1]:
         raise ValueError("column 'rejected' equals column 'chosen': drop the row")
     source, prompt, answers = _split(written, row)
     wording = prompt, listed, prompt_template, system_prompt, media_options
-    messages, media = None, []
+    messages = None
     for name, answer in answers.items():
         with naming(f"column {(name if name in written else source)!r}"):
             turns = as_turns(answer)
-            _check_answer(turns)
-            if _shows(turns):
-                whole, media = _place(*wording, turns)
-                messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
-                media = _hand_over(answers[name], media)
+            check_ends(turns)
+            if not all(text_of(turn).strip() for turn in turns if turn["role"] == "assistant"):
+                raise ValueError("an answer is empty or blank; write it or drop the row")
+            others = [text_of(turn) for turn in turns if turn["role"] != "assistant"]
+            # <image> in a text of the assistant is text
+            if not _shown(turns) and not any(map(MARK.search, others)):
+                continue
+            whole, media = _place(*wording, turns)
+            messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
+            parts = _shown(answers[name])
+            if any(part_kind(part) == "video" for part in parts):
+                late = "there is a video after the assistant's first turn"
+                raise ValueError(f"{late}; put it in the prompt")
+            for part in reversed(parts):  # which file_dataset.py reads; the others are the prompt's
+                part["image"] = media.pop()
     with naming(f"column {source!r}"):
         return *((messages, media) if messages else _place(*wording)), answers
 
 
-def _shows(turns: list[dict]) -> bool:
-    """Tell whether an answer shows pictures; `<image>` in a text of the assistant is text."""
-    parts = [part for turn in turns for part in content_parts(turn) or ()]
-    others = [text_of(turn) for turn in turns if turn["role"] != "assistant"]
-    return any(part_kind(part) == "image" for part in parts) or any(map(MARK.search, others))
-
-
-def _hand_over(turns: list[dict], media: list[Media]) -> list[Media]:
-    """Give the parts of an answer the last media, file_dataset.py reads them; return the others."""
-    parts = [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
-    if any(part_kind(part) == "video" for part in parts):
-        raise ValueError("there is a video after the assistant's first turn; put it in the prompt")
-    rest = len(media) - len(parts)
-    for part, shown in zip(parts, media[rest:], strict=True):
-        part["image"] = shown
-    return media[:rest]
+def _shown(turns: list[dict]) -> list[dict]:
+    """List the parts that show something."""
+    return [p for turn in turns for p in content_parts(turn) if part_kind(p) != "text"]
 
 
 def conversation(
@@ -137,27 +141,4 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
         cure = "name its question, data.columns: {YOURS: problem}, ask all rows the same, "
         cure += f"data.prompt_template: 'What is it?', or use a form: {', '.join(ASKING)}"
         raise ValueError(f"column 'problem' is missing; the row has {columns}; {cure}")
-    for column, turns in both.items():
-        if len(turns) == start or turns[start]["role"] != "assistant":
-            after = f"after the {start} turn(s) that chosen and rejected share"
-            roles = [turn["role"] for turn in turns]
-            raise ValueError(f"column {column!r} must go on with the assistant {after}: {roles}")
     return both["chosen"][:start], answers | {name: turns[start:] for name, turns in both.items()}
-
-
-def _check_form(value: str | list[dict], types: tuple[type, ...]):
-    if not isinstance(value, types):
-        names = {str: "text", list: "a list of turns"}
-        raise ValueError(f"must be {' or '.join(names[t] for t in types)}, it is {value!r:.40}")
-    turns = as_turns(value)
-    check_messages(turns)
-    roles = [turn["role"] for turn in turns]
-    if not turns or not set(roles) <= ROLES.keys():
-        raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")
-
-
-def _check_answer(turns: list[dict]):
-    check_ends(turns)
-    for turn in turns:
-        if turn["role"] == "assistant" and not text_of(turn).strip():
-            raise ValueError("an answer is empty or blank; write it or drop the row")
