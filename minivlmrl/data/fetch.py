@@ -9,10 +9,10 @@ import os
 import socket
 import time
 import urllib.parse
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 import PIL.Image
 from PIL.Image import Image
@@ -51,13 +51,12 @@ def open_image(
     source: Source | Image, folder: str | Path | None = None, allow_url=False
 ) -> Iterator[Image]:
     """Open an image, or take one in memory; every error inside the block becomes a ValueError."""
-    if in_memory := isinstance(source, Image):
-        name = f"image of {source.width} x {source.height} pixels"
+    if isinstance(source, Image):
+        name, file = f"image of {source.width} x {source.height} pixels", source
     else:  # a pair is what open_source has found
         name, file = source if isinstance(source, tuple) else open_source(source, folder, allow_url)
     try:
-        with contextlib.ExitStack() as stack:
-            image = source if in_memory else stack.enter_context(PIL.Image.open(file))
+        with contextlib.nullcontext(file) if file is source else PIL.Image.open(file) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 size = f"{image.width} x {image.height} pixels"
                 raise ValueError(f"{size} are over {MAX_IMAGE_PIXELS}; scale it down")
@@ -83,11 +82,19 @@ def open_source(
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     with naming(name):
         if url.startswith("data:"):
-            return name, io.BytesIO(_decode_data_uri(url))
+            header, comma, data = url.partition(",")
+            if not comma or not header.endswith(";base64"):
+                raise ValueError("a data URI must look like data:image/png;base64,...")
+            with naming("not base64"):  # strictly: urllib's handler skips letters that are none
+                return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
         if url.startswith(("http://", "https://")):
             if not allow_url:
                 raise ValueError("URLs are not downloaded unless data.allow_urls: true")
-            return name, io.BytesIO(_download(url, private=allow_url == "private"))
+            try:
+                web = _Web(private=allow_url == "private")
+                return name, io.BytesIO(read_reply(url, TIMEOUT, MAX_DOWNLOAD, web))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise ValueError(f"cannot be downloaded ({error})") from error
     if url.startswith("file://"):
         text = urllib.parse.unquote(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
@@ -97,33 +104,10 @@ def open_source(
     return str(path) if len(str(path)) <= 400 else name, path
 
 
-def _decode_data_uri(uri: str) -> bytes:
-    """Decode a data URI, strictly: urllib's own handler skips letters that are not base64."""
-    header, comma, data = uri.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise ValueError("a data URI must look like data:image/png;base64,...")
-    with naming("not base64"):
-        return base64.b64decode("".join(data.split()), validate=True)
-
-
-def _download(url: str, private: bool) -> bytes:
-    """Read a URL; `private`: also if it leads to a private network or this machine."""
-    try:
-        return read_reply(url, TIMEOUT, MAX_DOWNLOAD, _Web(private))
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ValueError(f"cannot be downloaded ({error})") from error
-
-
-def read_reply(
-    request: str | urllib.request.Request, seconds: float, limit: int, *handlers
-) -> bytes:
-    """Read what a server replies (ValueError: over `limit` bytes, too slow, or cut off).
-
-    Args:
-        handlers: for urllib's opener, such as one that follows no redirect.
-    """
+def read_reply(request: str | Request, seconds: float, limit: int, *handlers) -> bytes:
+    """Read what a server replies, by urllib's handlers (ValueError: too large, slow, or cut off)."""
     content, deadline = io.BytesIO(), time.monotonic() + seconds
-    with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
+    with build_opener(*handlers).open(request, timeout=seconds) as response:
         while chunk := response.read1(2**20):
             content.write(chunk)
             if content.tell() > limit:
@@ -135,10 +119,8 @@ def read_reply(
     return content.getvalue()
 
 
-class _Web(
-    urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler
-):
-    """http and https to addresses that were checked, also after redirects."""
+class _Web(HTTPHandler, HTTPSHandler, HTTPRedirectHandler):
+    """http and https to checked addresses, also after redirects; private: all addresses."""
 
     def __init__(self, private: bool):
         super().__init__()
@@ -158,8 +140,8 @@ class _Web(
         found = list(dict.fromkeys(info[4][0] for info in answers))
         for ip in () if self.private else map(ipaddress.ip_address, found):
             if not ip.is_global or ip.is_multicast:
-                cure = "data.allow_urls: private permits it"
-                raise ValueError(f"{address[0]} has the private address {ip}; {cure}")
+                private = f"{address[0]} has the private address {ip}"
+                raise ValueError(f"{private}; data.allow_urls: private permits it")
         for ip in found:
             try:
                 return socket.create_connection((ip, address[1]), timeout)
