@@ -123,7 +123,7 @@ MISTAKES = [
     ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
      "column 'prompt': the prompt has 1 image placeholder(s) but 2 image(s) came with it; put one where"),
     ({"messages": [system("s"), YES], "image": "red.png"},
-     "column 'messages': the prompt has no user turn that could show 1 image(s); add one"),
+     "column 'messages': the prompt has 0 image placeholder(s) but 1 image(s) came with it"),
     ({"problem": "a", "image": 3}, "column 'image': each image must be a path, URL or data URI, not 3"),
     ({"problem": "a", "images": ["a", {"max_pixels": 9}]}, "column 'images': each image must be a path, URL or data"),
     ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),

@@ -43,7 +43,7 @@ def test_tool_calls_are_refused_instead_of_left_out():
 ])  # fmt: skip
 def test_a_completion_begins_and_ends_with_the_assistant(turns):
     with pytest.raises(ValueError, match="turns must begin and end with an assistant turn; their roles"):
-        render_completion(turns)
+        encode_completion(None, [], turns)
 
 
 @pytest.mark.parametrize("part", [IMAGE_PART, {"image": "a"}, VIDEO_PART])

@@ -5,7 +5,7 @@ from itertools import takewhile
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING, ROLES
 from minivlmrl.data.media import MARK, Media, place_media
-from minivlmrl.data.turns import as_turns, check_ends, check_messages, text_of
+from minivlmrl.data.turns import as_turns, check_ends, check_messages, parts_of, text_of
 from minivlmrl.hub.checker import naming
 
 # a row has one of them, or none: see _split
@@ -57,7 +57,7 @@ def read_conversation(
                 raise ValueError("an answer is empty or blank; write it or drop the row")
             others = [text_of(turn) for turn in turns if turn["role"] != "assistant"]
             # <image> in a text of the assistant is text
-            if not _shown(turns) and not any(map(MARK.search, others)):
+            if not any(map(MARK.search, others)) and not _shown(turns):
                 continue
             whole, media = _place(*wording, turns)
             messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
@@ -73,7 +73,7 @@ def read_conversation(
 
 def _shown(turns: list[dict]) -> list[dict]:
     """List the parts that show something."""
-    return [p for turn in turns for p in content_parts(turn) if part_kind(p) != "text"]
+    return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
 def conversation(

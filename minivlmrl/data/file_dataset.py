@@ -13,12 +13,13 @@ from os.path import join
 from pathlib import Path
 from typing import Literal
 
-from minivlmrl.chat import content_parts, part_kind
+from minivlmrl.chat import part_kind
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.sizes import VideoOptions, check_options
+from minivlmrl.data.turns import parts_of
 from minivlmrl.hub.checker import FilePath, naming, require, shortened
 from minivlmrl.hub.preprocessor import Count
 from minivlmrl.rows import Row
@@ -63,9 +64,8 @@ class FileDataset:
     """
 
     def __init__(self, path, required=("problem",), limit=None, constants=(), **options):
-        self.path, self.options, self.required = Path(path), RowOptions(**options), required
-        self.constants = dict(constants)
-        self.source = open_rows(path)
+        self.options, self.required = RowOptions(**options), required
+        self.source, self.constants = open_rows(path), dict(constants)
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
         if not self.size:
             raise ValueError(f"{path}: has no rows")
@@ -81,16 +81,15 @@ class FileDataset:
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
             media += [part["image"] for part in answer_pictures(row)]
-            missing += [(file, index) for file in missing_files(media, folder)]
+            for file in missing_files(media, folder):
+                line = re.sub(r".*:(?=\d+$)", "line ", self.source.where(index))
+                missing.append(f"{file} ({line})")
             columns.update(row.columns)
-            files = [isinstance(one.source, str) and join(folder, one.source) for one in media]
-            shown = [(file or one.source)[-999:] for file, one in zip(files, media, strict=True)]
+            sources = [one.source for one in media]
+            shown = [(join(folder, x) if isinstance(x, str) else x)[-999:] for x in sources]
             self.asked.append(hash(repr((row.messages, shown))))
         if missing:
-            lines = [self.source.where(index) for _, index in missing[:5]]
-            lines = [re.sub(r".*:(?=\d+$)", "line ", line) for line in lines]
-            named = [f"{file} ({line})" for (file, _), line in zip(missing, lines, strict=False)]
-            first = ", ".join(named) + (", ..." if len(missing) > 5 else "")
+            first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             where = f"are not in {self.folder} (data.image_root)"
             raise ValueError(f"{path}: {len(missing)} file(s) that its rows name {where}: {first}")
         self.columns = sorted(columns)
@@ -111,18 +110,17 @@ class FileDataset:
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
         with naming(row.where):
-            row.images, row.videos = load_media(media, self.folder, self.options.allow_urls)
+            found = self.folder, self.options.allow_urls
+            row.images, row.videos = load_media(media, *found)
             for part in answer_pictures(row):
-                images, _ = load_media([part["image"]], self.folder, self.options.allow_urls)
-                part["image"] = images[0]
+                part["image"] = load_media([part["image"]], *found)[0][0]
         return row
 
 
 def answer_pictures(row: Row) -> list[dict]:
     """List the parts of a row's answers that show something."""
     answers = [x for x in (row.completion, row.chosen, row.rejected) if isinstance(x, list)]
-    parts = [part for turns in answers for turn in turns for part in content_parts(turn) or ()]
-    return [part for part in parts if part_kind(part) == "image"]
+    return [part for turns in answers for part in parts_of(turns) if part_kind(part) == "image"]
 
 
 def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Media]]:
@@ -130,10 +128,10 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
     # pandas writes NaN for what is missing
     written = {name: value for name, value in columns.items() if value == value}
     columns = to_columns(written, options.columns)
-    for name in filter(CHECKED.__contains__, columns):
-        valid, expected = CHECKED[name]
-        if columns[name] is not None and (name != "label" or name in required):
-            require(valid(columns[name]), f"column {name!r}", columns[name], expected)
+    for name, value in columns.items():
+        if value is not None and name in CHECKED and (name != "label" or name in required):
+            valid, expected = CHECKED[name]
+            require(valid(value), f"column {name!r}", value, expected)
     listed, media, template = read_media(columns), [], options.prompt_template
     if "{problem}" not in template:
         questions = [name for name in PROMPTS if columns.get(name) is not None]
@@ -155,12 +153,11 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def _extent(value: object) -> bool:
-    sides = value if isinstance(value, list) else []
-    return len(sides) == 2 and all(_finite(side) and side > 0 for side in sides)
+    return isinstance(value, list) and len(value) == 2 and all(_finite(x) and x > 0 for x in value)
 
 
 # what rewards are given besides the columns of their rows, which these names would hide

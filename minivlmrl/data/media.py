@@ -1,10 +1,11 @@
 """Images and videos of a row: where they come from, what they ask for, which part shows them."""
 
-import os
+import itertools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from os.path import isfile, join
 from pathlib import Path
 
 import PIL.Image
@@ -77,12 +78,9 @@ def place_media(
     if marked:
         contents = [_cut_at_marks(parts) for parts in contents]
         if not _shown(contents) and any(listed.values()):
-            first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
-            if first is None:
-                counts = (f"{len(media)} {kind}(s)" for kind, media in listed.items() if media)
-                lacks = f"no user turn that could show {' and '.join(counts)}"
-                raise ValueError(f"the prompt has {lacks}; add one")
-            contents[first][:0] = [{"type": kind} for kind in OPTIONS for _ in listed.get(kind, ())]
+            pairs = zip(turns, contents, strict=True)  # without a user's turn the counts differ
+            first = next((parts for turn, parts in pairs if turn["role"] == "user"), [])
+            first[:0] = [{"type": kind} for kind in OPTIONS for _ in listed.get(kind, ())]
     waiting, media = {kind: iter(entries) for kind, entries in listed.items()}, []
     check_counts([kind for kind, part in _shown(contents) if not _sources(part, kind)], listed)
 
@@ -94,12 +92,11 @@ def place_media(
         common = media_options.get(kind, {})
         if kind == "image":
             options = options or common
-        elif isinstance(one.source, list) or "nframes" in options:
-            options = _without(common, SAMPLING_OPTIONS) | options
         else:
-            options = common | options
+            whole = isinstance(one.source, list) or "nframes" in options
+            options = (_without(common) if whole else common) | options
         media.append(Media(kind, one.source, options))
-        return {"type": kind, **_without(options, SAMPLING_OPTIONS)}
+        return {"type": kind, **_without(options)}
 
     messages = []
     for number, (turn, parts) in enumerate(zip(turns, contents, strict=True)):
@@ -150,8 +147,9 @@ def load_media(media: list[Media], folder: Path, allow_urls) -> tuple[Sequence, 
             images.append(partial(fetch_image, open_source(one.source, folder, allow_urls)))
         else:
             sampling = {n: value for n, value in one.options.items() if n in SAMPLING_OPTIONS}
-            load = partial(load_video, one.source, folder, allow_urls, **sampling)
-            videos.append(VideoFile(load))
+            videos.append(
+                VideoFile(partial(load_video, one.source, folder, allow_urls, **sampling))
+            )
     return images and Decoded(images), videos
 
 
@@ -162,23 +160,20 @@ def check_unread(columns: dict):
         named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first
         if named or (isinstance(first, str) and name != "solution" and PICTURE.match(first)):
             kind = "video" if "video" in name.lower() else "image"
-            cure = f"data.columns: {{{name}: {kind}}} renames it; or leave it out"
-            what = f"column {name!r} looks like an {kind} and is not read"
-            raise ValueError(f"{what}; did you mean {kind!r}? {cure}")
+            what = f"column {name!r} looks like an {kind} and is not read; did you mean {kind!r}?"
+            raise ValueError(f"{what} data.columns: {{{name}: {kind}}} renames it; or leave it out")
 
 
 def missing_files(media: list[Media], folder: str) -> list[str]:
     """List the files of a row's images and videos that are not there; URLs are not asked."""
+    sources = (one.source if isinstance(one.source, list) else [one.source] for one in media)
     missing = []
-    for one in media:
-        for source in one.source if isinstance(one.source, list) else (one.source,):
-            if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
-                continue
-            path = os.path.join(folder, source)
-            if ":" in source:
-                path = open_source(source, folder, False)[1]
-            if not os.path.isfile(path):
-                missing.append(source)
+    for source in itertools.chain.from_iterable(sources):
+        if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
+            continue
+        path = open_source(source, folder, False)[1] if ":" in source else join(folder, source)
+        if not isfile(path):
+            missing.append(source)
     return missing
 
 
@@ -201,9 +196,8 @@ def _media(entry: object, kind: str) -> Media:
         source = f"data:;base64,{content}" if isinstance(content, str) else content
     elif isinstance(source, dict):  # {"image_url": {"url": ...}} or {"bytes": None, "path": ...}
         source = source.get("path" if "bytes" in source else "url")
-    frames = kind == "video" and isinstance(source, list) and source
-    frames = frames and all(isinstance(frame, str) for frame in source)
-    if not isinstance(source, str | bytes) and not frames:
+    frames = source if kind == "video" and isinstance(source, list) else [source]
+    if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         also = ", or a list of those of its frames" if kind == "video" else ""
         raise ValueError(f"each {kind} must be a path, URL or data URI{also}, not {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
@@ -213,5 +207,5 @@ def _options(entry: dict, kind: str) -> dict[str, float]:
     return check_options(kind, _without(entry, ("type", "text", "index", *SOURCES[kind])))
 
 
-def _without(options: dict, names: Collection[str]) -> dict:
+def _without(options: dict, names: Sequence[str] = SAMPLING_OPTIONS) -> dict:
     return {name: value for name, value in options.items() if name not in names}

@@ -15,23 +15,8 @@ import jinja2
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.chat import (
-    IMAGE,
-    START,
-    VIDEO,
-    Control,
-    content_parts,
-    join_text,
-    layout_turn,
-    part_kind,
-)
-from minivlmrl.data.turns import (
-    check_ends,
-    check_messages,
-    join_flagged,
-    render_completion,
-    text_of,
-)
+from minivlmrl.chat import IMAGE, START, VIDEO, Control, join_text, layout_turn, part_kind
+from minivlmrl.data.turns import check_messages, join_flagged, parts_of, render_completion, text_of
 from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
@@ -126,8 +111,8 @@ class ChatTemplate:
         pieces = join_text(self._cut(text))
         names = {id(IMAGE): "image", id(VIDEO): "video"}
         shown = [names[id(piece)] for piece in pieces if id(piece) in names]
-        kinds = [part_kind(part) for message in messages for part in content_parts(message) or ()]
-        if shown != (kinds := [kind for kind in kinds if kind != "text"]):
+        kinds = [kind for part in parts_of(messages) if (kind := part_kind(part)) != "text"]
+        if shown != kinds:
             raise self._error(f"it shows {shown}, the messages have {kinds}")
         return pieces
 
@@ -140,7 +125,6 @@ class ChatTemplate:
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
         whole = self._checked([*messages, *turns])
-        check_ends(turns)
         text = self._lay_out(whole, add_generation_prompt=False)
 
         def length(count: int, add_generation_prompt: bool) -> int:
@@ -163,7 +147,7 @@ class ChatTemplate:
     def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages, tool_calls=True)
-        used = {part_kind(part) for message in messages for part in content_parts(message) or ()}
+        used = set(map(part_kind, parts_of(messages)))
         used |= {"tool_call" for message in messages if message.get("tool_calls")}
         for kind, written in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
             if kind in used and written not in self.text:
@@ -219,7 +203,7 @@ def _is_known(text: str, ours: str, *published: str) -> bool:
 def _needs_jinja(messages: list[dict]) -> bool:
     """Tell whether Qwen3-VL's template does more with a conversation than chat.render."""
     check_messages(messages, tool_calls=True)
-    shown = {m["role"] for m in messages for p in content_parts(m) or () if part_kind(p) != "text"}
+    shown = {m["role"] for m in messages for p in parts_of([m]) if part_kind(p) != "text"}
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         late = "chat template: Qwen3-VL's drops a system message after the first turn"

@@ -19,6 +19,7 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     assistant's turns say is written; other turns, and pictures wherever they are, are forced.
     """
     turns = as_turns(completion)
+    check_ends(turns)
     if processor.template is None:
         pieces = render_completion(turns)
     else:
@@ -26,8 +27,7 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     if pieces[-1][0] not in ENDS:
         closes = f"closes a turn with {pieces[-1][0]!r}, at which no completion stops"
         raise ValueError(f"the chat template {closes}")
-    parts = [part for turn in turns for part in content_parts(turn) or ()]
-    images = [part["image"] for part in parts if isinstance(part.get("image"), Image)]
+    images = [p["image"] for p in parts_of(turns) if isinstance(p.get("image"), Image)]
     shown = shown_parts(turns, images, ())
     pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
     encoded = processor.encode([p for p, _ in pieces], [grid for *_, grid in pictures])
@@ -42,12 +42,14 @@ def as_turns(answer: str | list[dict], role: str = "assistant") -> list[dict]:
     return [{"role": role, "content": answer}] if isinstance(answer, str) else answer
 
 
+def parts_of(turns: list[dict]) -> list[dict]:
+    """List the parts of several turns, none where one has tool_calls alone."""
+    return [part for turn in turns for part in content_parts(turn) or ()]
+
+
 def text_of(message: dict) -> str:
     """Join the text of a message, without its images and videos."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or ())
+    return "".join(part.get("text") or "" for part in parts_of([message]))
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
@@ -60,12 +62,10 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
         Pieces as in chat.render, each with a flag: the assistant writes it, the texts of its turns
         and the <|im_end|> that closes each. The last piece is where generation stops.
     """
-    check_ends(turns)
     flagged = []
     for turn in turns:
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
-        written = turn["role"] == "assistant"
-        inside = [(piece, written) for piece in inside]
+        inside = [(piece, turn["role"] == "assistant") for piece in inside]
         flagged += [(start, False), (role, False), *inside, (newline, False)]
     return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
