@@ -117,7 +117,7 @@ MISTAKES = [
      "column 'messages': there is a video after the as"),
     ({"solution": "a"}, "column 'problem' is missing; the row has ['solution']; name its question"),
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
-    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': turns must begin and end with an assistant"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': turns must begin and end with an"),
     ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
      "column 'rejected' equals column 'chosen': drop the row"),
     ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},

@@ -3,7 +3,7 @@
 import pytest
 from talk import assistant
 
-from minivlmrl.data.turns import check_messages, encode_completion, render_completion
+from minivlmrl.data.turns import check_messages, encode_completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes

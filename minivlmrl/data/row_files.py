@@ -42,12 +42,8 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         saved = saved if isinstance(saved, list) else [saved]
         names = [part.get("filename") if isinstance(part, dict) else part for part in saved]
         for name in names:
-            require(
-                Path(str(name)).name == name,
-                f"{state}: filename of _data_files",
-                name,
-                "a file beside it",
-            )
+            field = f"{state}: filename of _data_files"
+            require(Path(str(name)).name == name, field, name, "a file beside it")
         return Arrow([folder / name for name in names])
     if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
         raise ValueError(f"{folder}: name one of its splits: {', '.join(inside)}")
@@ -99,8 +95,8 @@ class Lines:
             rows.append((line, content[at:end]))
             done, at = at, skip.match(content, end).end()
         if listed and content[at:].strip() != "]":
-            wrong = "the list has no end, or something comes after it"
-            raise ValueError(f"{self.path}: not JSON ({wrong})")
+            wrong = "not JSON (the list has no end, or something comes after it)"
+            raise ValueError(f"{self.path}: {wrong}")
         return rows
 
     def __len__(self) -> int:
@@ -128,20 +124,15 @@ class Cells(Lines):
         dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
         reader = csv.reader(io.StringIO(content, newline=""), dialect)
         self.names = [name.strip() for name in next(reader, ())]
-        rows, line = [], reader.line_num + 1
-        for cells in reader:
-            if cells:
-                rows.append((line, cells))
-            line = reader.line_num + 1
-        return rows
+        # the line that a row begins with; a cell in quotes may have line breaks
+        return [(reader.line_num - str.count("".join(x), "\n"), x) for x in reader if x]
 
     def __getitem__(self, index):
         cells = self.texts[index][1]
         with naming(self.where(index)):
             if len(cells) > len(self.names):
-                cure = "quote a cell that has a comma"
                 count = f"{len(cells)} cells, the first line {len(self.names)} names"
-                raise ValueError(f"has {count}; {cure}")
+                raise ValueError(f"has {count}; quote a cell that has a comma")
             columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
             for name, cell in columns.items():
                 if name in CELLS and cell[0] in "[{":

@@ -41,15 +41,14 @@ class Video:
         if isinstance(self.frames, np.ndarray):
             dtype, shape = self.frames.dtype, self.frames.shape
             if shape[3:] != (3,) or 0 in shape or dtype != np.uint8:
-                wrong = f"{dtype} {shape}, not uint8 (T, H, W, 3)"
-                raise ValueError(f"the frames of a video are {wrong}")
+                raise ValueError(f"frames of a video are {dtype} {shape}, not uint8 (T, H, W, 3)")
             self.frames = [PIL.Image.fromarray(frame) for frame in self.frames]
         if not self.frames or 0 in self.frames[0].size:
             raise ValueError("a video without frames or pixels has nothing to show")
         sizes = ["{} x {} pixels".format(*frame.size) for frame in self.frames]
-        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
-        if other is not None:
-            raise ValueError(f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}")
+        for number, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise ValueError(f"frame {number} has {size}, frame 0 {sizes[0]}")
 
     def patches(
         self, processor: ImageProcessor, **options: int
@@ -112,8 +111,8 @@ def load_video(
     try:
         return _sample(file, sampling | {"frame_factor": frame_factor})
     except ImportError as error:
-        cure = "pip install -c constraints.txt -e '.[video]'"
-        raise ValueError(f"{name}: video files need PyAV: {cure}") from error
+        cure = "need PyAV: pip install -c constraints.txt -e '.[video]'"
+        raise ValueError(f"{name}: video files {cure}") from error
     except Exception as error:  # damaged files make PyAV raise anything
         reason = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
@@ -176,13 +175,12 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
 
 def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
     """Return the frames of these numbers, and how many were decoded for them."""
-    frames, seen, waiting = [], 0, iter(indices)
-    following = next(waiting)
+    frames, seen = [], 0
     with _opened(file) as (container, stream):
         for frame in container.decode(stream):
             if frame.is_corrupt:
                 raise ValueError(f"frame {seen} is damaged")
-            if seen == following:
+            if seen == indices[len(frames)]:
                 _check_size(len(indices), frame.width, frame.height)
                 # phones store what their sensor saw, and how to turn it
                 turns = round(frame.rotation / 90)
@@ -190,9 +188,8 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
                     raise ValueError(f"is turned by {frame.rotation} degrees, no quarter turn")
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
                 frames.append(PIL.Image.fromarray(pixels))
-                following = next(waiting, None)
             seen += 1
-            if following is None:
+            if len(frames) == len(indices):
                 break
     return frames, seen
 
@@ -217,7 +214,7 @@ def sample_indices(
     ends = sampling.pop("video_start", None), sampling.pop("video_end", None)
     first, last = frame_range(total_frames, video_fps, *ends)
     count = last - first + 1
-    nframes = smart_nframes(count, video_fps, frame_factor=frame_factor, **sampling)
+    nframes = smart_nframes(count, video_fps, frame_factor, sampling)
     if frame_factor == 1:
         indices = np.linspace(first, last, nframes).round().astype(int)
     else:
@@ -225,10 +222,8 @@ def sample_indices(
     return indices.tolist(), nframes / count * video_fps
 
 
-def frame_range(
-    total_frames: int, video_fps: float, video_start: float | None = None, video_end=None
-) -> tuple[int, int]:
-    """Find the first and last frame between two times in seconds, moved into the video.
+def frame_range(total_frames: int, video_fps: float, video_start, video_end) -> tuple[int, int]:
+    """Find the first and last frame between two times in seconds or None, moved into the video.
 
     Source: qwen-vl-utils' calculate_video_frame_range.
     """
@@ -247,34 +242,25 @@ def frame_range(
 
 
 def smart_nframes(
-    total_frames: int,
-    video_fps: float,
-    *,
-    fps: float | None = None,
-    nframes: int | None = None,
-    min_frames: int | None = None,
-    max_frames: int | None = None,
-    frame_factor: int = FRAME_FACTOR,
+    total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]
 ) -> int:
     """Choose how many frames to take, a multiple of frame_factor.
 
     Example: of 100 frames at 30 a second, 2 a second would be 6.67; 6 are taken.
 
     Args:
-        fps: frames to take of a second, 2 if not given.
-        nframes: frames to take, instead of fps.
-        min_frames, max_frames: bounds when fps decides, 4 and 768 if not given; max_frames wins
-            over min_frames.
+        sampling: nframes, frames to take; or fps, frames to take of a second, 2 if not given, and
+            bounds min_frames and max_frames, 4 and 768 if not given; max_frames wins.
     Source: qwen-vl-utils' smart_nframes.
     """
-    if nframes is not None:
-        if (fps, min_frames, max_frames) != (None, None, None):
+    if "nframes" in sampling:
+        if sampling.keys() & {"fps", "min_frames", "max_frames"}:
             raise ValueError("nframes fixes the number of frames: no fps, min_frames, max_frames")
-        chosen = round(nframes / frame_factor) * frame_factor
+        chosen = round(sampling["nframes"] / frame_factor) * frame_factor
     else:
-        least = math.ceil((min_frames or MIN_FRAMES) / frame_factor) * frame_factor
-        most = math.floor((max_frames or MAX_FRAMES) / frame_factor) * frame_factor
-        chosen = total_frames / video_fps * (fps or FPS)
+        least = math.ceil(sampling.get("min_frames", MIN_FRAMES) / frame_factor) * frame_factor
+        most = math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
+        chosen = total_frames / video_fps * sampling.get("fps", FPS)
         chosen = min(max(chosen, least), most, total_frames)
         chosen = math.floor(chosen / frame_factor) * frame_factor
     if not FRAME_FACTOR <= chosen <= total_frames:
