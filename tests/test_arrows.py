@@ -36,29 +36,3 @@ def test_the_picture_says_the_answer(index):
             cell, moves = following[cell], moves + 1
         ends.append((cell, moves))
     assert len(ends) > 1 and {moves for _, moves in ends} == {row.columns["moves"]}, "another way is as long"
-
-
-def test_controls():
-    assert {ARROWS["HARD"].datasets(data(), 0)[0]["prompts"][i].columns["moves"] for i in range(40)} == {3, 4}
-    training, held_out = ARROWS["TASK"].datasets(data(), 0)
-    assert {training["prompts"][i].columns["moves"] for i in range(40)} == {1, 2, 3, 4}
-    assert {training["demonstrations"][i].columns["moves"] for i in range(40)} == {1, 2}
-    blank = ARROWS["BLANK"].datasets(data(), 0)[1]
-    for i in range(4):
-        assert read(blank[i].images[0]) == {} and blank[i].columns == held_out[i].columns
-
-
-def data():
-    from minivlmrl.run.batches import DataSection
-
-    return DataSection(eval_rows=8)
-
-
-def test_rewards_by_moves():
-    said = "<think> red blue</think><answer> blue</answer>", "<think> red blue lime</think><answer> red</answer>"
-    texts = [*said, "x"]
-    columns = {"solution": ["blue", "lime", "lime"], "moves": [1, 2, 2]}
-    answers = [" blue", " red", None]
-    assert ARROWS["correct"](answers, **columns, k=1) == [1.0, None, None]
-    assert ARROWS["correct"](answers, **columns, k=2) == [None, 0.0, 0.0]
-    assert ARROWS["thought"](texts, moves=columns["moves"], k=2) == [None, 2.0, 0.0]

@@ -83,9 +83,7 @@ def test_the_variable_overrides(monkeypatch):
 
 @pytest.mark.parametrize(("tensor", "state", "message"), [
     (CPU, {}, "TRITON_INTERPRET=1"),
-    (CPU.double(), {"INTERPRETED": True}, "torch.float64"),
     (OnGPU(), {"INSTALLED": False}, "pip install triton"),
-    (OnGPU(device="mps"), {}, "mps"),
     (OnGPU(), {"CAPABILITY": (9, 9)}, "capability"),
 ])  # fmt: skip
 def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):

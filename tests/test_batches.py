@@ -16,9 +16,6 @@ from minivlmrl.run.batches import Batches, DataSection, check_shares, shuffled
 from minivlmrl.run.config import RunConfig
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
-from recipes import localisation
-
-BOXES = f"{localisation.__file__}:TASK"
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(50, 5), (10, 3), (3, 7), (1, 4)])
@@ -59,12 +56,6 @@ def test_urls_of_a_file_are_fetched_when_the_run_allows_it(write_rows):
 def test_either_a_task_or_a_file(data):
     with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
-
-
-def test_a_stage_that_the_task_has_no_rows_for_is_refused():
-    message = r"stages: dpo needs pairs, data\.task .*localisation\.py:TASK has none"
-    with pytest.raises(ValueError, match=message):
-        load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", "dpo": "pairs"}, 0)
 
 
 # draws of rows
@@ -114,13 +105,6 @@ def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps
             together += [row for share in shares for row in share[draw][step * own : (step + 1) * own]]
         assert together == rows
         assert {len(share[draw]) for share in shares} == {steps * own}
-
-
-def test_a_resumed_run_goes_on_with_the_next_draw():
-    rows = batches(steps=2)
-    expected = drawn(rows, 9)[7:]
-    assert rows.draws == 9
-    assert drawn(batches(steps=2, draws=7), 2) == expected
 
 
 @pytest.mark.parametrize(("prompts", "ranks", "nearest"), [(32, 3, "30 or 33"), (1, 3, "3")])

@@ -1,6 +1,5 @@
-"""Expected gradients: the page's rows are those of the tables, its prose has no other numbers, and they are right."""
+"""Expected gradients: the page's rows are those of the tables, and they are right."""
 
-import re
 import types
 
 import pytest
@@ -20,7 +19,6 @@ from minivlmrl.tasks.shapes import Shapes
 from tiny import telling_weights
 
 DOCS = ROOT / "docs"
-NUMBER = re.compile(r"(?<![\d.])-?\d\.\d{4}(?!\d)")  # and no arXiv number
 TABLES = ["policy_table", "kl_table", "ppo_table", "preference_table"]
 
 
@@ -47,13 +45,6 @@ def test_the_page_has_rows_of_the_table(tables, name):
     start = page.index(header) + 2
     shown = page[start : page.index("", start)]
     assert len(shown) >= 5 and shown == [row for row in rows if row in shown]
-
-
-def test_every_number_of_the_prose_is_in_a_row_of_the_page():
-    prose = " ".join(line for line in lines() if not line.startswith("|"))
-    named = set(NUMBER.findall(prose))
-    cells = " ".join(line for line in lines() if line.startswith("|"))
-    assert len(named) >= 20 and named <= set(NUMBER.findall(cells))
 
 
 @pytest.mark.slow

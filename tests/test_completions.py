@@ -2,8 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -80,19 +78,3 @@ def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_p
     path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
     with pytest.raises(ValueError, match=r"completions.jsonl:2: not JSON"):
         CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
-
-
-def test_a_picture_that_a_kill_has_cut_is_written_again(tmp_path, monkeypatch):
-    log = SimpleNamespace(folder=tmp_path)
-    picture = PIL.Image.new("RGB", (8, 8), "red")
-
-    def cut(image, path, *arguments, **options):
-        Path(path).write_bytes(b"RIFF")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PIL.Image.Image, "save", cut)
-        with pytest.raises(KeyboardInterrupt):
-            CompletionsLog.save(log, picture, "grpo-0-0")
-    path = tmp_path / CompletionsLog.save(log, picture, "grpo-0-0")
-    assert PIL.Image.open(path).size == (8, 8) and [file.name for file in path.parent.iterdir()] == ["grpo-0-0.webp"]

@@ -1,7 +1,6 @@
 """Recipes and overrides: what is written is what runs, and what cannot run is named."""
 
 import dataclasses
-import math
 import typing
 from pathlib import Path
 
@@ -40,7 +39,6 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
     ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
     ("--grpo.mask_truncated_completions=true", "grpo.mask_truncated_completions", True),
-    ("--output_dir=runs/a=b", "output_dir", "runs/a=b"),
     ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
     ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
     ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
@@ -67,39 +65,15 @@ def test_a_flag_needs_no_value(recipe):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta? valid keys: adam_beta2, "),
-    ("--nonsense=1", "command line: unknown key nonsense"),
     ("--seed.x=1", "command line: seed is"),
     ("--grpo=1", "grpo is 1, it must be an object with names and values"),
     ("seed=1", "'seed=1': an override has the form --section.name=value"),
-    ("--seed", "'--seed': an override has the form"),
     ("other.yaml", "'other.yaml': an override has the form"),
 ])  # fmt: skip
 def test_a_bad_override_is_named(recipe, override, message):
     with pytest.raises(ValueError) as error:
         load_config(recipe, [override])
     assert message in str(error.value)
-
-
-BOUNDS = [
-    ("sampling.top_p", 0.0, 0.01, "in (0, 1]"),
-    ("grpo.epsilon_high", 0.1, 0.2, "at least 0.2"),
-    # what would train nothing, backwards or for ever
-    ("grpo.learning_rate", 0.0, 1e-9, "over 0 and finite"),
-    ("dpo.learning_rate", math.inf, 1e-9, "over 0 and finite"),
-    ("optimizer.max_grad_norm", 0.0, math.inf, "over 0 (.inf does not clip)"),
-    ("sft.adam_beta2", 1.0, 0.0, "in [0, 1)"),
-    ("rewards.accuracy", math.nan, 0.5, "finite"),
-]
-
-
-@pytest.mark.parametrize(("path", "wrong", "last_right", "bounds"), BOUNDS)
-def test_bounds(write, path, wrong, last_right, bounds):
-    section, name = path.split(".")
-    also = {"loss_type": "rloo"} if name == "reward_clip_range" else {}
-    load_config(write({section: {name: last_right, **also}}))
-    with pytest.raises(ValueError) as error:
-        load_config(write({section: {name: wrong, **also}}))
-    assert f"recipe.yaml: {path} is {wrong!r}, it must be {bounds}" in str(error.value)
 
 
 def declared(cls=RunConfig, prefix=""):
@@ -132,15 +106,6 @@ def test_a_key_that_is_there_twice_is_refused(write, content):
     """YAML takes the last one."""
     with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML \('(sft|max_steps)' is there twice\n"):
         load_config(write(content))
-
-
-def test_aliases_do_not_explode(write):
-    """Ten lists, each of which holds the one inside it ten times: to write them all takes 10 GB."""
-    text = "lol"
-    for k in range(10):
-        text = f"[&a{k} {text}{f', *a{k}' * 9}]"
-    with pytest.raises(ValueError, match=r"recipe.yaml: seed is \[\[\[\[\[.*, it must be of type int"):
-        load_config(write(f"seed: {text}"))
 
 
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])

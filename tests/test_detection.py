@@ -33,21 +33,16 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     (js((CAT[0], " Cat ")), [CAT], ALL),
     (js(HALF), [CAT], (0.5, 1, 0.7 * 0.5 + 0.3)),
     (js(CAT), [CAT, OTHER_CAT], (0.5, 51 / 101, 0.7 / 2 + 0.3 * 0.75)),
-    (js(CAT, NOWHERE), [CAT], (0.5, 1, 0.7 + 0.3 * 0.75)),
     (js(NOWHERE, CAT), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),
     (js(CAT, DOG), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),  # no dog is there: its AP is 0
     (js((CAT[0], "dog")), [CAT], (0, 0, 0.3)),  # complete, for VLM-R1
-    (js((CAT[0], "dog"), (DOG[0], "cat")), [CAT, DOG], (0, 0, 0.3)),
     (js(NOWHERE), [CAT], NOTHING),
     (js(*[CAT] * 50), [CAT], (1 / 50, 1, 0.7 + 0.3 * 0.51)),
     ("[]", [CAT], NOTHING),
     ("[]", [], ALL),
-    ("```json\n[]\n```", [], ALL),
     (js(CAT), [], NOTHING),
     ("", [], NOTHING),  # says nothing
     ('[{"bbox_2d": [0, 0, 20, 20]}]', [CAT], NOTHING),
-    ('[{"bbox_2d": [0, 0, 20, NaN], "label": "cat"}]', [CAT], NOTHING),
-    ('[{"bbox_2d": [0, 0, 20, 20], "label": ["cat", "dog"]}]', [CAT], NOTHING),
     ("[" * 100000, [CAT], NOTHING),
 ]
 

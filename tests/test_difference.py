@@ -14,10 +14,8 @@ from minivlmrl.tools.difference import difference, distance
     ("name", "one", "two", "expected"),
     [
         ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 1.0}, {"loss": 2.5}], "line 2, by 0.5"),
-        ("metrics.jsonl", [{"loss": 1.0}], [{"loss": None}], "line 1"),
         ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 2.0}], "line 1, 2"),
         ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": 2.0}], ""),
-        ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 1, "seconds": 1.0}], "line 1"),
         ("completions.jsonl", [{"where": "/a:1", "row": 1}], [{"where": "/b:1", "row": 1}], ""),
         ("summary.json", [{"start": {"greedy": 0.5}, "seconds": {}}], [{"start": {"greedy": 0.5}, "seconds": 1}], ""),
         ("config.yaml", [{"seed": 0, "output_dir": "a"}], [{"seed": 1, "output_dir": "b"}], "line 1"),

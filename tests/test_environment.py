@@ -79,14 +79,6 @@ def test_options_are_arguments_of_the_class(own):
         own("Counter(from_=3)")
 
 
-@pytest.mark.parametrize("name", ["nowhere.py:Eye", "minivlmrl.environments.environment:Eye", "no.module:Eye"])
-def test_what_is_not_there(name):
-    with pytest.raises(ValueError, match=f"^sampling.environment: {name}: it cannot be loaded"):
-        get_environment(name)
-    with pytest.raises(ValueError, match=r"^unknown sampling.environment 'microscope'; there are: .*file.py:name$"):
-        get_environment("microscope")
-
-
 def test_an_argument_without_a_type_is_refused(own):
     with pytest.raises(ValueError, match="tool untyped: its argument 'x' needs a type"):
         own("untyped")

@@ -70,13 +70,6 @@ def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monk
     }  # fmt: skip
 
 
-def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
-    result = evaluate(None, None, ROWS, config(["box_format", "iou", "acc_0_5"], SAMPLING), ONE)
-    first = ["sampled", "greedy", "iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
-    assert list(result)[:6] == first
-    assert [result[name] for name in first[:3]] == [0.25, 0.5, 0.6]
-
-
 def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
     rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
@@ -126,10 +119,3 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
     assert own == [[image.tobytes() for image in row.images] for row in rows]
     assert grey == [[blank], [], [blank] * 2, [blank]]
     assert swapped == [own[2][:1], [], own[3] * 2, own[0]]
-
-
-def test_a_blind_evaluation_of_a_model(model):
-    values = evaluate(
-        *model, Shapes(3, "held out"), config(sampling=SamplingOptions(max_new_tokens=2), blind=True), ONE
-    )
-    assert values["grey"] == values["swapped"] == 0.0

@@ -33,13 +33,6 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch,
     assert "failed" not in good and f"['{tmp_path}', '--toy']" in good
 
 
-def test_the_parts_take_45_minutes_in_calls_of_9_and_exist():
-    assert sum(part.minutes for part in PARTS.values()) <= 45
-    assert max(part.minutes for part in PARTS.values()) < 9
-    files = [word for part in PARTS.values() for word in part.command.split() if word.endswith(".py")]
-    assert [file for file in files if not (first_gpu_hour.ROOT / file).is_file()] == []
-
-
 @pytest.mark.slow
 def test_parts_run_at_toy_size(monkeypatch, tmp_path):
     """Of the three runs one. Each way of ours was run."""

@@ -92,15 +92,6 @@ def test_budgets_only_fall():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == versions[-1]
 
 
-def test_a_recipe_names_its_fields():
-    assert {"seed", "data.train", "rewards", "sft.max_steps", "ppo.max_steps"} <= set(house.fields())
-
-
-def test_lines_of_code_are_counted_without_imports_and_prose():
-    text = '"""Doc."""\nfrom a import (\n    b,\n)\n\n# so\ndef f():\n    """Two\n    lines."""\n    return 1  # one\n'
-    assert house.code_lines(text) == ["def f():", "    return 1  # one"]
-
-
 @pytest.mark.parametrize("name", BOOK)
 def test_a_file_of_the_book_is_easy_to_read(name):
     text = FILES[name].read_text()

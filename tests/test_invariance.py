@@ -146,7 +146,7 @@ def dpo_case(**options) -> Case:
     return Case(batch, ("per_token_logps",), call, tuple(batch))
 
 
-SORTING, DIVERGENCES = ("aot", "aot_unpaired"), preference.F_DIVERGENCES[1:]
+SORTING = ("aot", "aot_unpaired")
 DPO_OPTIONS = [
     *[{"loss_type": name} for name in preference.DPO_LOSSES],
     *[{"loss_type": name, "ld_alpha": 0.5} for name in ("sigmoid", "sft", *SORTING)],

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from recipes.lengths import cosine, repetition
+from recipes.lengths import repetition
 
 from earnings import earnings
 
@@ -24,15 +24,6 @@ def test_cosine_equals_trl():
     assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-6)
 
 
-def test_cosine_by_hand():
-    """Half of the length is half of the way; values can be one's own. By default `accuracy` says what is right, and
-    the scale ends at 1,024 tokens."""
-    given = {"solution": ["a dog"] * 4, "answer_texts": ["a dog", "a cat", "A dog", "a dog"]}
-    ids = [[0] * 512, [0] * 512, [], [0] * 5000]
-    assert cosine([""] * 4, ids, **given) == pytest.approx([0.75, -0.75, 1.0, 0.5])
-    assert cosine([""] * 4, ids, right=(2.0, 0.0), wrong=(0.0, 0.0), **given) == [1.0, 0.0, 2.0, 0.0]
-
-
 def test_repetition_equals_trl():
     rewards = pytest.importorskip("trl.rewards", reason="oracle missing: pip install trl==1.16.0")
     rng = random.Random(1)
@@ -40,8 +31,3 @@ def test_repetition_equals_trl():
     for size, penalty in ((1, -1.0), (2, -0.5), (3, -1.0)):
         theirs = rewards.get_repetition_penalty_reward(size, penalty)(ids)
         assert repetition(ids, ngram_size=size, max_penalty=penalty) == pytest.approx(theirs)
-
-
-def test_defaults_of_repetition():
-    """5 5 5 5 5 has three triples, of which two are repetitions."""
-    assert repetition([[5, 5, 5, 5, 5], [5, 5, 6, 5]]) == pytest.approx([-2 / 3, 0.0])

@@ -14,7 +14,6 @@ class Fault:
     change: dict | Callable = field(default_factory=dict)  # columns of each row, or (number, row) -> these
     check: tuple[str, str] | None = None  # before a run
     run: tuple[str, str] | None = None  # while it goes on
-    error: tuple[str, str] | None = None  # that ends it
 
 
 def black(image: str) -> str:
@@ -79,13 +78,6 @@ FAULTS = {
         ["--rewards={one.py:length: 1}"],
         check=("with grey pictures the completions earn", "check that the right images"),
     ),
-    "sampler and trainer disagree": Fault(
-        ["--rollout.max_logp_mismatch=1e-12"], error=("nats about a token", "rollout.max_logp_mismatch"),
-    ),
-    "a reward that is no number": Fault(
-        ["--rewards={one.py:nothing: 1}"],
-        error=("reward one.py:nothing returned nan", "or None for 'cannot judge'"),
-    ),
     # rows
     "all rows show one file": Fault(
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
@@ -120,10 +112,6 @@ FAULTS = {
     ),
     "demonstrations longer than max_new_tokens": Fault(
         ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "raise it"),
-    ),
-    "pairs of equal answers": Fault(
-        ["--stages=[dpo]"], {"chosen": "cat", "rejected": "cat"},
-        error=("column 'rejected' equals column 'chosen'", "drop the row"),
     ),
     "labels of one class": Fault(
         ["--stages=[kto]"], {"label": True}, check=("every label is True", "kto needs good and bad answers"),

@@ -98,13 +98,8 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
 
 
 def ask(cell: Cell) -> Outcome:
-    """Ask TRL about a cell and compare."""
-    return compare(cell, cell.theirs())
-
-
-def compare(cell: Cell, theirs: Result) -> Outcome:
-    """Hold our result of a cell against one of TRL's; metrics count where both sides have them."""
-    ours = cell.ours()
+    """Ask TRL about a cell and compare; metrics count where both sides have them."""
+    ours, theirs = cell.ours(), cell.theirs()
     errors = {name: distance(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
     metrics = {name: errors.pop(name) for name in [*errors] if name.startswith("metric ")}
     lone = [name for name in ours.keys() ^ theirs.keys() if not name.startswith("metric ")]
