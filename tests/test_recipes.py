@@ -8,7 +8,7 @@ import pytest
 from runs import metrics, summary
 
 from minivlmrl.hub.checker import load_name
-from minivlmrl.rewards import accuracy, format
+from minivlmrl.rewards import accuracy, tag_format
 from minivlmrl.scale.checkpoint import load_model
 from recipes import localisation
 from recipes.digits import write_digits
@@ -57,7 +57,7 @@ def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
     columns["answer_texts"] = [None if one is None else str(one) for one in columns["answer_texts"]]
     ids = [[i] for i in range(20)]
     first, other = (shuffled(texts, completion_ids=x, **columns) for x in (ids, ids[::-1]))
-    right, form = accuracy(**columns), format(texts)
+    right, form = accuracy(**columns), tag_format(texts)
     assert first not in (right, other) and Counter(first) == Counter(other) == Counter(right)
     both = zip(first, shuffled(texts, of="format", completion_ids=ids, **columns), strict=True)
     assert Counter(both) == Counter(zip(right, form, strict=True))
