@@ -201,26 +201,6 @@ def rolled_pictures(self, model, options):
     return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
 
 
-def pictures_of_reference(change: Callable) -> Callable:
-    """change(the pictures of a row), for the reference; all pictures are of one size."""
-
-    def call(self, model, options):
-        if model is not self.ref_model:
-            return model, options
-        pictures = options["pixel_values"].view(len(options["image_grid_thw"]), -1, options["pixel_values"].shape[1])
-        rows = map(change, pictures.split(options["num_images"]))
-        return model, options | {"pixel_values": torch.cat([*rows]).flatten(0, 1)}
-
-    return forward(call)
-
-
-def no_kinds_after_prompt(function, self, model, ids, mask, keep, **options):
-    """What token is of a picture is known of the prompt alone."""
-    kinds = options["mm_token_type_ids"].clone()
-    kinds[:, -keep:] = 0
-    return function(self, model, ids, mask, keep, **options | {"mm_token_type_ids": kinds})
-
-
 def drop(training_step, model, *arguments, **options):
     model.zero_grad()
     return training_step(model, *arguments, **options)
@@ -299,13 +279,11 @@ DELTA = "delta_score = chosen_scores - rejected_scores"
 CLIPS = {"max_grad_norm": 0.01}
 FOUR_PAIRS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows": 8, "learning_rate": 2e-2}
 TELL, LOOK = {"tools": ("tell",)}, {"tools": ("look",)}
-LARGE = {**LOOK, "large": True}
 PCT = "prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids"
 OWN = "completion_ids[idx_with_tool]"
 AGAIN = PCT.replace(OWN, f"self._tokenizer.encode(self._tokenizer.decode({OWN}))")
 ADDED = "tool_mask[idx_with_tool] += [0] * tool_length + [1] * post_tool_length"
 MERGED = "images = [(existing or []) + new for existing, new in zip(images, tool_images, strict=True)]"
-COUNTED = "loss_mask = completion_mask if tool_mask is None else completion_mask * tool_mask"
 ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids_list], device=device)"
 
 BUGS = {
@@ -550,18 +528,11 @@ BUGS = {
     "answers_in_the_loss": Bug(GITHUB + "huggingface/trl/pull/5521", trl=loop(
         "mask", "counts the answers of tools too", ADDED, ADDED.replace("[0]", "[1]"),
     )),
-    "mean_over_answers": Bug("", trl=turns_score(
-        "loss", "mean is over the answers of tools too", COUNTED, "loss_mask = completion_mask",
-    )),
     "text_read_again": Bug(GITHUB + "huggingface/trl/issues/5144", trl=loop(
         "tokens", "decoded and encoded again", PCT, AGAIN, TELL,
     )),
     "pictures_of_answers_lost": Bug(GITHUB + "THUDM/slime/issues/1847", trl=edited(
         "_generate", "pictures", "lacks all pictures", MERGED, "pass", kind="turns",
-    )),
-    "kinds_of_the_prompt_alone": Bug(GITHUB + "huggingface/trl/pull/5323", trl=InTRL(
-        "logps", "1-D, the pictures of answers",
-        around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", no_kinds_after_prompt), LARGE, "turns",
     )),
     "answers_not_attended_to": Bug(GITHUB + "huggingface/trl/pull/4976", trl=turns_loss(
         "tokens", "does not attend to the answers of tools", "torch.cat([prompt_mask, completion_mask], dim=1)",
@@ -571,9 +542,5 @@ BUGS = {
         "mask", "an earlier turn ended", ENDED,
         ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"),
         TELL | {"ends": 0.2, "mask_truncated_completions": True},
-    )),
-    "the_first_picture_alone_in_reference": Bug("", trl=InTRL(
-        "logps of reference", "has the first of all pictures for each",
-        pictures_of_reference(lambda row: row[:1].expand_as(row)), LARGE | {"beta": 0.1}, "turns",
     )),
 }  # fmt: skip
