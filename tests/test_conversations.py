@@ -105,7 +105,7 @@ MISTAKES = [
     ({"problem": 3}, "column 'problem': must be text, it is 3"),
     ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
     ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': needs turns with the roles system, user, as"),
-    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio', not text, image"),
+    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is not text, image or v"),
     ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s) but 0 video"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
     ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing; keep one"),

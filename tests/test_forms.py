@@ -165,7 +165,7 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
     ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "the call of turn 1: "),
-    ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),
+    ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has 0 bbox, the texts 1 <bbox>"),
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
     ({"problem": "a", "options": "one"}, "form 'options': its choices is 'one', it must be a list of texts"),
     ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer beside choices is 1, it must be a letter or"),

@@ -6,7 +6,7 @@ import PIL.Image
 import pytest
 
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import pick
+from minivlmrl.data.mix import Picked
 from minivlmrl.data.row_summary import summary
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -46,7 +46,9 @@ def test_of_many_rows_some_are_measured(rows):
     length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
     task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
-    assert summary(pick(rows([], [], []), [0, 2]), PROCESSOR).startswith("2 picked out of 3 in 1 file(s); prompts of")
+    assert summary(Picked([rows([], [], [])], [(0, 0), (0, 2)]), PROCESSOR).startswith(
+        "2 picked out of 3 in 1 file(s); prompts of"
+    )
 
 
 def test_videos_and_urls_are_counted_and_not_opened(tmp_path):

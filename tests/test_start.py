@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import pick
+from minivlmrl.data.mix import Picked
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
@@ -152,8 +152,9 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     cure = "they say what it remembers; leave them out of data.eval_file"
     said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"
     assert told(grpo=training, eval=held_out) == [said]
-    assert told(grpo=pick(training, [0, 2]), eval=held_out) == [] == told(grpo=Shapes(1, "x"), eval=Shapes(1, "x"))
-    assert told(grpo=pick(training, [1, 1]), eval=pick(held_out, [0, 1])) == [said]
+    assert told(grpo=Picked([training], [(0, 0), (0, 2)]), eval=held_out) == []
+    assert told(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
+    assert told(grpo=Picked([training], [(0, 1), (0, 1)]), eval=Picked([held_out], [(0, 0), (0, 1)])) == [said]
 
 
 def test_a_training_reward_without_its_column_is_named_and_a_held_out_row_is_not_judged():

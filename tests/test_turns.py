@@ -25,7 +25,7 @@ def test_a_message_needs_role_and_content(message):
     [{"type": "audio", "text": "hi"}, {"type": "text"}, {"type": "text", "text": 3}, {"image": None}, {}, "hi", None],
 )
 def test_a_part_that_is_neither_text_nor_image_nor_video_is_refused(part):
-    with pytest.raises(ValueError, match="has a part of type"):
+    with pytest.raises(ValueError, match="has a part that is not text"):
         check_messages([{"role": "user", "content": [part]}])
 
 

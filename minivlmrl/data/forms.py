@@ -6,6 +6,7 @@ Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md 
 import json
 import re
 from collections.abc import Callable
+from itertools import chain, cycle
 
 from minivlmrl.hub.checker import naming, require
 from minivlmrl.hub.folder import parse_json
@@ -34,7 +35,7 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
     for name, (keys, unless, read) in FORMS.items():
         if None not in map(row.get, keys) and [*map(row.get, unless)].count(None) == len(unless):
             try:
-                row = row | read(row)
+                row = row | ({read: row[name]} if isinstance(read, str) else read(row))
             except ValueError as error:
                 raise ValueError(f"form {name!r}: {error}") from error
     return row
@@ -87,8 +88,7 @@ def _system(row: dict) -> list[dict]:
 def _messages(row: dict) -> dict:
     """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
     turns = row["messages"]
-    valid = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
-    if not valid or not turns:
+    if not turns or not isinstance(turns, list) or not all(isinstance(x, dict) for x in turns):
         return {}  # conversations.py says what is wrong
     other = SPEAKERS.keys() - ROLES.keys()
     turns = [_turn(x, i) if str(x.get("role")) in other else x for i, x in enumerate(turns)]
@@ -106,13 +106,14 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         if row.get("input"):  # Alpaca's
             text = f"{text}\n{row['input']}"
         before = row.get("history") or []
-        pairs = before if isinstance(before, list) else [before]
-        paired = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+        paired = isinstance(before, list) and all(
+            isinstance(x, list) and len(x) == 2 for x in before
+        )
         needed = "a list of pairs, each a question and its answer"
         require(paired, "column 'history'", before, needed)
-        roles = ("user", "assistant")
-        turns = [{"role": roles[i], "content": pair[i]} for pair in before for i in (0, 1)]
-        columns = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
+        turns = zip(cycle(("user", "assistant")), [*chain(*before), text])
+        turns = [{"role": role, "content": content} for role, content in turns]
+        columns = {"prompt": [*_system(row), *turns]}
         if reply is not None and row.get("solution") is None:
             columns["solution"] = reply
         if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:
@@ -143,8 +144,7 @@ def _objects(row: dict) -> dict:
             listed = objects.get(key) if isinstance(objects, dict) else None
             count = len(listed) if isinstance(listed, list) else 0
             if count != marks:
-                more = "fewer" if count < marks else f"{count - marks} more"
-                raise ValueError(f"column 'objects' has {more} than the texts have {mark}")
+                raise ValueError(f"column 'objects' has {count} {key}, the texts {marks} {mark}")
             waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
     def fill(text: str) -> str:
@@ -160,9 +160,8 @@ def _choices(row: dict) -> dict:
     name = next((name for name in ASKED if isinstance(row.get(name), str)), None)
     if not choices or name is None:  # an open question; turns, whose text is the whole prompt
         return {}
-    valid = isinstance(choices, list) and len(choices) <= 26
-    require(valid, "its choices", choices, "a list of texts")
-    answer = row.get("answer", row.get("solution"))
+    answer, valid = row.get("answer", row.get("solution")), isinstance(choices, list)
+    require(valid and len(choices) <= 26, "its choices", choices, "a list of texts")
     valid = not isinstance(answer, int) or answer in choices
     require(valid, "the answer beside choices", answer, "a letter or one of them")
     if all(re.search(rf"\b{letter}[.:)]", row[name]) for letter in LETTERS[: len(choices)]):
@@ -196,16 +195,13 @@ def _each_text(value, change: Callable[[str], str]):
     return value
 
 
-def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:
-    return lambda row: {ours: row[theirs]}
-
-
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ASKED = ("problem", "question", "query", "instruction", "prefix", "prompt")  # a question as text
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
 READ = (*QUESTIONS, "completion")  # a row that has one is in our form
-# form: a row with all these columns, none of those, and what returns the columns that it adds
+# form: a row with all these columns, none of those, and what returns the columns that it adds,
+# or what its column is called here
 FORMS = {
     "A, B": (("A", "B"), ("options", "choices"), _choices),
     "options": (("options",), (), _choices),
@@ -217,11 +213,11 @@ FORMS = {
     "instruction": (("instruction",), READ, _asked("instruction", "output")),
     "question": (("question",), READ, _asked("question", "answer")),
     "chosen": (("chosen", "rejected"), (), _chosen),
-    "kto_tag": (("kto_tag",), ("label",), _rename("kto_tag", "label")),
-    "answer": (("answer",), ("solution",), _rename("answer", "solution")),
+    "kto_tag": (("kto_tag",), ("label",), "label"),
+    "answer": (("answer",), ("solution",), "solution"),
     "reward_model": (("reward_model",), ("solution",), _ground_truth),
-    "ground_truth": (("ground_truth",), ("solution",), _rename("ground_truth", "solution")),
-    "file_name": (("file_name",), SHOWN, _rename("file_name", "image")),
+    "ground_truth": (("ground_truth",), ("solution",), "solution"),
+    "file_name": (("file_name",), SHOWN, "image"),
     "objects": (("objects",), (), _objects),
     "<img>": ((), SHOWN, _pictures_in_text),
 }

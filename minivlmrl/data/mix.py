@@ -51,11 +51,6 @@ class Picked(Sequence):
         return [self.parts[part].asked[row] for part, row in self.picks]
 
 
-def pick(rows: Sequence, numbers: list[int]) -> Picked:
-    """Take some rows of a dataset."""
-    return Picked([rows], [(0, number) for number in numbers])
-
-
 def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
     """Lay files of rows end to end, each row as often as the weight of its file says.
 

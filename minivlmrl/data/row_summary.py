@@ -8,12 +8,11 @@ import torch
 
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import Picked, pick
+from minivlmrl.data.mix import Picked
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Dataset, Processor, Row
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
-
 MARKUP = 1000  # tokens that a template adds to a prompt, at most
 
 
@@ -68,8 +67,8 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
     long = {n: f"{where}: {length} tokens" for n, where, length in _long(rows, processor, limit)}
     if len(long) == len(rows):
         raise ValueError(f"data.max_prompt_tokens is {limit}: all prompts are longer, {long[0]}")
-    kept = [number for number in range(len(rows)) if number not in long]
-    return (pick(rows, kept) if long else rows), list(long.values())
+    kept = [(0, number) for number in range(len(rows)) if number not in long]
+    return (Picked([rows], kept) if long else rows), list(long.values())
 
 
 def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):

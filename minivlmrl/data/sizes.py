@@ -16,14 +16,13 @@ Whole = Annotated[int, "[1, 1e15)"]
 class ImageOptions:
     """Options of an image."""
 
-    min_pixels: Whole | None = None  # bounds of the area (of a frame)
+    # bounds of the area (of a frame)
+    min_pixels: Annotated[int, f"[1, {MAX_MIN_PIXELS}]"] | None = None
     max_pixels: Whole | None = None
     resized_height: Whole | None = None  # instead of the image's own size
     resized_width: Whole | None = None
 
     def __post_init__(self):
-        if (self.min_pixels or 0) > MAX_MIN_PIXELS:
-            raise ValueError(f"min_pixels {self.min_pixels} is over {MAX_MIN_PIXELS}")
         if (self.resized_height is None) != (self.resized_width is None):
             raise ValueError("resized_height and resized_width belong together: give both")
 

@@ -109,8 +109,7 @@ class ChatTemplate:
             return join_text([*turns, START, "assistant\n"])
         text = self._lay_out(self._checked(messages), add_generation_prompt=True)
         pieces = join_text(self._cut(text))
-        names = {id(IMAGE): "image", id(VIDEO): "video"}
-        shown = [names[id(piece)] for piece in pieces if id(piece) in names]
+        shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
         kinds = [kind for part in parts_of(messages) if (kind := part_kind(part)) != "text"]
         if shown != kinds:
             raise self._error(f"it shows {shown}, the messages have {kinds}")

@@ -92,15 +92,11 @@ def check_messages(messages: list[dict], tool_calls=False):
         if not has_content or not isinstance(fields.get("role"), str):
             needed = "a role, and content that is text or a list of parts"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
-        length = 0
-        for part in content_parts(message) or ():
-            kind = part_kind(part)
-            if kind is None:
-                shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-                wrong = f"a part of type {shown!r}, not text, image or video"
+        for part in parts_of([message]):
+            if part_kind(part) is None:
+                wrong = "a part that is not text, image or video"
                 raise ValueError(f"message {number} has {wrong}: {part!r:.80}")
-            length += len(part["text"]) if kind == "text" else 0
-        if length > MAX_TEXT:
+        if len(text_of(message)) > MAX_TEXT:
             raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
         if calls and not tool_calls:
             cure = "put a template that lays them out into the model's folder"
