@@ -16,11 +16,7 @@ WORDS = {str: "text", list: "a list of turns"}
 
 
 def read_conversation(
-    row: dict,
-    listed: dict[str, list[Media]],
-    prompt_template="{problem}",
-    system_prompt=None,
-    media_options=None,
+    row: dict, listed: dict[str, list[Media]], prompt_template, system_prompt, media_options
 ) -> tuple[list[dict], list[Media], dict[str, str | list[dict]]]:
     """Find the prompt of a row, what its parts show in order, and its answers by column.
 
@@ -77,10 +73,7 @@ def _shown(turns: list[dict]) -> list[dict]:
 
 
 def conversation(
-    prompt: str | list[dict],
-    media: dict[str, int],
-    prompt_template="{problem}",
-    system_prompt: str | None = None,
+    prompt: str | list[dict], media: dict[str, int], prompt_template="{problem}", system_prompt=None
 ) -> list[dict]:
     """Make messages that ask about a problem, or a prompt's turns, and show so many media."""
     listed = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}

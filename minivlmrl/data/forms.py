@@ -106,11 +106,9 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         if row.get("input"):  # Alpaca's
             text = f"{text}\n{row['input']}"
         before = row.get("history") or []
-        paired = isinstance(before, list) and all(
-            isinstance(x, list) and len(x) == 2 for x in before
-        )
-        needed = "a list of pairs, each a question and its answer"
-        require(paired, "column 'history'", before, needed)
+        for pair in before if isinstance(before, list) else [before]:
+            paired = isinstance(pair, list) and len(pair) == 2
+            require(paired, "column 'history'", before, "a list of pairs: a question, its answer")
         turns = zip(cycle(("user", "assistant")), [*chain(*before), text])
         turns = [{"role": role, "content": content} for role, content in turns]
         columns = {"prompt": [*_system(row), *turns]}

@@ -147,9 +147,8 @@ def load_media(media: list[Media], folder: Path, allow_urls) -> tuple[Sequence, 
             images.append(partial(fetch_image, open_source(one.source, folder, allow_urls)))
         else:
             sampling = {n: value for n, value in one.options.items() if n in SAMPLING_OPTIONS}
-            videos.append(
-                VideoFile(partial(load_video, one.source, folder, allow_urls, **sampling))
-            )
+            load = partial(load_video, one.source, folder, allow_urls, **sampling)
+            videos.append(VideoFile(load))
     return images and Decoded(images), videos
 
 

@@ -54,13 +54,13 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
     files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
     files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
     images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE.fullmatch(path.name))
-    if images and not parquet and not files:
+    if parquet or len(files) == 1:
+        return Arrow(parquet) if parquet else open_rows(files[0])
+    if images and not files:
         return Images(folder, images)
-    if not parquet and len(files) != 1:
-        names = ", ".join(path.name for path in sorted(files)[:5]) or "none"
-        needed = "a folder must hold a dataset or one file of rows"
-        raise ValueError(f"{folder}: {needed}; its files of rows: {names}")
-    return Arrow(parquet) if parquet else open_rows(files[0])
+    names = ", ".join(path.name for path in sorted(files)[:5]) or "none"
+    needed = "a folder must hold a dataset or one file of rows"
+    raise ValueError(f"{folder}: {needed}; its files of rows: {names}")
 
 
 class Lines:

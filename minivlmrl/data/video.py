@@ -15,7 +15,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, fetch_image, open_source
+from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, Source, fetch_image, open_source
 from minivlmrl.data.sizes import check_options
 from minivlmrl.image import Grid, ImageProcessor, smart_resize, to_rgb
 
@@ -85,11 +85,7 @@ class VideoFile:
 
 
 def load_video(
-    source: str | Path | bytes | Sequence,
-    folder: str | Path | None = None,
-    allow_url=False,
-    frame_factor: int = FRAME_FACTOR,
-    **sampling: float | None,
+    source: Source | list, folder=None, allow_url=False, frame_factor=FRAME_FACTOR, **sampling
 ) -> Video:
     """Read the frames of a video that the model is to see.
 

@@ -99,13 +99,13 @@ class ToolDecode(Decode):
             for (play, _), tokens in zip(asked, embeds, strict=True):
                 play.embeds.extend(tokens)
                 play.unseen = []
-        last = zip(plays, ids.tolist(), strict=True)
-        shows = [token == self.image_token and not play.written[-1] for play, token in last]
-        index = to_device(torch.tensor(shows).nonzero()[:, 0], device)
+        shows = [i for i, token in enumerate(ids.tolist()) if token == self.image_token]
+        shows = [i for i in shows if not plays[i].written[-1]]
+        index = to_device(torch.tensor(shows, dtype=torch.long), device)
         x, deep = model.model.embed_tokens(ids), []
-        if any(shows):
-            shown = [play.embeds.popleft() for play, show in zip(plays, shows, strict=True) if show]
-            x, deep = place_images(x, torch.stack(shown), index)
+        if shows:
+            shown = torch.stack([plays[i].embeds.popleft() for i in shows])
+            x, deep = place_images(x, shown, index)
         moved = to_device(torch.tensor([play.moved for play in plays]).T, device)  # (3, r)
         hidden = model.model(x, position + moved, attention, None, index, deep)
         attention.advance()
@@ -119,8 +119,8 @@ class ToolSampler(RunSampler):
         super().__init__(*arguments, **options)
         self.make = get_environment(self.sampling.environment)
         if self.sampling.stop_strings or not self.gather_weights:
-            refused = "sampling.stop_strings, rollout.gather_weights: false"
-            raise ValueError(f"sampling.environment: leave out {refused}")
+            refused = "leave out sampling.stop_strings, rollout.gather_weights: false"
+            raise ValueError(f"sampling.environment: {refused}")
 
     def chooser(self, prompts, num_generations, keys) -> Choose:
         self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
@@ -137,9 +137,7 @@ class ToolSampler(RunSampler):
     def begin(self, prompt: Prompt, count: int) -> list[Play]:
         """Tell as many environments of the row of a prompt."""
         if prompt.row is None:
-            raise ValueError(
-                "an environment is told the row of its prompt: make that with Row.prompt"
-            )
+            raise ValueError("environments are told a prompt's row: make it with Row.prompt")
         row, patch = prompt.row, self.processor.image_processor.patch_size
         grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
         space = row.columns.get("box_space") or self.processor.box_space

@@ -90,8 +90,7 @@ class StaticDecodeAttention(DecodeAttention):
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
-        kv = self.remember(layer_index, k, v)
-        prompt_kv = self.prompt_kv[layer_index]
+        prompt_kv, kv = self.prompt_kv[layer_index], self.remember(layer_index, k, v)
         return decode_attention(q, *prompt_kv, self.prompt_bias, *kv, self.row_bias)
 
 

@@ -19,10 +19,7 @@ class PiecesConfig:
 
 
 def pieces(
-    lengths: Sequence[tuple[int, Sequence[int]]],
-    most_prompts: int,
-    most_tokens: int | None,
-    world=None,
+    lengths: list[tuple[int, Sequence[int]]], most_prompts: int, most_tokens: int | None, world=None
 ) -> list[list[tuple[int, int]]]:
     """Divide the rows of some prompts.
 

@@ -41,20 +41,15 @@ class RunSampler(Sampler):
         on_gpu = world.device.type == "cuda" and not by_layer
         self.captured = sampling.graph == "auto" and on_gpu
 
-    def __call__(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> list[list[Completion]]:
+    def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt; all ranks call this."""
         sample = super().__call__
         if self.sampling.max_tokens_at_once is None:
             return sample(prompts, num_generations, keys)
         return in_pieces(sample, prompts, num_generations, keys, self.sampling, self.world)
 
-    def generate(
-        self, prompts: Sequence[Prompt], num_generations: int, choose: Choose
-    ) -> list[list[Completion]]:
-        limit = self.sampling.max_new_tokens
-        decode = self.decode()
+    def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
+        limit, decode = self.sampling.max_new_tokens, self.decode()
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 choose = in_lockstep(choose, limit, model, self.world)
@@ -70,14 +65,10 @@ class RunSampler(Sampler):
         """Return the chooser that filters and stop strings hear; environments/ forces tokens."""
         return choose
 
-    def chooser(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> Choose:
+    def chooser(self, prompts, num_generations, keys) -> Choose:
         """Make the function that chooses tokens: the book's, with filters and stop strings."""
-        ids = [prompt.input_ids for prompt in prompts]
-        filters = None
-        if self.sampling.filtered:
-            filters = Filters(self.sampling, ids, num_generations)
+        ids, filtered = [prompt.input_ids for prompt in prompts], self.sampling.filtered
+        filters = Filters(self.sampling, ids, num_generations) if filtered else None
         choose = self.forcing(super().chooser(prompts, num_generations, keys, filters))
         if filters is not None:
             choose = filters.remembering(choose)

@@ -48,11 +48,10 @@ class StopStrings:
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
             before, token = self.before[row], self.bytes_of(token_id)
+            text, known = before + token, len(before) + 1
             # so little of what comes before that a match needs the token
-            ends.append(
-                any(s in before[max(0, len(before) - len(s) + 1) :] + token for s in self.strings)
-            )
-            self.before[row] = (before + token)[-self.longest :]
+            ends.append(any(s in text[max(0, known - len(s)) :] for s in self.strings))
+            self.before[row] = text[-self.longest :]
         return torch.tensor(ends, device=ids.device)
 
     def ending(self, choose: Choose) -> Choose:
