@@ -216,7 +216,7 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
 def test_a_prompt_without_its_row_says_what_to_set():
     row = Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 56))], {})
     sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
-    with pytest.raises(ValueError, match="told a prompt.s row"):
+    with pytest.raises(ValueError, match="told a prompt's row"):
         sampler([PROCESSOR(row.messages, row.images)], 1, [""])
 
 
