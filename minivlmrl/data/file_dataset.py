@@ -20,7 +20,7 @@ from minivlmrl.data.media import Media, check_unread, load_media, missing_files,
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.sizes import VideoOptions, check_options
 from minivlmrl.data.turns import parts_of
-from minivlmrl.hub.checker import FilePath, naming, require, shortened
+from minivlmrl.hub.checker import FilePath, naming, require
 from minivlmrl.hub.preprocessor import Count
 from minivlmrl.rows import Row
 
@@ -74,15 +74,13 @@ class FileDataset:
         self.asked = []  # of each row a hash of its prompt and of what that shows
         missing, columns, folder = [], set(), str(self.folder)
         for index, written in enumerate(itertools.islice(self.source, self.size)):
-            try:  # not `naming`, which takes its time with 200,000 rows
+            with naming(where := self.source.where(index)):
                 row, media = read_row(written, required, self.options)
-            except ValueError as error:
-                raise ValueError(f"{self.source.where(index)}: {shortened(error)}") from error
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
             media += [part["image"] for part in answer_pictures(row)]
             for file in missing_files(media, folder):
-                line = re.sub(r".*:(?=\d+$)", "line ", self.source.where(index))
+                line = re.sub(r".*:(?=\d+$)", "line ", where)
                 missing.append(f"{file} ({line})")
             columns.update(row.columns)
             sources = [one.source for one in media]

@@ -6,6 +6,7 @@ Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md 
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, cycle
 
 from minivlmrl.hub.checker import naming, require
@@ -97,28 +98,24 @@ def _messages(row: dict) -> dict:
     return {"messages": None, "prompt": turns}
 
 
-def _asked(question: str, answer: str) -> Callable[[dict], dict]:
-    """Make a reader of a question and its answer in two columns; `history` has earlier pairs."""
-
-    def read(row: dict) -> dict:
-        text, reply = row[question], row.get(answer)
-        require(isinstance(text, str), f"column {question!r}", text, "text")
-        if row.get("input"):  # Alpaca's
-            text = f"{text}\n{row['input']}"
-        before = row.get("history") or []
-        for pair in before if isinstance(before, list) else [before]:
-            paired = isinstance(pair, list) and len(pair) == 2
-            require(paired, "column 'history'", before, "a list of pairs: a question, its answer")
-        turns = zip(cycle(("user", "assistant")), [*chain(*before), text])
-        turns = [{"role": role, "content": content} for role, content in turns]
-        columns = {"prompt": [*_system(row), *turns]}
-        if reply is not None and row.get("solution") is None:
-            columns["solution"] = reply
-        if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:
-            columns["completion"] = reply
-        return columns
-
-    return read
+def _asked(question: str, answer: str, row: dict) -> dict:
+    """Read a question and its answer in two columns; `history` has earlier pairs."""
+    text, reply = row[question], row.get(answer)
+    require(isinstance(text, str), f"column {question!r}", text, "text")
+    if row.get("input"):  # Alpaca's
+        text = f"{text}\n{row['input']}"
+    before = row.get("history") or []
+    for pair in before if isinstance(before, list) else [before]:
+        paired = isinstance(pair, list) and len(pair) == 2
+        require(paired, "column 'history'", before, "a list of pairs: a question, its answer")
+    turns = zip(cycle(("user", "assistant")), [*chain(*before), text], strict=False)
+    turns = [{"role": role, "content": content} for role, content in turns]
+    columns = {"prompt": [*_system(row), *turns]}
+    if reply is not None and row.get("solution") is None:
+        columns["solution"] = reply
+    if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:
+        columns["completion"] = reply
+    return columns
 
 
 def _chosen(row: dict) -> dict:
@@ -146,7 +143,7 @@ def _objects(row: dict) -> dict:
             waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
     def fill(text: str) -> str:
-        return re.sub("<ref-object>|<bbox>", lambda mark: next(waiting[mark[0]]), text)
+        return re.sub("|".join(waiting), lambda mark: next(waiting[mark[0]]), text)
 
     return _each_text(texts, fill) if waiting else {}
 
@@ -206,10 +203,10 @@ FORMS = {
     "choices": (("choices",), ("options",), _choices),
     "conversations": (("conversations",), QUESTIONS, _conversations),
     "messages": (("messages",), ("problem", "prompt", "completion"), _messages),
-    "prefix and suffix": (("prefix", "suffix"), READ, _asked("prefix", "suffix")),
-    "query": (("query",), READ, _asked("query", "response")),
-    "instruction": (("instruction",), READ, _asked("instruction", "output")),
-    "question": (("question",), READ, _asked("question", "answer")),
+    "prefix and suffix": (("prefix", "suffix"), READ, partial(_asked, "prefix", "suffix")),
+    "query": (("query",), READ, partial(_asked, "query", "response")),
+    "instruction": (("instruction",), READ, partial(_asked, "instruction", "output")),
+    "question": (("question",), READ, partial(_asked, "question", "answer")),
     "chosen": (("chosen", "rejected"), (), _chosen),
     "kto_tag": (("kto_tag",), ("label",), "label"),
     "answer": (("answer",), ("solution",), "solution"),

@@ -18,9 +18,8 @@ from minivlmrl.hub.checker import naming
 from minivlmrl.rows import check_counts
 
 # what people call the column of an image or a video, and what such a column says
-UNREAD = re.compile(
-    r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*|file_?names?"
-)
+UNREAD = r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
+UNREAD = re.compile(rf"{UNREAD}|file_?names?")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # of a JPEG, PNG, WebP or GIF
 NAMED = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
 PICTURE = re.compile(f"data:image/|{BASE64}|{NAMED}", re.IGNORECASE)

@@ -189,16 +189,12 @@ class Arrow:
 
     def where(self, index: int) -> str:
         """Name the file of a row and its number in it from 0, for errors."""
-        path, first, _ = self.groups[self.group(index)]
+        path, first, _ = self.groups[bisect.bisect_right(self.firsts, index) - 1]
         return f"{path}: row {index - first}"
-
-    def group(self, index: int) -> int:
-        """Find the group of rows that a row is in."""
-        return bisect.bisect_right(self.firsts, index) - 1
 
     def __getitem__(self, index: int) -> dict:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        group = self.group(index)
+        group = bisect.bisect_right(self.firsts, index) - 1
         with naming(self.where(index)):
             return self.table(group).slice(index - self.firsts[group], 1).to_pylist()[0]

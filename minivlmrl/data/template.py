@@ -7,7 +7,6 @@ Qwen3-VL's is chat.render without a default system message, but for tools.
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,8 +44,6 @@ You are a helpful assistant.<|im_end|>
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-
-
 # without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
@@ -77,7 +74,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS
+        cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
         """Find the template of a Hugging Face folder, in the first of FILES that has one.
 

@@ -25,15 +25,9 @@ class RunSampler(Sampler):
     """
 
     def __init__(
-        self,
-        model,
-        processor: Processor,
-        sampling: SamplingOptions,
-        world: World,
-        gather_weights=True,
-        keeps_vision=False,
-        listen: Callable[[Choose], Choose] = lambda choose: choose,
-    ):
+        self, model, processor: Processor, sampling: SamplingOptions, world: World,
+        gather_weights=True, keeps_vision=False, listen: Callable = lambda choose: choose,
+    ):  # fmt: skip
         super().__init__(model, processor, sampling, world.device)  # weights may be offloaded
         self.world, self.gather_weights, self.listen = world, gather_weights, listen
         by_layer = is_sharded(model) and not gather_weights

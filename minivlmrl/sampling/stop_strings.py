@@ -17,7 +17,7 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - s
 NO_TEXT = b"\xff"
 
 
-def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = None) -> bytes | None:
+def token_bytes(tokenizer: Tokenizer, token_id: int, missing=b"") -> bytes:
     """Find what a token adds to the text: Ġcat gives b" cat", Ã© the bytes of é, Ã the first of them."""
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:

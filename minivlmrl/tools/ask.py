@@ -73,7 +73,7 @@ class Stream:
         def choose_and_print(logits: Tensor, rows: Tensor, step: int):
             ids, logps, ends = choose(logits, rows, step)
             if ids.item() not in self.hidden:
-                text = token_bytes(self.tokenizer, ids.item()) or b""
+                text = token_bytes(self.tokenizer, ids.item())
                 print(self.decoder.decode(text), end="", flush=True)
             return ids, logps, ends
 
