@@ -78,9 +78,7 @@ def family_of(model: nn.Module) -> Family:
 
 NO_DEEPSTACK = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 FAMILIES = {
-    "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", **NO_DEEPSTACK}
-    ),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm"} | NO_DEEPSTACK),
     "qwen2_vl": Family(
         "Qwen2VLForConditionalGeneration",
         qwen2_vl.TOWER | NO_DEEPSTACK,

@@ -38,8 +38,7 @@ def find_folder(name: str | Path) -> Path:
         return folder
     replaced = Path(f"{folder.resolve()}.replaced")
     if replaced.is_dir():
-        killed = f"{folder}: the last save was killed; reading the one before it, {replaced}"
-        warnings.warn(killed, stacklevel=2)
+        warnings.warn(f"{folder}: the last save was killed; reading {replaced}", stacklevel=2)
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or (folder.parent.is_dir() and not repository["revision"]):
@@ -133,10 +132,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 def json_text(content, **options) -> str:
     """Write JSON that every reader takes: a number that is not finite is null."""
-    try:
-        return json.dumps(content, allow_nan=False, **options)
-    except ValueError:
-        return json.dumps(_DECODER.decode(json.dumps(content)), **options)
+    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:

@@ -59,9 +59,10 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer.json of a Qwen2 folder (ValueError: missing, unreadable, loses text)."""
     if not Path(path).is_file():
-        there = "folders of Qwen's VL models have one, and transformers' AutoTokenizer."
-        cure = "from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from vocab.json and"
-        raise ValueError(f"{path}: no such file; {there}{cure} merges.txt")
+        cure = (
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
+        )
+        raise ValueError(f"{path}: no such file; {cure} from vocab.json and merges.txt")
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()
@@ -86,9 +87,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    size = vocab_size - len(SPECIAL_TOKENS)
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    options = {"initial_alphabet": sorted(byte_level.alphabet()), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(SPECIAL_TOKENS), **options)
     backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens(list(SPECIAL_TOKENS))
     return Tokenizer(backend)

@@ -152,8 +152,7 @@ def random_model(
     bounds = min_pixels or smallest, max_pixels or ImageProcessor.max_pixels
     images = read_image_processor(family.images | settings, "data", *bounds)
     images.videos = family.read_videos({}, "data", images)
-    template = default_template(family)
-    return model, Processor(tokenizer, images, template, box_space=family.box_space)
+    return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
 
 
 @torch.no_grad()
@@ -282,20 +281,18 @@ def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ValueError(
-                f"{where}: not saved, {name} is not finite; what was there is untouched"
-            )
+            cause = f"not saved, {name} is not finite"
+            raise ValueError(f"{where}: {cause}; what was there is untouched")
 
 
 def _write_processor(folder: Path, processor: Processor):
-    images = processor.image_processor
-    write_json(folder / "preprocessor_config.json", write_image_processor(images))
-    carried = processor.tokenizer.files
+    images, template, tokenizer = processor.image_processor, processor.template, processor.tokenizer
+    carried = tokenizer.files
     for name, content in carried.items():
         (folder / name).write_bytes(content)
+    write_json(folder / "preprocessor_config.json", write_image_processor(images))
     if images.videos is not None:
         write_json(folder / "video_preprocessor_config.json", write_videos(images))
-    template, end_of_text = processor.template, processor.tokenizer.special_tokens["<|endoftext|>"]
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
@@ -303,8 +300,9 @@ def _write_processor(folder: Path, processor: Processor):
     if text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
         (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     if "tokenizer.json" not in carried:
-        processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
-    generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+    pad = tokenizer.special_tokens["<|endoftext|>"]
+    generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": pad}
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     ours = {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", **tokens}}
     ours["generation_config.json"] = generation
