@@ -105,8 +105,8 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Let a model's adapters drop a share p of their inputs, as PEFT's: no generator to resume.
 
-    A mask depends on the key and on the layer alone. So blocks that are computed again in the
-    backward draw the same one. A prompt that is computed once for its completions has one mask.
+    A mask depends on the key and on the layer alone: blocks that are computed again in the backward
+    draw the same one, and a prompt that is computed once for its completions has one mask.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():

@@ -103,10 +103,8 @@ def read_json(path: Path) -> dict:
 def read_lines(path: Path, form: type) -> list[dict]:
     """Read the whole lines of a JSON lines file, none if it is missing (ValueError: file and line).
 
-    A last line without its end is left out: a run is writing it, or a full disk has cut it.
-
-    Args:
-        form: the dataclass of what each line must have.
+    A last line without its end is left out: a run is writing it, or a full disk has cut it. `form`
+    is the dataclass of what each line must have.
     """
     lines = []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):

@@ -43,11 +43,11 @@ TYPES += ("Qwen2_5_VLImageProcessor",)
 # settings that change pixels and have one value here: those that we write, and two more
 FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
 FIXED |= {"rescale_factor": 1 / 255, "resample": 3}  # bicubic
-ALL_FIXED = {**FIXED, "do_center_crop": False, "do_pad": False}
 # as in ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 KEYS = {"image_processor_type": Literal[TYPES], "size": dict}
-KEYS |= {name: Literal[value] for name, value in ALL_FIXED.items()}
+KEYS |= {name: Literal[value] for name, value in FIXED.items()}
+KEYS |= dict.fromkeys(("do_center_crop", "do_pad"), Literal[False])
 KEYS |= dict.fromkeys((*SAME_NAMES[2:], "min_pixels", "max_pixels"), Count)
 KEYS |= {"image_mean": tuple[Mean, Mean, Mean], "image_std": tuple[Std, Std, Std]}
 # null is missing

@@ -179,10 +179,9 @@ def reshard(module: nn.Module):
 def rollout_weights(model: nn.Module, gather_weights: bool) -> Iterator[nn.Module]:
     """Yield what to run without gradient, to sample.
 
-    Args:
-        gather_weights: gather a sharded model's full weights on every rank first; each rank may
-            then run it as often as it likes. False: gather layer by layer, which saves memory; all
-            ranks must run it equally often, see in_lockstep.
+    gather_weights: gather a sharded model's full weights on every rank first; each rank may then
+    run it as often as it likes. False: gather layer by layer, which saves memory; all ranks must
+    run it equally often, see in_lockstep.
     """
     if not is_sharded(model):
         with torch.inference_mode():
