@@ -62,13 +62,6 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
         assert len(read(folder, row, video=options).videos[0].load().frames) == count
 
 
-def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
-    asked = {"fps": 1, "max_frames": 2, "max_pixels": 40000}
-    row = read(folder, {"video": FRAMES, "problem": "a"}, video=asked)
-    assert len(row.videos[0].load().frames) == 4 and row.videos[0].load().fps == 2
-    assert row.messages[0]["content"][0] == {"type": "video", "max_pixels": 40000}
-
-
 def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
     problem = "<image> then <video> then <image>"
     tensors = prompt(read(folder, {"images": ["red.png", "blue.png"], "videos": [FRAMES], "problem": problem}))
@@ -103,12 +96,6 @@ def test_a_part_may_say_itself_what_it_shows(folder, name):
     assert row.messages[0]["content"] == [{"type": kind, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
 
 
-def test_parts_with_and_without_a_source_go_together(folder):
-    parts = [{"type": "image"}, {"type": "image", "image": "red.png"}, {"type": "image"}]
-    row = read(folder, {"prompt": [{"role": "user", "content": parts}], "images": ["green.png", "blue.png"]})
-    assert [image.getpixel((0, 0)) for image in row.images] == [COLORS[name] for name in ("green", "red", "blue")]
-
-
 def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
     """And wins over what the column says of it; what each says alone holds."""
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
@@ -139,15 +126,6 @@ def test_an_image_that_has_no_size_is_named_with_its_row(folder, columns, says):
     row = read(folder, columns | {"problem": "a"})
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
         row.prompt(PROCESSOR)
-
-
-def test_the_options_of_a_video_reach_the_grid(folder):
-    def side(**options):
-        return prompt(read(folder, {"video": {"video": FRAMES, **options}, "problem": "a"})).image_grid_thw[0, 1].item()
-
-    sides = [side(), side(min_pixels=784, max_pixels=784), side(min_pixels=784, total_pixels=3 * 784)]
-    assert sides == [24, 4, 4]  # 128 tokens a frame at least, unless the row asks for less
-    assert side(resized_height=42, resized_width=42) == 6
 
 
 def test_one_size_for_all_images_but_those_that_say_their_own(folder):

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from minivlmrl import attention
-from minivlmrl.adapters.lora import adapters, dropout
+from minivlmrl.adapters.lora import dropout
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run import memory
@@ -148,17 +147,6 @@ def test_a_tower_in_pieces():
     assert towers[16, 32] < 1.1 * towers[4, 32] < towers[4, None]
 
 
-def test_sharded_nf4_is_gathered_packed(config, home):
-    """On every rank during a rollout: half a byte a value under adapters, 2 of all others, with blocks filled up."""
-    given = [*LORA, *BFLOAT16, "--adapter.quantize=nf4", "--sharding.enabled=true", "--stages=[grpo]"]
-    run = load_config(home / "recipe.yaml", given)
-    model = Costs(config).build(run)
-    packed = sum(-(-layer.in_features * layer.out_features // 64) * 32 for layer in adapters(model).values())
-    others = sum(p.numel() * 2 for p in model.parameters() if p.is_floating_point())
-    phases = plan(run, "grpo", Costs(config), 2, WORK.text_tokens, WORK.image_tokens)
-    assert phases["rollout"]["gathered"] == packed + others > phases["train"]["gathered"] / 2
-
-
 def test_keys_and_values(config, monkeypatch):
     sizes, original = [], attention.DecodeAttention.__init__
 
@@ -171,21 +159,6 @@ def test_keys_and_values(config, monkeypatch):
     choose = chooser(SamplingConfig(), [], draw_by(torch.rand(6, WORK.completion_tokens, dtype=torch.float64)))
     generate(model, [prompt] * 2, 3, WORK.completion_tokens, choose)
     near(Costs(config).keys_and_values(torch.float32, WORK), sizes[0])
-
-
-def test_one_draw(config):
-    logits = torch.randn(6, config.vocab_size)
-    uniform = torch.rand(6, dtype=torch.float64)
-    with LiveBytes([logits]) as live:
-        chooser(SamplingConfig(), [], draw_by(uniform[:, None]))(logits, torch.arange(6), 0)
-    near(Costs(config).one_draw(torch.float32, SamplingOptions(), 6), live.most + logits.nbytes)
-
-
-def test_the_piece_of_logits(config):
-    states, head = torch.randn(240, config.hidden_size), torch.randn(config.vocab_size, config.hidden_size)
-    with LiveBytes([states, head]) as live:
-        linear_log_softmax.score(states, head, torch.zeros(240, dtype=torch.long), 1.0)
-    near(linear_log_softmax.piece_bytes(240, config.vocab_size, torch.float32, "cpu"), live.most)
 
 
 def test_what_an_option_saves():
@@ -248,15 +221,3 @@ def test_an_image_has_as_many_tokens_as_its_family_makes_of_it(home, tmp_path, m
     monkeypatch.setattr(memory, "most", lambda phases: 0)
     memory.check_memory(load_config(home / "recipe.yaml", given), gpus(1, 1))
     assert seen == [50]
-
-
-def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():
-    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
-    run = run_config()
-    run.grpo.beta = 0.1
-    plain = plan(run, "grpo", costs, 1, *lengths)["train"]
-    run.model.compute_dtype = "bfloat16"
-    half = plan(run, "grpo", costs, 1, *lengths)["train"]
-    assert all(half[name] == plain[name] for name in ("weights", "optimizer", "gradients"))
-    assert half["reference"] == plain["reference"] / 2
-    assert half["forward and backward"] < plain["forward and backward"]  # norms and the tower's rotary stay float32

@@ -15,7 +15,6 @@ from minivlmrl.run import metrics as metrics_file
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog, merge
 from minivlmrl.run.resume import Progress
-from minivlmrl.scale.ranks import World
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -71,13 +70,6 @@ def test_a_notebook_keeps_one_line_in_ten_steps(tmp_path, capsys, monkeypatch):
         log.step(number, {"reward": 0.25}, STEP)
     shown = [line.partition(" reward")[0] for line in capsys.readouterr().out.splitlines()]
     assert shown == ["grpo 1/14", "grpo 11/14", "grpo 14/14"] and len(metrics(tmp_path)) == 14
-
-
-def test_the_second_rank_writes_nothing(tmp_path, capsys):
-    log = begin(open_log(tmp_path, World(1, 2, torch.device("cpu")), ["tensorboard"]), "sft", 1)
-    log.step(0, {"loss": 1.0}, STEP)
-    log.end_stage()
-    assert log.written() == {} and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
 def test_a_folder_that_was_deleted_ends_the_run(tmp_path):

@@ -3,23 +3,14 @@
 import asyncio
 import json
 import math
-from fractions import Fraction
-from unittest.mock import Mock
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
-from on_ranks import ONE
-from runs import metrics
 
-from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions import names as file
 from minivlmrl.reward_functions.names import REWARDS, get_reward
-from minivlmrl.rewards import ask_rewards, reward_columns
-from minivlmrl.rows import Completion, Processor, Row
-from minivlmrl.run.config import RunConfig
-from minivlmrl.tasks import shapes
 
 from earnings import earnings
 
@@ -43,11 +34,6 @@ def test_rewards_written_for_trl(monkeypatch):
     for column in ("prompt", "messages"):
         assert ask(monkeypatch, of_chats, ["two"], **{column: [CHAT]}) == [3]
     assert ask(monkeypatch, of_texts, ["two"], problem=["?"], prompts=[CHAT], completion_ids=[[1, 2]]) == [9 + 3 + 2]
-
-
-def test_our_own_rewards_always_see_text():
-    columns = {"prompt": [CHAT], "solution": ["two"], "answer_texts": ["two"]}
-    assert file.get_reward("accuracy")(["<answer>two</answer>"], **columns) == [1.0]
 
 
 def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
@@ -111,36 +97,6 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_reward_that_fails_loses_nothing_and_the_run_says_how_to_go_on(run, tmp_path, monkeypatch):
-    """Mended, the run goes on from the state and ends with the bytes of a run that never failed."""
-    options = ["--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", "--rewards={own: 1}"]
-
-    def own(completions, completion_ids, **columns):
-        calls.append(1)
-        assert len(calls) != fails, "gone"
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    monkeypatch.setitem(REWARDS, "own", own)
-    calls, fails = [], None
-    whole = metrics(run(*options, name="whole"))
-    calls, fails = [], 3  # the first call tries the reward
-    state = "states/000001: mend it, then --resume=auto"
-    said = rf"^reward own raised AssertionError\('gone.* in .*\.py:\d+ for \d+ completions .* state is in .*/{state}$"
-    with pytest.raises(ValueError, match=said):
-        run(*options, name="broken")
-    calls, fails = [], None
-    assert metrics(run(*options, "--resume=auto", name="broken")) == whole
-
-
-@pytest.mark.usefixtures("plain")
-def test_an_evaluation_of_lost_weights_saves_no_state(run, tmp_path, monkeypatch):
-    error = Mock(side_effect=[{}, FloatingPointError("logits are not finite")])
-    monkeypatch.setattr("minivlmrl.run.results.evaluate", error)
-    with pytest.raises(ValueError, match=r"not finite; try a lower learning rate$"):
-        run("--stages=[sft]", "--eval_steps=1", "--state_minutes=0")
-
-
-@pytest.mark.usefixtures("plain")
 def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path, monkeypatch):
     values = iter([0.0])
 
@@ -159,35 +115,6 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
     values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
-
-
-def test_a_recipes_rewards_are_asked_by_name_and_also_know_sizes_of_images():
-    """Each row's first image and what the model saw of it, in pixels; everything else is the book's."""
-    processor, question = Processor(shapes.tokenizer(), ImageProcessor()), {"type": "text", "text": "What is it?"}
-    shown, asked = [{"role": "user", "content": [*more, question]} for more in ([{"type": "image"}], [])]
-    rows = [
-        Row([shown], [PIL.Image.new("RGB", (90, 60))], {"solution": "red square"}),
-        Row([asked], [], {"solution": None}, where="rows.jsonl:2"),
-    ]
-    texts = [["<answer>red square</answer>", "red"], ["<answer>no</answer>", "no"]]
-    ids = [[torch.tensor(processor.tokenizer.encode(text)) for text in group] for group in texts]
-    completions = [[Completion(own, torch.zeros(len(own)), True) for own in group] for group in ids]
-    prompts = [row.prompt(processor) for row in rows]
-    columns = file.recipe_columns(rows, prompts, completions, processor)
-    seen = tuple(14 * side for side in prompts[0].image_grid_thw[0].tolist()[:0:-1])
-    assert columns == reward_columns(rows, completions, processor) | {
-        "image_sizes": [(90, 60)] * 2 + [None] * 2, "answer_extents": [seen] * 2 + [None] * 2,
-        "environments": [None] * 4,
-    }  # fmt: skip
-    rewards = RunConfig(rewards={"format": 0.5, "accuracy": 2.0}).training_rewards
-    expected = torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]])
-    values = ask_rewards([reward.on(ONE) for reward in rewards], columns)
-    torch.testing.assert_close(values, expected, equal_nan=True, rtol=0, atol=0)
-
-
-def test_numbers_of_any_kind():
-    for values in ([True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])):
-        assert file.checked_values("own", values, ["a", "b"], ["", ""]) == [1.0, 0.5]
 
 
 def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():

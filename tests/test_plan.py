@@ -51,19 +51,6 @@ def test_the_command(tmp_path, capsys):
     assert "does not fit: take more GPUs" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_small_card_is_told_of_the_host_the_disk_and_lora(tmp_path, capsys):
-    """A 3B of 3.75 billion weights in 16 bytes each (15 with the tied head's share): 60 GB in the host's memory."""
-    (tmp_path / "config.json").write_text(json.dumps(real_config("Qwen2.5-VL-3B")))
-    start(["plan", "--model", str(tmp_path / "config.json"), "--gpu_memory", "24", "--grpo.prompts_per_step=1"])
-    shown = capsys.readouterr().out
-    host, state = map(float, re.search(r"([\d.]+) GB of host memory for each GPU; ([\d.]+) GB of disk", shown).groups())
-    parameters = int(re.search(r"([\d,]+) parameters", shown)[1].replace(",", ""))
-    assert host == pytest.approx(16 * parameters / GB, rel=0.01) and state == pytest.approx(host * 3 / 4, rel=0.01)
-    assert re.search(r"over [\d.]+ s a step by the data sheet of an L4", shown)
-    assert "LoRA fits with --adapter.r=16 --model.dtype=bfloat16 --model.compute_dtype=null: " in shown
-
-
 @pytest.mark.parametrize(("options", "passes"), [([], 6), (LORA, 4), (["--model.activation_checkpointing=true"], 8)])
 def test_the_least_seconds_of_a_step_by_hand(options, passes):
     """A card of 1 FLOP and 1 byte a second; 3 prompts of 7 tokens with 2 answers of 5, decoded for two steps."""

@@ -26,7 +26,6 @@ from minivlmrl.tasks import shapes
 
 import tiny
 from draws import STOP
-from stages import snapshot
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
@@ -168,18 +167,6 @@ def test_a_completion_begins_where_the_prompt_of_either_template_ends(published,
     answer = "<think>\nhm\n</think>\n\nb" if thinks else "b"
     pieces = template.render_completion([user("a")], [assistant(answer)])
     assert pieces == [("hm\n</think>\n\nb" if thinks else "b", True), ("<|im_end|>", True)]
-
-
-@pytest.mark.slow
-def test_adapters_are_on_the_new_projections(stage):
-    options = ["--adapter.r=2", "--adapter.quantize=nf4", "--adapter.target=[language, vision]"]
-    run = stage("grpo", *options, model="qwen3_5")
-    before = snapshot(run.model)
-    run.go(2)
-    moved = {key for key, p in run.model.named_parameters() if not torch.equal(p, before[key])}
-    linear = "model.layers.0.linear_attn."
-    wanted = {f"{linear}{layer}.lora_B" for layer in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
-    assert wanted <= moved and all("lora_" in key for key in moved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

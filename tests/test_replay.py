@@ -15,7 +15,6 @@ LOUD = [
     "--num_threads=1",
     "--data.task=shapes(pairs=8)",
 ]
-MORE = ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.max_steps=7", "--ppo.num_ppo_epochs=2"]
 
 
 @pytest.fixture
@@ -56,18 +55,6 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     assert code == 0 and again != lines, "another prompt"
     assert replayed(folder, None, 2, "--prompt=0") == (0, again), "the last stage by default"
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
-
-
-def test_several_passes_over_a_rollout(run, plain, lively, replayed, monkeypatch):
-    """Two passes over a rollout of two steps: step 5 is in the middle of the rollout that begins with step 4."""
-    monkeypatch.setattr("minivlmrl.run.resume.KEPT", 9)
-    folder = run("--stages=[grpo,ppo]", "--state_steps=1", *LOUD, *MORE)
-    code, lines = replayed(folder, "grpo", 5)
-    assert code == 0 and f"grpo step 5, trained again from {folder / 'states' / '000004'}" in lines
-    assert all(float(line["differ by"]) > 1e-4 for line in table(lines)), "since they were drawn the policy has moved"
-    assert lines[-2:] == SAME
-    code, lines = replayed(folder, "ppo", 1)
-    assert code == 0 and lines[-2:] == SAME
 
 
 def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):

@@ -1,6 +1,5 @@
 """The files of a run's folder: what is measured, and who writes."""
 
-import errno
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.report import collect
-from minivlmrl.run.results import Results, print_table
+from minivlmrl.run.results import Results
 from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_model, random_model
 from minivlmrl.scale.ranks import World
@@ -62,27 +61,6 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
     weights = dict(load_model(found.folder / "checkpoint").named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in found.model.named_parameters())
     assert load_config(found.folder / "config.yaml") == found.config
-
-
-def test_the_table_says_on_how_many_rows(capsys):
-    summary = {"chance": 0.25, "start": {"sampled": 0.5}, "seconds": {"sft": 1.0}}
-    print_table(summary, "chance", 256)
-    assert capsys.readouterr().out.splitlines()[1:3] == ["held-out 256  sampled", "chance          0.250    0.250"]
-    print_table({"chance": None, "seconds": {"sft": 1.0}}, "", 0)  # nothing was evaluated
-    assert capsys.readouterr().out == "training: sft 1.0 s\n"
-
-
-def test_a_disk_that_the_checkpoint_fills_has_what_was_measured(results, monkeypatch):
-    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": 0.25, "greedy": 0.5, "format": 1.0})
-    found = results(held_out=Shapes(4, "x"))
-    found.measure("start")
-    for full in ("algorithm", "checkpoint"):
-        with pytest.raises(OSError, match="No space left"), monkeypatch.context() as patch:
-            fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-            patch.setattr(file, "save_model", fail)
-            found.write({}, SimpleNamespace(save=fail) if full == "algorithm" else None)
-        assert json.loads((found.folder / "summary.json").read_text())["start"]["greedy"] == 0.5
-        (found.folder / "summary.json").unlink()
 
 
 @pytest.mark.parametrize(("stage", "more"), [("grpo", 0), ("reward_model", 1)])
@@ -169,15 +147,6 @@ def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, va
     found.measure("after_sft", algorithm)
     assert kept == [(step, found.folder / "best") for step in saved]
     assert found.progress.best == (None if kind == "pairs" else -0.1 if kind == "loss" else 0.7)
-
-
-@pytest.mark.usefixtures("plain")
-def test_a_checkpoint_on_the_way_replaces_the_one_before(results):
-    saved = []
-    found, algorithm = results("--save_steps=2"), trained("sft", max_steps=5, saved=saved.append)
-    for step in range(1, 6):
-        found.after_step(algorithm, step)
-    assert saved == [found.folder] * 2
 
 
 @pytest.mark.parametrize("option", ["--eval_steps=1", "--keep_best=greedy"])

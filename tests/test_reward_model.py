@@ -63,16 +63,6 @@ def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, nam
     assert one == two
 
 
-def test_the_judge_is_not_trained(folder, tmp_path, stage):
-    main(folder, tmp_path, "judge", "--stages=reward_model")
-    run = stage("grpo", JUDGED, f"--reward_model.path={tmp_path / 'judge' / 'reward_model'}")
-    judge = run.algorithm.reward_model.model
-    before = snapshot(judge)
-    run.go(2)
-    for name, value in judge.named_parameters():
-        assert torch.equal(value, before[name]) and not value.requires_grad and value.grad is None
-
-
 def test_a_judge_with_another_vocabulary_is_refused(folder, tmp_path, stage):
     main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=1")
     file = tmp_path / "judge" / "reward_model" / "config.json"

@@ -6,17 +6,17 @@ import pytest
 import torch
 from test_sharding import sharded_model
 
-from minivlmrl.generate import Decode, Sampler, draw_by
+from minivlmrl.generate import Decode, Sampler
 from minivlmrl.hub.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import Processor, uniform_numbers
+from minivlmrl.rows import Processor
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.sharding import is_sharded
 from minivlmrl.vision import VisionTransformer
 
 import tiny
-from draws import STOP, ids_of, options, prompts, sample
+from draws import STOP, ids_of, options, prompts
 from stages import ONE, snapshot
 
 KEYS = ["a", "b", "c", "d", "e"]
@@ -64,13 +64,6 @@ def test_keys_alone_decide(sampler, values):
     assert others != drawn(own)
 
 
-def test_filters_are_those_of_the_options(sampler):
-    model, values = tiny.model(dtype=torch.float64), {"repetition_penalty": 1.5, "top_p": 0.5}
-    draw = draw_by(uniform_numbers(KEYS, 2, 12))
-    expected = ids_of(sample(model, prompts(5), 2, options(**values), draw=draw))
-    assert drawn(sampler(model, **values)) == expected != drawn(sampler(model))
-
-
 # how a decode step is run
 
 
@@ -105,21 +98,6 @@ def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, capture
     assert found == drawn(sampler())
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("gather_weights", [True, False])
-def test_a_frozen_tower_may_be_sharded(sampler, gather_weights):
-    """It is the first to run, before any forward of the whole model; layer by layer it keeps nothing."""
-    own, rows = sampler(sharded_model(), ONE, gather_weights, keeps_vision=True), prompts(5)
-    assert ids_of(own(rows, 2, KEYS)) == drawn(sampler())
-    assert all((row.vision_embeds is not None) == gather_weights for row in rows)
-
-
-@pytest.mark.usefixtures("alone")
-def test_layer_by_layer_there_is_no_graph(sampler):
-    model, world = sharded_model(), SimpleNamespace(device=torch.device("cuda"))
-    assert not sampler(model, world, gather_weights=False).captured
-
-
 # what a frozen tower saw
 
 FROZEN = "--model.freeze=[vision, merger]"
@@ -146,12 +124,3 @@ def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model
     weights = snapshot(run.model)
     for name, weight in snapshot(again.model).items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize(("name", "choices"), [
-    ("grpo", ["--model.freeze=[vision]"]),
-    ("grpo", [FROZEN, "--sampling.max_tokens_at_once=120"]),
-], ids=["merger trained", "pieces"])  # fmt: skip
-def test_nothing_is_kept_of_other_towers_and_in_pieces(stage, samples, name, choices):
-    stage(name, *choices).go()
-    assert all(prompt.vision_embeds is None for rollout in samples for prompt in rollout.prompts)

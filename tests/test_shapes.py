@@ -1,7 +1,6 @@
 """The embedded task: its pictures show what the labels say, and its splits share nothing."""
 
 import hashlib
-import math
 from collections import Counter
 
 import pytest
@@ -44,13 +43,6 @@ def test_rows_end_and_do_not_depend_on_their_number():
     assert pictures(Shapes(3, 0)) == pictures(Shapes(20, 0))[:3]
 
 
-def test_all_labels_occur_about_equally_often():
-    counts = Counter(row.columns["solution"] for row in each(Shapes(1200, 0)))
-    assert set(counts) == set(LABELS) and len(LABELS) == len(COLORS) * len(shapes.SHAPES) == 12
-    assert math.isclose(shapes.CHANCE, 1 / 12)
-    assert all(60 < count < 140 for count in counts.values())  # 100 expected, standard deviation 9.6
-
-
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_share_of_wrong_labels(share):
     """A twelfth of those drawn at random happens to be right; without noise a demonstration earns every reward."""
@@ -66,12 +58,6 @@ def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
     training, _ = get_task("shapes(wrong_demonstrations=0)").datasets(DataSection(answer=where), 0)
     row = training["demonstrations"][3]
     assert find_answer(row.completion, where) == row.columns["solution"]
-
-
-def test_noise_changes_demonstrations_only():
-    clean, noisy = Shapes(20, 0), Shapes(20, 0, wrong_labels=1.0)
-    assert pictures(clean) == pictures(noisy)
-    assert [row.columns for row in each(clean)] == [row.columns for row in each(noisy)]
 
 
 def test_a_preference_is_the_right_answer_over_a_worse_one():

@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 from on_ranks import ONE, launch
-from pretend_cuda import CUDA, PretendCuda, pretend
 from test_lora import adapted
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -138,14 +137,6 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_copy_in_the_dtype_that_computes_computes_the_same(alone):
-    """A reference takes half the memory, and its numbers have the same bits."""
-    model = sharded_model(compute_dtype=torch.bfloat16)
-    twin = copy_model(model, to_compute=True).requires_grad_(False)
-    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
-    assert torch.equal(per_token_logps(twin, batch())[0], per_token_logps(model, batch())[0])
-
-
 def test_one_process_that_offloads_computes_what_it_would_unsharded(alone):
     model = sharded_model(cpu_offload=True)
     assert isinstance(model.sharding.options["offload_policy"], CPUOffloadPolicy)  # without a GPU no number shows it
@@ -254,17 +245,6 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
     assert {*gradients} == {0.0 if elsewhere else None}
     assert vision.after(model, (text,), hidden) is hidden  # of the next forward
-
-
-def test_whether_a_rank_has_images_is_asked_without_waiting_for_its_card(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(1))
-    with PretendCuda() as gpu:
-        model, vision = pretend(tiny.model()), VisionInStep()
-        text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config, CUDA)
-        gpu.waits.clear()
-        vision.before(model, (text,))
-        assert vision.zero is not None and gpu.waits.total() == 0
 
 
 def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):

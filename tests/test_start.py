@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import PIL.Image
 import pytest
@@ -24,7 +22,6 @@ from recipes.localisation import Localisation
 
 from stages import ONE
 
-CONFIG = RunConfig()
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
 
 
@@ -41,16 +38,6 @@ def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypat
         run("--stages=[grpo]", f"--{option.format(name)}")
 
 
-@pytest.mark.slow
-def test_what_takes_memory_is_imported_where_it_is_used():
-    """Triton (70 MiB) and FSDP (40 MiB, with sympy) were imported by every run, and took a second."""
-    modules = "minivlmrl.tools.process", "minivlmrl.run.start", "minivlmrl.run.model", "minivlmrl.run.resume"
-    heavy = {"triton", "torch.distributed.fsdp", "sympy", "pyarrow", "scipy"}
-    code = f"import sys, {', '.join(modules)}; print(sorted({heavy} & sys.modules.keys()))"
-    environment = {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
-
-
 def test_every_reward_of_the_table_is_tried_on_a_row():
     """With the sizes of its image, but without the model of a reward model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
@@ -61,15 +48,6 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
     box = Row([{"role": "user", "content": "?"}], [PIL.Image.new("RGB", (8, 8))], {"problem": "?", "solution": "a"})
     with pytest.raises(ValueError, match="reward iou: solution 'a' is no box"):
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
-
-
-def test_stages_with_the_same_rows_share_a_line(capsys):
-    datasets = {"sft": Shapes(8, "x"), "grpo": Shapes(8, "x"), "eval": Shapes(4, "x")}
-    fit_rows(CONFIG, datasets, PROCESSOR, World(1, 2, torch.device("cpu")))
-    assert capsys.readouterr().out == ""
-    fit_rows(CONFIG, datasets, PROCESSOR, ONE)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("rows of sft, grpo: 8 with 1 image;") and second.startswith("rows of eval: 4 with")
 
 
 def test_the_first_rank_says_what_runs_where(home, capsys):

@@ -70,17 +70,6 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_first(torchrun):
-    process = torchrun(action='raise ValueError("the picture is upside down")')
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    first = errors[errors.index("Traceback") :]
-    assert first[: first.index("Error: ")].count("Traceback") == 1
-    assert first[first.index("Error: ") - 5 :].startswith("ValueError: the picture is upside down")
-    root = errors[errors.index("Root Cause") :]  # torchrun's summary
-    assert "rank      : 1" in root and "ValueError: the picture is upside down" in root
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     """A scheduler sends SIGTERM to torchrun; a terminal sends SIGINT to it and to its ranks."""

@@ -3,26 +3,22 @@
 import json
 import os
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from runs import LETTERS, metrics, summary
-from safetensors.torch import load_file
 
 from minivlmrl import grpo as grpo_file
 from minivlmrl.algorithms import sft as sft_file
-from minivlmrl.rows import Processor
 from minivlmrl.run import evaluate
 from minivlmrl.run import results as results_file
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.scale.checkpoint import load_model
 from minivlmrl.scale.ranks import World
 
 from stages import STAGES
 
-ROOT = Path(__file__).parents[1]
 ALL_STAGES = f"--stages=[{', '.join(STAGES)}]"
 CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
 
@@ -108,23 +104,6 @@ def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
 # the numbers
 
 
-def test_layers_compute_in_bfloat16_on_one_process_without_sharding(run, plain, lively):
-    """Float32 weights keep updates that bfloat16 weights would lose."""
-    rates = [f"--{stage}.learning_rate=1e-5" for stage in STAGES]
-    options = ["--model.compute_dtype=bfloat16", *rates, *(f"--{stage}.max_steps=2" for stage in STAGES)]
-    folder = run(*options, "--grpo.beta=0.1", "--stages=[sft, dpo, grpo, ppo]")
-    before = load_file(run("--stages=[]", name="untrained") / "checkpoint" / "model.safetensors")
-    after = load_file(folder / "checkpoint" / "model.safetensors")
-    weight = "model.layers.0.mlp.up_proj.weight"
-    assert after[weight].dtype == torch.float32
-    step = (after[weight] - before[weight]).abs()
-    assert 0 < step.median() < before[weight].abs().median() * 2**-9  # half a step of a bfloat16
-    lines = metrics(folder)
-    assert max(line.get("rollout/logp_mismatch", 0) for line in lines) < 0.05
-    wide = metrics(run(*rates, "--stages=[sft]", name="wide"))  # the same in float32
-    assert 1e-4 < abs(wide[0]["loss"] - lines[0]["loss"]) < 0.05
-
-
 def test_every_step_begins_without_gradient(run, plain):
     """At a learning rate that moves no weight and with all rows in every step, all steps have one gradient."""
     options = ["--sft.learning_rate=1e-30", "--data.task=shapes(demonstrations=4)", "--sft.prompts_per_step=4"]
@@ -167,29 +146,6 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
     assert summary(folder)["chance"] is None
 
 
-def test_held_out_pairs_need_no_solution(run, own, rows, tmp_path):
-    """Then nothing is said of accuracy, only of the form and of the pairs."""
-    file = rows.with_name("pairs.jsonl")
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    pairs = [{"image": line["image"], "prompt": "Hm?", "chosen": "a square", "rejected": "no"} for line in lines]
-    file.write_text("\n".join(map(json.dumps, pairs)))
-    folder = run(*own, f"--data.train_file={file}", f"--data.eval_file={file}", "--stages=[dpo]")
-    assert set(summary(folder)["after_dpo"]) == {"format", "pairs"}
-    assert set(summary(folder)["start"]) == {"format"}
-
-
-def test_without_an_eval_file_nothing_is_evaluated(run, own):
-    folder = run(*own, "--stages=[sft]")
-    assert list(summary(folder)) == ["chance", "seconds"]
-
-
-def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
-    monkeypatch.setattr(Processor, "decode", lambda self, ids: f"<answer>{2 + int(ids[0]) % 2}</answer>")
-    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1?", "solution": 2}\n')
-    lines = metrics(run(*own, f"--data.train_file={tmp_path / 'sums.jsonl'}", "--stages=[grpo]"))
-    assert all(0 < line["rewards/accuracy/mean"] < 1 for line in lines)
-
-
 # what cannot run is refused
 
 
@@ -207,15 +163,6 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
 def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
     with pytest.raises(ValueError, match=message):
         run(*overrides)
-
-
-def test_files_of_stages_train_random_weights(run, plain, rows):
-    """Demonstrations and prompts of one's own in one run, with a tokenizer that is trained on them."""
-    other = rows.parent / "other.jsonl"
-    options = [f"--data.files.sft={rows}", f"--data.files.grpo={other}", f"--data.eval_file={rows}", "--max_epochs=0.5"]
-    folder = run("--data.task=null", *options)
-    assert [line["stage"] for line in metrics(folder)] == ["sft", "grpo"]
-    assert load_processor(folder / "checkpoint").tokenizer.encode("Name it.")
 
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):
