@@ -106,8 +106,7 @@ def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
 
 
 @pytest.mark.parametrize("row, name", [
-    ({"image": "red.png", "problem": "a"}, "min_pixels"), ({"image": "red.png", "problem": "a"}, "resized_width"),
-    ({"video": FRAMES, "problem": "a"}, "nframes"), ({"video": FRAMES, "problem": "a"}, "total_pixels"),
+    ({"image": "red.png", "problem": "a"}, "min_pixels"),
     ({"prompt": [user([{"type": "image", "image": "red.png"}])]}, "max_pixels"),
 ])  # fmt: skip
 def test_an_option_beside_the_image_is_refused(folder, row, name):

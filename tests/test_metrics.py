@@ -63,15 +63,6 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == said
 
 
-def test_a_notebook_keeps_one_line_in_ten_steps(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipykernel", None)
-    log = begin(open_log(tmp_path), "grpo", 14)
-    for number in range(14):
-        log.step(number, {"reward": 0.25}, STEP)
-    shown = [line.partition(" reward")[0] for line in capsys.readouterr().out.splitlines()]
-    assert shown == ["grpo 1/14", "grpo 11/14", "grpo 14/14"] and len(metrics(tmp_path)) == 14
-
-
 def test_a_folder_that_was_deleted_ends_the_run(tmp_path):
     log = begin(open_log(tmp_path), "sft", 1)
     (tmp_path / "metrics.jsonl").unlink()

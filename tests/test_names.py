@@ -160,10 +160,7 @@ def test_options_are_named_parameters(with_near, name):
 
 @pytest.mark.parametrize("name, error", [
     ("near(0.5)", r"^reward near\(0.5\): its options must have the form name=value, name=value$"),
-    ("near(tolerance=open('x'))", "its options must have the form"),
     ("near(tolerence=0.5)", r"there is no option 'tolerence'; there are: tolerance, units$"),
-    ("near(solution=['b'])", "there is no option 'solution'"),
-    ("format(strict=True)", "there is no option 'strict'; there are: none$"),
     ("far(tolerance=0.5)", "^unknown reward 'far'; there are: acc_0_5, accuracy, .*, file.py:name$"),
 ])  # fmt: skip
 def test_other_options_are_refused(with_near, name, error):
@@ -174,7 +171,6 @@ def test_other_options_are_refused(with_near, name, error):
 @pytest.mark.parametrize(("text", "says"), [
     ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
     ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
-    ("f = 0.5", r"it is 0\.5, no function$"),
     ("def f(completions):\n    return []", r"end its arguments with \*\*columns$"),
 ])  # fmt: skip
 def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):

@@ -7,9 +7,7 @@ import PIL.Image
 import pytest
 from runs import metrics
 
-from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.tools.notebook import train, write_rows
 
 SMALL = {"num_threads": 1, "stages": ["grpo"], "sampling": {"max_new_tokens": 4}}
@@ -40,18 +38,6 @@ def test_rows_and_rewards_of_this_process(own, tmp_path):
     assert {"start", "after_grpo"} <= set(summary)
     [line] = metrics(tmp_path / "run")
     assert line["reward"] == pytest.approx(line["rewards/accuracy/mean"] + 0.5 * line["rewards/length/mean"])
-
-
-def test_rows_of_our_tasks_too(own, tmp_path):
-    """A Row is a row: with its messages, images and columns."""
-    rows = [Shapes(2, 0)[i] for i in range(2)]
-    own(rows, rewards={"accuracy": 1.0})
-    [file] = (tmp_path / "run" / "rows").glob("*.jsonl")
-    read = FileDataset(file, ("problem", "completion", "chosen", "rejected", "solution"))
-    for i, row in enumerate(rows):
-        assert read[i].images[0].tobytes() == row.images[0].tobytes()
-        assert [turn["role"] for turn in read[i].messages] == [turn["role"] for turn in row.messages]
-        assert (read[i].completion, read[i].columns["solution"]) == (row.completion, row.columns["solution"])
 
 
 def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):

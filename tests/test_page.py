@@ -83,14 +83,6 @@ def test_recipe_model_warnings_and_results_come_first(trained, home, tmp_path):
     assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")  # the best completion comes first
 
 
-@pytest.mark.slow
-def test_two_runs_are_beside_each_other(trained, tmp_path):
-    other = shutil.copytree(trained, tmp_path / "other")
-    page.main([str(trained), str(other), "--out", str(tmp_path / "two.html")])
-    html = browse(tmp_path / "two.html", "grpo/1/1", tmp_path)
-    assert html.count("data-reward=") == 16 and 'class="run1">other</span>' in html
-
-
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give the output_dir of a run"):
         page.main([str(tmp_path)])

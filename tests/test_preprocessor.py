@@ -31,9 +31,7 @@ HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
 @pytest.mark.parametrize(("config", "bounds"), [
     ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
-    ({"size": {"min_pixels": 784, "max_pixels": 5000}}, (784, 5000)),  # Qwen2-VL's files
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
-    ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "min_pixels": 1000}, (1000, 5000)),
     ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
     ({"size": {"shortest_edge": 784, "longest_edge": None, "height": None}}, (784, 1003520)),
 ])  # fmt: skip
@@ -79,12 +77,8 @@ def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp
     *[(name, True) for name in ("do_center_crop", "do_pad")],
     ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
     ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]),
-    ("size", 224), ("size", {"height": 224, "width": 224}), ("size", [3136, 12845056]), ("min_pixels", "3136"),
-    ("min_pixels", 0), ("max_pixels", 1.5), ("max_pixels", True), ("patch_size", 0), ("patch_size", 14.0),
     ("patch_size", 10**9), ("merge_size", {}), ("temporal_patch_size", -2), ("image_mean", 0.5),
-    ("image_mean", [0.5, 0.5]), ("image_mean", ["a", 1, 2]), ("image_mean", [0.5, 0.5, float("nan")]),
     ("image_std", [0.5, 0, 0.5]), ("image_std", [True, 1, 1]), ("image_std", [1, 1, 10**400]),
-    ("image_std", [1, 1, 1e-300]),
 ])  # fmt: skip
 def test_a_setting_that_is_not_supported_is_named(field, value):
     with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):

@@ -241,13 +241,8 @@ def test_a_frame_may_say_its_bounds():
     assert frame_size(images, 8, 640, 640, max_pixels=64 * 64) == (64, 64)
     assert frame_size(images, 8, 32, 32, min_pixels=96 * 96, total_pixels=10**6) == (96, 96)
     assert frame_size(images, 8, 640, 640, total_pixels=8 * 640 * 640) == (640, 640)
-    for wrong in ({"min_pixels": 10**6}, {"min_pixels": 100, "max_pixels": 99}):
-        with pytest.raises(ValueError, match=r"8 frame\(s\), of .*: take 2 frames or more and a larger max_pixels"):
-            frame_size(images, 8, 64, 64, **wrong)
-    with pytest.raises(ValueError, match="1 frame"):
-        frame_size(images, 1, 64, 64)
-    with pytest.raises(ValueError, match="frames of 6464 x 32 pixels: their aspect ratio is over 200"):
-        frame_size(images, 2, 32, 6464)
+    with pytest.raises(ValueError, match=r"8 frame\(s\), of .*: take 2 frames or more and a larger max_pixels"):
+        frame_size(images, 8, 64, 64, min_pixels=10**6)
 
 
 @pytest.fixture(scope="module")
@@ -357,8 +352,6 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
 
 @pytest.mark.parametrize(("said", "needed"), [
     ({"fps": 1}, "fps is 1, it must be 2 for videos of this model"),
-    ({"patch_size": 14}, "patch_size is 14, it must be 16 for videos of this model"),
-    ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame is True, it must be False"),
     ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, it must be 1 or more"),
 ])  # fmt: skip
 def test_video_settings_that_are_not_computed_are_refused(said, needed):

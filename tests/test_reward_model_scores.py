@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from minivlmrl.algorithms import reward_model as file
-from minivlmrl.algorithms.reward_model import check_reward_model, reward_model
+from minivlmrl.algorithms.reward_model import check_reward_model
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
-from minivlmrl.reward_functions import names
 
 from stages import drawn, main
 
@@ -44,21 +43,10 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
     assert line["reward"] == pytest.approx(mean, rel=1e-4)
 
 
-def test_it_is_a_reward_with_the_scores_as_a_column():
-    assert names.get_reward("reward_model").function is reward_model
-    assert reward_model(["a", "b"], [0.5, -2.0], solution=["a", "b"]) == [0.5, -2.0]
-    assert names.get_reward("reward_model").columns == set()  # a row need not have it
-
-
 def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):
     """What the policy's frozen tower made of an image would be wrong for it."""
     stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
     assert all(prompt.vision_embeds is None for prompt in samples[0].prompts)
-
-
-def test_it_takes_the_dtype_of_the_policy(stage, judge):
-    run = stage("grpo", JUDGED, f"--reward_model.path={judge}", dtype=torch.float64)
-    assert {p.dtype for p in run.algorithm.reward_model.model.parameters()} == {torch.float64}
 
 
 def test_it_must_be_there_before_its_stage_begins(judge):

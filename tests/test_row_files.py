@@ -75,9 +75,7 @@ WRONG = {  # content: what its error says after the file's name
     '{"problem": "a"}\n{"problem": ': r":2: not JSON \(Expecting value",
     '[{"problem": "a"}, {"problem"}]': r":1: not JSON \(Expecting ':'",
     '[\n{"problem": "a"},\n3]': r":3: a row is 3, it must be an object with columns",
-    '[{"problem": "a"}] {}': r": not JSON \(the list has no end, or something comes after it\)",
     '[{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
-    '{"problem": ' + "9" * 5000 + "}": r":1: not JSON \(Exceeds the limit \(4300 digits\)",
     "[]": ": has no rows",
 }
 
@@ -155,8 +153,6 @@ def test_a_number_that_is_none_is_missing(tmp_path):
 
 @pytest.mark.parametrize(("state", "message"), [
     ({"_data_files": [{"filename": "../rows.arrow"}]}, "_data_files is '../rows.arrow', it must be a file beside it"),
-    ({"_data_files": [7]}, "state.json: filename of _data_files is 7, it must be a file beside it"),
-    ({}, "state.json: filename of _data_files is None, it must be a file beside it"),
     ([], r"state.json: it must hold a JSON object, not \[\]"),
 ])  # fmt: skip
 def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):

@@ -164,10 +164,7 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
 
 
 @pytest.mark.parametrize("name, content", [
-    ("chat_template.json", b"[" * 100_000),
     ("chat_template.json", b'{"chat_template": "{% if %}"}'),
-    ("chat_template.jinja", b"\xff"),
-    ("tokenizer_config.json", b"null"),
     ("tokenizer_config.json", b'{"chat_template": [{"name": "rag", "template": "x"}, 3]}'),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
@@ -210,10 +207,7 @@ def test_the_template_sees_plain_data_and_changes_nothing():
 
 BROKEN = {
     "syntax": ("\n{% if %}", "line 2: TemplateSyntaxError: Expected an expression"),
-    "no such variable": ("a\n{{ a.b.c }}", "line \\?: UndefinedError: 'a' is undefined"),
-    "its own objection": ("\n\n{{ raise_exception('must alternate') }}", "line \\?: TemplateError: must alternate"),
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "line \\?: SecurityError"),
-    "a long loop": ("{% for i in range(10**9) %}{% endfor %}", "line \\?: OverflowError: Range too big"),
     "another file": ("{% include '/etc/passwd' %}", "line \\?: TypeError: no loader"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
     # the same seed would give other prompts tomorrow

@@ -145,12 +145,10 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type):
     ("words", "answer", "after"),
     [
         ("<look>2, 1</look>", "(2)", "ok"),
-        ("<read>it</read>", "<result>P it (56, 84)</result>", "ok"),
         ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
         ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
         ("<look>two</look>", "<result>error: Expecting value: line 1 column 2 (char 1)</result>", "ok"),
         ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
-        ("<reset></reset><look>1", "", ""),
     ],
 )  # fmt: skip
 def test_a_call_in_tags(monkeypatch, words, answer, after):

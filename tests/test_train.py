@@ -151,10 +151,7 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["--model.config=null"], r"model: set either model\.path .* or model\.config"),
-    (["--stages=[grpo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
     (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
-    (["--stages=dpo", "--dpo.loss_type=ppo"], "dpo.loss_type is 'ppo'; known are sigmoid, hinge"),
-    (["--grpo.loss_type=rloo", "--grpo.importance_sampling_level=sequence"], "rloo has its own"),
     (["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
      r"grpo\.soft_punish_cache is added to the sum"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),

@@ -1,6 +1,5 @@
 """Videos: sampled frames, sizes and patches as qwen-vl-utils and transformers have them, and damaged files."""
 
-import itertools
 import sys
 import tempfile
 import wave
@@ -32,16 +31,11 @@ def moving(count, height=24, width=32):
 
 @pytest.mark.parametrize(("video", "options", "message"), [
     ((100, 30), {"nframes": 1}, "0 frames would be taken of a video of 100"),
-    ((99, 30), {"nframes": 100}, "100 frames would be taken of a video of 99"),
     ((100, 30), {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
     ((100, 30), {"fps": 0}, r"fps is 0.*, it must be in \(0, 1e15\)"),
-    ((100, 30), {"nframes": 4.5}, r"nframes is 4\.5, it must be of type int"),
-    ((100, 30), {"fps": 10**400}, "fps is 1000"),
     ((100, 30), {"video_start": 1.0, "video_end": 1.0}, "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
-    ((100, 30), {"video_start": 50}, "no two frames lie between video_start 50.0 and video_end None"),
     ((100, 30), {"video_start": -1}, r"video_start is -1.0, it must be in \[0, 1e15\)"),
     ((0, 30), {}, "nothing to show"),
-    ((100, float("nan")), {}, "nothing to show"),
 ])  # fmt: skip
 def test_a_wrong_choice_of_frames_is_refused(video, options, message):
     with pytest.raises(ValueError, match=message):
@@ -76,9 +70,7 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"pixels": 2}, "unknown key pixels; .*valid keys: fps, max_frames, max_pixels, .*, total_pixels"),
-    ({"total_pixels": 1.5}, "total_pixels is 1.5, it must be of type int"),
     ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
-    ({"min_pixels": 170_000_000}, "min_pixels is 170000000, it must be in"),
     ({"resized_width": 100}, "resized_height and resized_width belong together"),
 ])  # fmt: skip
 def test_a_wrong_size_is_named(options, message):
@@ -101,10 +93,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
 
 @pytest.mark.parametrize(("frames", "fps", "message"), [
     ([], 2.0, "a video without frames or pixels has nothing to show"),
-    (np.zeros((0, 4, 4, 3), np.uint8), 2.0, r"frames of a video are uint8 \(0, 4, 4, 3\), not uint8"),
     (np.zeros((2, 4, 4, 3), np.float32), 2.0, "are float32"),
     ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels, frame 0 4 x 5"),
-    (moving(2), 0, r"fps is 0.*, it must be in \(0, 1e15\)"),
 ])  # fmt: skip
 def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
     with pytest.raises(ValueError, match=message):
@@ -206,19 +196,6 @@ def test_without_pyav_the_error_says_what_to_install(monkeypatch):
     message = r"^a\.mp4: video files need PyAV: pip install -c constraints\.txt -e '\.\[video\]'$"
     with pytest.raises(ValueError, match=message):
         load_video("a.mp4")
-
-
-@pytest.mark.parametrize(
-    "kind", [LOSSLESS[0], ("mp4", "mpeg4", "yuv420p"), ("webm", "libvpx", "yuv420p")], ids=" ".join
-)
-def test_a_cut_file_is_refused(kind):
-    """Also where an mp4's index comes first, which is whole then."""
-    whole = [encoded(moving(60), *kind)]
-    whole += [encoded(moving(60), *kind, options={"movflags": "faststart"})] * (kind[0] == "mp4")
-    reasons = "cannot be read as a video|cut off|damaged|nothing to show|no video stream|cannot decode"
-    for content, share in itertools.product(whole, (0.01, 0.4, 0.7)):
-        with pytest.raises(ValueError, match=rf"^[0-9]+ bytes: .*({reasons})"):
-            load_video(content[: int(share * len(content))])
 
 
 def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch):
