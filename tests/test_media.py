@@ -180,10 +180,3 @@ def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch)
     loaded = [load_image(folder / f"{name}.png") for name in COLORS]
     assert torch.equal(prompts[2].pixel_values, PROCESSOR(rows[2].messages, loaded).pixel_values)
     assert box_columns(rows[:1], prompts[:1], PROCESSOR, 1)["image_sizes"] == [(56, 28)] and len(alive) == 9
-
-
-def test_what_looks_like_an_image_or_option_and_is_none_is_a_column(folder):
-    columns = {"solution": "red.png", "images": [], "image_id": 3, "img": None, "file_name": "", "hint": "It is a.png."}
-    assert read(folder, {"problem": "Which file?", **columns}).images == []
-    assert read(folder, {"video": FRAMES, "problem": "a", "fps": 3}).columns["fps"] == 3
-    assert read(folder, {"image": "red.png", "problem": "a", "max_pixels": None}).images

@@ -29,12 +29,6 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
-def test_a_missing_adapter_is_one_line(tmp_path, checkpoint, capsys):
-    assert main(["merge", f"--model={checkpoint}", "--adapter=/nowhere", f"--out={tmp_path / 'merged'}"]) == 2
-    assert "/nowhere/adapter_config.json: no such file" in capsys.readouterr().err
-    assert not (tmp_path / "merged").exists()
-
-
 def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_path, checkpoint, own, run, plain, capsys):
     said = "--data.prompt_template=Look. {problem}"
     trained = run(*own, said, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"

@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 
-from minivlmrl.batch import pack
 from minivlmrl.hub.preprocessor import RESIZE
-from minivlmrl.logprobs import per_token_logps
 from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
@@ -47,19 +45,6 @@ def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, t
     row = shapes.Shapes(1, "a")[0]
     [extent] = box_columns([row], [row.prompt(plain)], plain, 1)["answer_extents"]
     assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
-
-
-def test_activations_are_recomputed(build):
-    """With the same gradients: test_sharding.py."""
-    calls = []
-    for option in ("false", "true"):
-        model, processor = build(f"--model.activation_checkpointing={option}")
-        prompt, count = processor([{"role": "user", "content": "Hm?"}], []), []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        batch = pack([prompt], [[torch.tensor([5, 6])]], model.config, "cpu")
-        per_token_logps(model, batch)[0].sum().backward()
-        calls.append(len(count))
-    assert calls == [1, 2]
 
 
 def test_random_weights_on_rows_of_ones_own(home, rows):

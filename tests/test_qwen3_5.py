@@ -6,13 +6,11 @@ import pytest
 import torch
 from hub_configs import QWEN35_SIZES, real_config
 from safetensors.torch import load_file, save_file
-from talk import assistant, user
 from test_qwen3_vl import both_in_float64, film_prompt, qwen3_vl_name
 
 from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
 from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
-from minivlmrl.data.template import ChatTemplate
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
@@ -157,16 +155,6 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
         assert len(attention.row_kv) == 1 and len(attention.memory) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
-
-
-@pytest.mark.parametrize("thinks", [True, False])
-def test_a_completion_begins_where_the_prompt_of_either_template_ends(published, thinks):
-    template = ChatTemplate(published(f"qwen3_5_{'think' if thinks else 'nothink'}"), "published")
-    prompt = "".join(template.render([user("a")]))
-    assert prompt.endswith("<think>\n" if thinks else "<think>\n\n</think>\n\n")
-    answer = "<think>\nhm\n</think>\n\nb" if thinks else "b"
-    pieces = template.render_completion([user("a")], [assistant(answer)])
-    assert pieces == [("hm\n</think>\n\nb" if thinks else "b", True), ("<|im_end|>", True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

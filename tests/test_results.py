@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,15 +60,6 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
     weights = dict(load_model(found.folder / "checkpoint").named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in found.model.named_parameters())
     assert load_config(found.folder / "config.yaml") == found.config
-
-
-@pytest.mark.parametrize(("stage", "more"), [("grpo", 0), ("reward_model", 1)])
-def test_the_policy_is_written_once_at_the_end(stage, more, results, monkeypatch):
-    """By its algorithm; a reward model's has another model."""
-    save, save_model = Mock(), Mock()
-    monkeypatch.setattr(file, "save_model", save_model)
-    results().write({}, trained(stage, saved=save))
-    assert save.call_count == 1 and save_model.call_count == more
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):

@@ -87,17 +87,6 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
     assert digest.hexdigest() == "862eb074bf2256e17a87dc43b84c99ff60d594220ec647ac6e62247678caf4e8"
 
 
-def test_labelled_rows_have_one_answer_and_say_whether_it_is_the_right_one():
-    """In turn the chosen and the rejected answer of the pairs, which stay as they are."""
-    training, _ = get_task("shapes(pairs=6)").datasets(DataSection(), 0)
-    pairs, labelled = each(training["pairs"]), each(training["labels"])
-    for i, (row, pair) in enumerate(zip(labelled, pairs, strict=True)):
-        assert row.columns == pair.columns | {"label": i % 2 == 0}
-        assert row.completion == (pair.rejected if i % 2 else pair.chosen)
-        assert (row.chosen, row.rejected) == (None, None)
-    assert pictures(training["labels"]) == pictures(training["pairs"])
-
-
 STAGES = {"sft": "demonstrations", "grpo": "prompts"}
 
 

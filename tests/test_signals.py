@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -79,11 +78,3 @@ def test_other_errors_pass_and_handlers_are_given_back():
         assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.note] * 4
         raise ValueError("no")
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
-
-
-def test_a_run_in_a_thread_hears_no_signals():
-    """As in a notebook's worker; Python lets the main thread alone set handlers."""
-    before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(StopSignals(ONE).__enter__).result()
-    assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before

@@ -32,13 +32,6 @@ def test_files_hold_what_was_written(tmp_path, monkeypatch):
         assert torch.equal(found, tensor) and torch.equal(rows, found.view(found.shape or 1))
 
 
-def test_rows_come_from_several_files(tmp_path):
-    rows = TENSORS["matrix"]
-    for first, end in ((0, 3), (3, 4), (4, 7)):
-        save_file({f"{first}:matrix": rows[first:end].contiguous()}, tmp_path / f"{9 - first}.safetensors")
-    assert torch.equal(read_rows("matrix", find_pieces(tmp_path)["matrix"], 2, 6), rows[2:6])
-
-
 @pytest.mark.parametrize(("written", "message"), [
     ({"0:w": torch.zeros(2, 3)}, "w is '2 rows', it must be 3 rows"),
     ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], it must be \[torch.float32, 3, 3\]"),

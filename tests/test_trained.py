@@ -10,7 +10,7 @@ from test_lora import adapted, batch
 
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, is_adapter
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
-from minivlmrl.adapters.trained import part_of, select_trained, table
+from minivlmrl.adapters.trained import part_of, select_trained
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.logprobs import per_token_logps
@@ -43,14 +43,6 @@ def test_adapters_of_frozen_parts_are_frozen_too():
     assert all(map(is_adapter, trained)) and {part_of(name) for name in trained} == {"merger", "language"}
     with pytest.raises(ValueError, match=r"model.freeze is \[merger\], nothing is left to train: adapter.target"):
         select_trained(adapted(["merger"]), ["merger"])
-
-
-def test_the_table_of_parts():
-    """The merger of a tiny model: a norm of 32, 128 x 128 + 128 and 128 x 64 + 64 numbers."""
-    model = tiny.model()
-    select_trained(model, ["vision", "language", "embeddings"])
-    first, line = table(model).splitlines()
-    assert first.startswith("trained: 24,800 parameters") and line.split()[:3] == ["merger", "3", "24,800"]
 
 
 @pytest.mark.parametrize(("options", "says"), [
