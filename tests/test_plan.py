@@ -104,3 +104,22 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
         [line] = [row for row in Path("docs/memory.md").read_text().splitlines() if row.startswith(f"| {name} |")]
         fits = {size: ", ".join(str(card) for card in (24, 48, 80) if size <= card) for size in found}
         assert line.strip("| ").split(" | ")[1:] == [f"{size:.1f}: {fits[size]}" for size in sorted(found)[::-1]]
+
+
+@pytest.mark.slow
+def test_the_table_of_one_card():
+    """docs/memory.md: what each way to train a 3B and a 7B takes and which cards hold it; README quotes three."""
+    models = [Costs(ModelConfig.from_dict(real_config(f"Qwen2.5-VL-{size}"))) for size in ("3B", "7B")]
+    table = Path("docs/memory.md").read_text().partition("| what is trained |")[2].partition("\n\n")[0]
+    readme = Path("README.md").read_text()
+    for row in table.splitlines()[2:]:
+        what, *cells, options = (cell.strip(" |") for cell in row.split(" | "))
+        config = load_config("own_data.yaml", options.replace("`", "").replace(", ", ",").split())
+        found = []
+        for costs in models:
+            size = most(plan(config, "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+            fits = ", ".join(str(card) for card in (24, 48, 80) if size <= card)
+            found.append(f"{size:.1f}: {fits or 'none'}")
+        assert cells == found, what
+        for name, number in (("LoRA on bfloat16", 0), ("LoRA on NF4", 1), ("all weights, float32", 0)):
+            assert what != name or f"{found[number].partition(':')[0]} GB" in readme.replace("\n", " ")

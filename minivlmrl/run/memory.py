@@ -9,7 +9,7 @@ evaluations.
 import copy
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -170,75 +170,88 @@ def bytes_of(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def plan(
-    run: RunConfig,
-    stage: str,
-    costs: Costs,
-    gpus: int,
-    text_tokens: int,
-    image_tokens: int,
-    frames: int = 1,
-) -> dict[str, dict]:
-    """Bytes on one GPU in each phase, for prompts of this length: {"train": {"weights": 1}}."""
-    config, sharding, algorithm = getattr(run, stage), run.sharding, find_algorithm(stage, run)
-    online, has_reference = not algorithm.answers, algorithm.has_reference(config)
-    if gpus % sharding.replicas:
-        given = f"sharding.replicas is {sharding.replicas}"
-        raise ValueError(f"{given}, of which {gpus} is no multiple")
-    model, dtype = costs.build(run), DTYPES[run.model.dtype]
-    fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    state = 2 * bytes_of(trained)
-    if run.optimizer.name == "adamw_8bit":
-        state = bytes_of(x for p in trained for x in empty_state(p).values())
-    summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
+def held(run: RunConfig, stage: str, model: nn.Module, costs: Costs) -> dict[str, float]:
+    """Bytes of what is there all the time, before sharding."""
+    algorithm, dtype = find_algorithm(stage, run), DTYPES[run.model.dtype]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = bytes_of([*model.parameters(), *model.buffers()])
-    backbone = costs.backbone * dtype.itemsize
-    adapted = bytes_of(adapter_parameters(model))  # all that a second model adds to such a one
-    held = {"weights": whole, "optimizer": state}  # all the time
-    if has_reference:
-        held["reference"] = adapted or whole * computed.itemsize / dtype.itemsize
+    items = {"weights": whole, "optimizer": 2 * bytes_of(trained)}
+    if run.optimizer.name == "adamw_8bit":
+        items["optimizer"] = bytes_of(x for p in trained for x in empty_state(p).values())
+    adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
+    if algorithm.has_reference(getattr(run, stage)):
+        items["reference"] = adapters or whole * compute_dtype(run).itemsize / dtype.itemsize
     if not algorithm.trains_policy:  # in addition to the copy that is trained
-        held["policy"] = adapted or whole
-    if online and "reward_model" in run.rewards:
-        held["reward model"] = backbone
+        items["policy"] = adapters or whole
+    if not algorithm.answers and "reward_model" in run.rewards:
+        items["reward model"] = costs.backbone * dtype.itemsize
+    return items
+
+
+def sizes(run: RunConfig, stage: str, gpus: int, lengths: tuple[int, ...]) -> tuple[Work, Work]:
+    """Sizes of a micro-batch and of what one GPU draws together in a rollout.
+
+    Args:
+        lengths: tokens of a prompt's text and of its image, and of how many frames.
+    """
+    config, new = getattr(run, stage), run.sampling.max_new_tokens
+    text, image, *frames = lengths
+    of = text, image, new, *frames
+    G = len(find_algorithm(stage, run).answers) or config.num_generations
+    budget = getattr(config, "max_tokens_per_micro_batch", None)
+    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+    micro = largest_piece(prompts, text + image, [new] * G, budget)
+    steps = getattr(config, "steps_per_generation", 1)
+    prompts = math.ceil(config.prompts_per_step * steps / gpus)
+    prompts, _ = largest_piece(prompts, text + image, [G * new], run.sampling.max_tokens_at_once)
+    return Work(*micro, *of), Work(prompts, G, *of)
+
+
+def plan(
+    run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int
+) -> dict[str, dict[str, float]]:
+    """Bytes on one GPU in each phase, for prompts of these `sizes`: {"train": {"weights": 1}}."""
+    sharding, algorithm = run.sharding, find_algorithm(stage, run)
+    if gpus % sharding.replicas:
+        count = f"sharding.replicas is {sharding.replicas}"
+        raise ValueError(f"{count}, of which {gpus} is no multiple")
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)
-    always = {name: size * part for name, size in held.items()}
+    model, dtype, fsdp = costs.build(run), compute_dtype(run), run.uses_fsdp
+    micro, drawn = sizes(run, stage, gpus, lengths)
 
     def in_use(module: nn.Module) -> int:
-        kinds = {p: computed if p.is_floating_point() else p.dtype for p in module.parameters()}
+        kinds = {p: dtype if p.is_floating_point() else p.dtype for p in module.parameters()}
         return sum(p.numel() * kind.itemsize for p, kind in kinds.items())
 
     every, blocks = in_use(model), [in_use(block) for block in family_of(model).blocks(model)]
     # one block runs while the next arrives
     gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0
-    G = len(algorithm.answers) or config.num_generations
-    lengths = text_tokens, image_tokens, run.sampling.max_new_tokens, frames
-    prompt, budget = text_tokens + image_tokens, getattr(config, "max_tokens_per_micro_batch", None)
-    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
-    micro = Work(*largest_piece(prompts, prompt, [lengths[2]] * G, budget), *lengths)
     rows = micro.prompts * micro.num_generations * micro.completion_tokens
-    logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
-    if online:
-        prompts = math.ceil(config.prompts_per_step * config.steps_per_generation / gpus)
-        limit = run.sampling.max_tokens_at_once
-        prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], limit)
+    logits, phases = piece_bytes(rows, costs.config.vocab_size, dtype, "cuda"), {}
+    if not algorithm.answers:
         phases["rollout"] = {
             "gathered": every if fsdp and run.rollout.gather_weights else gathered,
-            "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
-            "prompts' forward": costs.activations(run, Work(prompts, 0, *lengths), False),
-            "logits": costs.one_draw(computed, run.sampling, prompts * G),
+            "keys and values": costs.keys_and_values(dtype, drawn),
+            "prompts' forward": costs.activations(run, replace(drawn, num_generations=0), False),
+            "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
         }
-    if online or has_reference:
+    if not algorithm.answers or algorithm.has_reference(getattr(run, stage)):
         forward = costs.activations(run, micro, False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
+    gradients = bytes_of(parameter for parameter in model.parameters() if parameter.requires_grad)
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
-        "gradients": bytes_of(trained) * part * (1 + summed),
+        # without FSDP ranks sum a copy of them
+        "gradients": gradients * part * (1 + (gpus > 1 and not fsdp)),
         "forward and backward": costs.activations(run, micro, True),
         "logits": logits,
     }
+    always = {name: size * part for name, size in held(run, stage, model, costs).items()}
     return {name: always | items for name, items in phases.items()}
+
+
+def compute_dtype(run: RunConfig) -> torch.dtype:
+    return DTYPES[run.model.compute_dtype or run.model.dtype]
 
 
 def most(phases: dict[str, dict]) -> float:
