@@ -102,8 +102,8 @@ def _fill(template: str, turns: list[dict]) -> list[dict]:
     if len(texts) != 1:
         has = f"the last user turn of this prompt has {len(texts)}"
         raise ValueError(f"data.prompt_template is put around one text, but {has}; make it one")
-    asked = template.replace("{problem}", parts[texts[0]]["text"])
-    parts[texts[0]] = {"type": "text", "text": asked}
+    [at] = texts
+    parts[at] = {"type": "text", "text": template.replace("{problem}", parts[at]["text"])}
     return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
 
 

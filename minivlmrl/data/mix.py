@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,19 +72,16 @@ def sample(strategy: str, count: int) -> list[int]:
 
     Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
     """
-    name, _, size = strategy.partition(":")
-    try:
-        number = int(size.removesuffix("%") if size else count)
-        if size.endswith("%"):
-            number = math.ceil(number * count / 100)
-    except ValueError:
-        number = -1
-    if name not in ("all", "first", "end", "random") or number < 0 or (name == "all") != (not size):
+    found = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
+    if not found:
         raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
+    name, size, percent = found.groups(default="")
+    number = int(size or count)
+    number = min(math.ceil(number * count / 100) if percent else number, count)
     if name == "random":
-        return sorted(random.Random(0).sample(range(count), min(number, count)))
-    first = max(0, count - number) if name == "end" else 0
-    return list(range(first, first + min(number, count)))
+        return sorted(random.Random(0).sample(range(count), number))
+    first = count - number if name == "end" else 0
+    return list(range(first, first + number))
 
 
 @dataclass

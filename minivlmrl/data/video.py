@@ -91,7 +91,7 @@ def load_video(
 
     Args:
         source, folder, allow_url: see fetch_image; or a list of such frames, which is taken whole.
-        sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the
+        sampling: see sample_indices. Of a list of frames fps alone may be given, the
             rate at which they were sampled, 2 if it is not (`sample_fps` of qwen-vl-utils 0.0.14).
     """
     sampling = check_options("video", sampling)
@@ -204,11 +204,24 @@ def sample_indices(
     """Choose frames of a file, evenly spread, first and last among them; and their rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
+
+    Args:
+        sampling: see smart_nframes; video_start and video_end, seconds, are moved into the video.
     Source: qwen-vl-utils' readers (float32); with frame_factor 1 Qwen3VLVideoProcessor (float64).
     """
     sampling = check_options("video", sampling)
-    ends = sampling.pop("video_start", None), sampling.pop("video_end", None)
-    first, last = frame_range(total_frames, video_fps, *ends)
+    if total_frames <= 0 or not 0 < video_fps < math.inf:
+        raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
+    start, end = sampling.pop("video_start", None), sampling.pop("video_end", None)
+    first, last, duration = 0, total_frames - 1, total_frames / video_fps
+    if start is not None:
+        first = math.ceil(min(start, duration) * video_fps)
+    if end is not None:
+        last = min(math.floor(min(end, duration) * video_fps), last)
+    if first >= last and (start, end) != (None, None):
+        has = f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+        asked = f"between video_start {start} and video_end {end}"
+        raise ValueError(f"no two frames lie {asked}; the video has {has}")
     count = last - first + 1
     nframes = smart_nframes(count, video_fps, frame_factor, sampling)
     if frame_factor == 1:
@@ -216,25 +229,6 @@ def sample_indices(
     else:
         indices = torch.linspace(first, last, nframes).round().long()
     return indices.tolist(), nframes / count * video_fps
-
-
-def frame_range(total_frames: int, video_fps: float, video_start, video_end) -> tuple[int, int]:
-    """Find the first and last frame between two times in seconds or None, moved into the video.
-
-    Source: qwen-vl-utils' calculate_video_frame_range.
-    """
-    if total_frames <= 0 or not 0 < video_fps < math.inf:
-        raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
-    first, last, duration = 0, total_frames - 1, total_frames / video_fps
-    if video_start is not None:
-        first = math.ceil(min(video_start, duration) * video_fps)
-    if video_end is not None:
-        last = min(math.floor(min(video_end, duration) * video_fps), last)
-    if first >= last and (video_start, video_end) != (None, None):
-        asked = f"between video_start {video_start} and video_end {video_end}"
-        has = f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
-        raise ValueError(f"no two frames lie {asked}; the video has {has}")
-    return first, last
 
 
 def smart_nframes(
