@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minivlmrl.hub.checker import extra
+
 SPACES = ("original", "resized", "thousandths", "unit")
 LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow
 
@@ -120,11 +122,8 @@ def match(
     table = np.array([[similarity(p, t) for t in truth] for p in predicted])
     if 1 in table.shape:
         return [divmod(int(table.argmax()), len(truth))]
-    try:
+    with extra("boxes", "matching several boxes needs scipy"):
         from scipy.optimize import linear_sum_assignment
-    except ImportError as error:
-        cure = "needs scipy: pip install -c constraints.txt -e '.[boxes]'"
-        raise ValueError(f"matching several boxes {cure}") from error
     rows, columns = linear_sum_assignment(table, maximize=True)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 

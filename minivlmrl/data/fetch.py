@@ -38,9 +38,7 @@ def fetch_image(
 ) -> Image:
     """Read an image as image.load_image does (ValueError: names the source and what is wrong).
 
-    Args:
-        source: path, URL, data URI, bytes or image.
-        folder, allow_url: where a relative path starts; data.allow_urls, whether to fetch URLs.
+    folder: where a relative path starts; allow_url: data.allow_urls, whether to fetch URLs.
     """
     with open_image(source, folder, allow_url) as image:
         return load_image(image)

@@ -22,13 +22,9 @@ ROLES = {  # role: who `from` says
 SPEAKERS = {name: role for role, names in ROLES.items() for name in names.split()}
 
 
-def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
-    """Return the row with the columns of every form that fits it.
-
-    Args:
-        renamed: column of the row -> its name here, such as {"answer": "solution"}.
-    """
-    for theirs, ours in (renamed or {}).items():
+def to_columns(row: dict, renamed: dict[str, str]) -> dict:
+    """Return the row with columns `renamed`, and with those of every form that fits it."""
+    for theirs, ours in renamed.items():
         if row.get(theirs) is not None:
             if row.get(ours) is not None:
                 raise ValueError(f"data.columns calls {theirs!r} {ours!r}; leave one of both out")

@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from minivlmrl.hub.checker import naming, require
+from minivlmrl.hub.checker import extra, naming, require
 from minivlmrl.hub.folder import parse_json, read_json
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
@@ -161,12 +161,9 @@ class Arrow:
     """Parquet or Arrow files, one after the other; a row is read with the group stored with it."""
 
     def __init__(self, paths: list[Path]):
-        try:
+        with extra("parquet", f"{paths[0]}: needs pyarrow"):
             import pyarrow as pa
             import pyarrow.parquet as pq
-        except ImportError as error:
-            cure = "pip install -c constraints.txt -e '.[parquet]'"
-            raise ValueError(f"{paths[0]}: needs pyarrow: {cure}") from error
         self.path, self.folder, self.groups, self.firsts = paths[0], paths[0].parent, [], [0]
         for path in paths:
             try:

@@ -78,10 +78,7 @@ def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
 
 
 def _long(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
-    """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens.
-
-    Only those whose bytes and images could be so many are laid out.
-    """
+    """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens."""
     counter, settings = _counter(processor), processor.image_processor
     side = settings.patch_size * settings.merge_size
     for number in range(len(rows)):
@@ -90,6 +87,7 @@ def _long(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int
             return  # all rows of an embedded task are alike
         row, media = part.read(index)
         most = len(repr(row.messages).encode()) + len(media) * settings.max_pixels // side**2
+        # others are not laid out
         if most + MARKUP > limit and (row := outline(part, index)) is not None:
             length = len(row.prompt(counter).input_ids)
             if length > limit:

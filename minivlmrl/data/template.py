@@ -76,11 +76,7 @@ class ChatTemplate:
     def from_folder(
         cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
-        """Find the template of a Hugging Face folder, in the first of FILES that has one.
-
-        Returns:
-            None if there is none, or one that lays out what chat.render does.
-        """
+        """Find the template of a folder, in the first of FILES with one; None: chat.render's."""
         tokens, config = {}, Path(folder) / "tokenizer_config.json"
         for name, value in (read_json(config) if config.is_file() else {}).items():
             value = value.get("content") if isinstance(value, dict) else value
@@ -93,9 +89,7 @@ class ChatTemplate:
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Lay out a conversation: pieces as of chat.render.
-
-        Joined they are what transformers' apply_chat_template renders.
+        """Lay out a conversation: pieces as of chat.render, joined as of apply_chat_template.
 
         Args:
             messages: see chat.render; an assistant's may have tool_calls, and then no content. A

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, Source, fetch_image, open_source
 from minivlmrl.data.sizes import check_options
+from minivlmrl.hub.checker import extra
 from minivlmrl.image import Grid, ImageProcessor, smart_resize, to_rgb
 
 FPS = 2.0  # frames a second that are taken when nothing else is asked
@@ -106,9 +107,6 @@ def load_video(
     name, file = open_source(source, folder, allow_url)
     try:
         return _sample(file, sampling | {"frame_factor": frame_factor})
-    except ImportError as error:
-        cure = "need PyAV: pip install -c constraints.txt -e '.[video]'"
-        raise ValueError(f"{name}: video files {cure}") from error
     except Exception as error:  # damaged files make PyAV raise anything
         reason = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
@@ -151,7 +149,8 @@ def _count_frames(container, stream) -> int:
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
     """Open a file: PyAV's container and its video stream."""
-    import av
+    with extra("video", "video files need PyAV"):
+        import av
 
     # opened by us: FFmpeg would take names like concat:a|b for more than a file
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())

@@ -79,16 +79,13 @@ class Play:
 
 
 class ToolDecode(Decode):
-    """A decode step that shows a picture where its tokens are forced.
-
-    Args:
-        plays: of all rows; a step has those that have not ended.
-    """
+    """A decode step that shows a picture where its tokens are forced; plays: of all rows."""
 
     def __init__(self, image_token: int, plays: list[Play]):
         self.image_token, self.plays = image_token, plays
 
     def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
+        # of the rows of this step
         plays, device = [play for play in self.plays if not play.ended], ids.device
         asked = [(play, picture) for play in plays for picture in play.unseen]
         if asked:

@@ -14,8 +14,8 @@ import reprlib
 import runpy
 import types
 import typing
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Annotated, Any, Literal, NewType
 
 import yaml
@@ -82,6 +82,15 @@ class naming(AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ValueError):
             raise ValueError(f"{self.where}: {shortened(error)}") from error
+
+
+@contextmanager
+def extra(name: str, needed: str) -> Iterator[None]:
+    """Say what to install where a block cannot import."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{needed}: pip install -c constraints.txt -e '.[{name}]'") from error
 
 
 @functools.cache

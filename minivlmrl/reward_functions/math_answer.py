@@ -3,6 +3,7 @@
 import re
 import threading
 
+from minivlmrl.hub.checker import extra
 from minivlmrl.reward_functions.judges import judge_rows
 
 LONGEST, SECONDS = 300, 2  # characters; of one comparison, where a signal can end it
@@ -18,11 +19,8 @@ def math(answer_texts: list, solution: list, **columns) -> list:
 
 def _expressions(text: str) -> list | None:
     """Read all of a text as one expression."""
-    try:
+    with extra("math", "reward math needs math-verify"):
         from math_verify import LatexExtractionConfig, parse
-    except ImportError as error:
-        cure = "pip install -c constraints.txt -e '.[math]'"
-        raise ValueError(f"reward math needs math-verify: {cure}") from error
     if len(text) > LONGEST or HUGE.search(text):
         return None
     options = {"parsing_timeout": _seconds(), "extraction_mode": "first_match"}

@@ -123,10 +123,8 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, self.position, attention)
 
     def capture(self, model, attention):
-        """Record the kernels, which does not run them, and run them.
-
-        torch.cuda.graph would give all free memory back to the driver first, .1 to .4 s.
-        """
+        """Record the kernels, which does not run them, and run them."""
+        # torch.cuda.graph would give all free memory back to the driver first, .1 to .4 s
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self.ids.device)

@@ -40,11 +40,7 @@ class SamplingOptions(SamplingConfig):
 
 
 class Filters:
-    """The `warp` of a chooser, for one call of generate: a recipe's filters.
-
-    Args:
-        prompts: (P,) int64 ids of each prompt.
-    """
+    """A recipe's filters as the `warp` of a chooser; prompts: (P,) int64 ids of each, of one call."""
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling, self.prompts, self.num_generations = sampling, prompts, num_generations
