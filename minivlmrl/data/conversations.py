@@ -5,7 +5,7 @@ from itertools import takewhile
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING, ROLES
 from minivlmrl.data.media import MARK, Media, place_media
-from minivlmrl.data.turns import as_turns, check_ends, check_messages, parts_of, text_of
+from minivlmrl.data.turns import as_turns, check_ends, check_messages, shown_parts_of, text_of
 from minivlmrl.hub.checker import naming
 
 # a row has one of them, or none: see _split
@@ -53,11 +53,11 @@ def read_conversation(
                 raise ValueError("an answer is empty or blank; write it or drop the row")
             others = [text_of(turn) for turn in turns if turn["role"] != "assistant"]
             # <image> in a text of the assistant is text
-            if not any(map(MARK.search, others)) and not _shown(turns):
+            if not any(map(MARK.search, others)) and not shown_parts_of(turns):
                 continue
             whole, media = _place(*wording, turns)
             messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
-            parts = _shown(answers[name])
+            parts = shown_parts_of(answers[name])
             if any(part_kind(part) == "video" for part in parts):
                 late = "there is a video after the assistant's first turn"
                 raise ValueError(f"{late}; put it in the prompt")
@@ -65,11 +65,6 @@ def read_conversation(
                 part["image"] = media.pop()
     with naming(f"column {source!r}"):
         return *((messages, media) if messages else _place(*wording)), answers
-
-
-def _shown(turns: list[dict]) -> list[dict]:
-    """List the parts that show something."""
-    return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
 def conversation(
@@ -80,9 +75,8 @@ def conversation(
     return _place(prompt, listed, prompt_template, system_prompt)[0]
 
 
-def _place(
-    prompt, listed, prompt_template, system_prompt, media_options=None, answer=()
-) -> tuple[list[dict], list[Media]]:
+def _place(prompt, listed, prompt_template, system_prompt, media_options=None, answer=()) -> tuple:
+    """Return the messages of a prompt and an answer, and what their parts show."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")

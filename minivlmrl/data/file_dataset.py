@@ -13,13 +13,12 @@ from os.path import join
 from pathlib import Path
 from typing import Literal
 
-from minivlmrl.chat import part_kind
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.sizes import VideoOptions, check_options
-from minivlmrl.data.turns import parts_of
+from minivlmrl.data.turns import shown_parts_of
 from minivlmrl.hub.checker import FilePath, naming, require
 from minivlmrl.hub.preprocessor import Count
 from minivlmrl.rows import Row
@@ -118,7 +117,7 @@ class FileDataset:
 def answer_pictures(row: Row) -> list[dict]:
     """List the parts of a row's answers that show something."""
     answers = [x for x in (row.completion, row.chosen, row.rejected) if isinstance(x, list)]
-    return [part for turns in answers for part in parts_of(turns) if part_kind(part) == "image"]
+    return [part for turns in answers for part in shown_parts_of(turns)]
 
 
 def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Media]]:

@@ -103,7 +103,7 @@ def read_mix(path: Path) -> list[FileSection]:
         listed = parse_yaml(path.read_bytes())
     files = []
     for entry in build(_Mix, listed, str(path)).datasets:
-        here, beside = Path(entry.json_path), path.parent / entry.json_path
-        file = str(here if here.exists() else beside)
+        here = Path(entry.json_path)
+        file = str(here if here.exists() else path.parent / here)
         files.append(FileSection(file, sampling=entry.sampling_strategy))
     return files

@@ -98,8 +98,7 @@ class ChatTemplate:
         if self.is_qwen3 and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text([*turns, START, "assistant\n"])
-        text = self._lay_out(self._checked(messages), add_generation_prompt=True)
-        pieces = join_text(self._cut(text))
+        pieces = join_text(self._cut(self._lay_out(self._checked(messages), True)))
         shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
         kinds = [kind for part in parts_of(messages) if (kind := part_kind(part)) != "text"]
         if shown != kinds:
@@ -115,7 +114,7 @@ class ChatTemplate:
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
         whole = self._checked([*messages, *turns])
-        text = self._lay_out(whole, add_generation_prompt=False)
+        text = self._lay_out(whole, False)
 
         def length(count: int, add_generation_prompt: bool) -> int:
             beginning = self._lay_out(whole[:count], add_generation_prompt)
@@ -156,9 +155,8 @@ class ChatTemplate:
 
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
         options = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        options |= {"tools": None, "documents": None, **self.token_names}
         try:
-            return self.template.render(options)
+            return self.template.render(tools=None, documents=None, **options, **self.token_names)
         except Exception as error:  # a template is a program: it can fail in every way
             raise self._error(error) from error
 

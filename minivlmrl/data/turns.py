@@ -47,6 +47,11 @@ def parts_of(turns: list[dict]) -> list[dict]:
     return [part for turn in turns for part in content_parts(turn) or ()]
 
 
+def shown_parts_of(turns: list[dict]) -> list[dict]:
+    """List those that are an image or a video."""
+    return [part for part in parts_of(turns) if part_kind(part) != "text"]
+
+
 def text_of(message: dict) -> str:
     """Join the text of a message, without its images and videos."""
     return "".join(part.get("text") or "" for part in parts_of([message]))

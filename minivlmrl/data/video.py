@@ -92,8 +92,8 @@ def load_video(
 
     Args:
         source, folder, allow_url: see fetch_image; or a list of such frames, which is taken whole.
-        sampling: see sample_indices. Of a list of frames fps alone may be given, the
-            rate at which they were sampled, 2 if it is not (`sample_fps` of qwen-vl-utils 0.0.14).
+        sampling: see sample_indices. Of a list of frames fps alone may be given, the rate at which
+            they were sampled, 2 if it is not (`sample_fps` of qwen-vl-utils 0.0.14).
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -193,8 +193,8 @@ def _check_size(nframes: int, width: int, height: int):
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(f"frames of {width} x {height} pixels are over {MAX_IMAGE_PIXELS}")
     if nframes * width * height > MAX_VIDEO_PIXELS:
-        cure = f"{MAX_VIDEO_PIXELS} together; take fewer or smaller frames"
-        raise ValueError(f"{nframes} frames of {width} x {height} pixels are over {cure}")
+        most = f"{MAX_VIDEO_PIXELS} together; take fewer or smaller frames"
+        raise ValueError(f"{nframes} frames of {width} x {height} pixels are over {most}")
 
 
 def sample_indices(

@@ -85,7 +85,6 @@ class ToolDecode(Decode):
         self.image_token, self.plays = image_token, plays
 
     def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
-        # of the rows of this step
         plays, device = [play for play in self.plays if not play.ended], ids.device
         asked = [(play, picture) for play in plays for picture in play.unseen]
         if asked:
@@ -152,12 +151,11 @@ class ToolSampler(RunSampler):
         return ToolDecode(self.processor.tokenizer.special_tokens[IMAGE], self.plays)
 
     def forcing(self, choose: Choose) -> Choose:
-        limit = self.sampling.max_new_tokens
-
         def force(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
             drawn = zip(*(x.tolist() for x in choose(logits, rows, step)), strict=True)
             plays = zip(rows.tolist(), drawn, strict=True)
-            now = [self.plays[row].step(token, limit - step - 1, self) for row, token in plays]
+            left = self.sampling.max_new_tokens - step - 1
+            now = [self.plays[row].step(token, left, self) for row, token in plays]
             return tuple(to_device(torch.tensor(x), rows.device) for x in zip(*now, strict=True))
 
         return force
