@@ -76,6 +76,16 @@ def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
+def test_the_first_end_of_a_name_says_the_alpha(saved):
+    file = saved / "adapter_config.json"
+    values = json.loads(file.read_text())
+    values["alpha_pattern"] = {"proj": 1, "self_attn.q_proj": 8, "q_proj": 12}
+    file.write_text(json.dumps(values))
+    model = tiny.model()
+    load_adapter(model, saved)
+    assert [layer.scaling for layer in adapters(model).values()] == [8 / 4]
+
+
 def test_scaling_and_ranks_survive_a_round_trip(tmp_path):
     model = adapted(["language"], dtype=torch.float32)
     layers = list(adapters(model).values())

@@ -6,6 +6,7 @@ import random
 from itertools import islice
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
@@ -14,7 +15,7 @@ from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, u
 from minivlmrl.chat import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.template import DEFAULT_QWEN3, ChatTemplate
-from minivlmrl.data.video import frame_size, sample_indices
+from minivlmrl.data.video import Video, frame_size, sample_indices
 from minivlmrl.hub import qwen3_vl
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
@@ -295,6 +296,23 @@ def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor
     assert digest(prompt.pixel_values) == expected
     ids = their_ids(their_processor, row.messages, [], (grid, indices, rate))
     assert torch.equal(prompt.input_ids, ids)
+
+
+def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
+    """Frames that were sampled before: 5 at 4 a second, and 4 at 2 a second."""
+    films = [np.full((5, 64, 96, 3), 70, np.uint8), np.full((4, 32, 64, 3), 9, np.uint8)]
+    parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
+    picture = PIL.Image.new("RGB", (256, 320))
+    videos = [Video(film, fps) for film, fps in zip(films, (4.0, 2.0), strict=True)]
+    prompt = video_processor(shortest_edge=1024)(messages, [picture], videos)
+    assert prompt.image_grid_thw.tolist() == [[1, 4, 6]] * 3 + [[1, 20, 16]] + [[1, 2, 4]] * 2
+    assert prompt.second_per_grid_ts.tolist() == [1, 1, 1, 0, 1, 1]
+    shown = ((3, 4, 6), list(range(5)), 4.0), ((2, 2, 4), list(range(4)), 2.0)
+    ids = their_ids(their_processor, messages, [picture], *shown)
+    assert torch.equal(prompt.input_ids, ids)
+    for time in ("<0.1 seconds>", "<0.6 seconds>", "<1.0 seconds>"):
+        assert time in shapes.tokenizer().decode(ids.tolist())
 
 
 def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:

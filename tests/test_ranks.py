@@ -161,6 +161,7 @@ def gather(folder, overrides, world):
 
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
+LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
 # the policy's adapters, the head of a critic, and a reference that is the base
@@ -173,7 +174,7 @@ QUICK = {
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "dropout": [*ADAPTED, *DROPOUT],
-    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE],
+    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
 }  # fmt: skip
 NF4_WAYS = {"NF4, layer by layer": [*ADAPTED, NF4, *ONE_BY_ONE]}
 
@@ -187,7 +188,7 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], **COUNTS}
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
     alone |= {"adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
@@ -198,6 +199,15 @@ def test_two_ranks_equal_one(quick_results, way):
     alone, ranks = quick_results
     for rank in ranks:
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
+
+
+def test_two_ranks_with_tools_equal_one(quick_results):
+    """Completions that hold pictures or text of a tool; in the second step no prompt has an image."""
+    alone, ranks = quick_results
+    texts = [text for _, group in alone["tools"].texts for text in group]
+    assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
+    for rank in ranks:
+        assert_equal(rank["tools, sharded"], alone["tools"], 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("way", ["adapters, sharded", *map(shards_bytes, NF4_WAYS)])

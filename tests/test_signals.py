@@ -1,6 +1,7 @@
 """One signal asks for a state, a later one ends the process, handlers are given back; whole runs: test_resume.py."""
 
 import os
+import pty
 import signal
 import time
 
@@ -37,6 +38,25 @@ def test_a_signal_that_was_ignored_stays_so():
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.asked()
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+def test_a_lost_terminal_does_not_fail_what_is_printed():
+    main, terminal = pty.openpty()
+
+    def lose_it():
+        os.dup2(terminal, 1)
+        os.dup2(terminal, 2)
+        with StopSignals(ONE) as stop:
+            os.close(main)
+            os.close(terminal)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.write(1, b"a line")  # OSError: Input/output error
+            assert stop.asked()
+
+    child = fork(lose_it)
+    os.close(terminal)
+    os.close(main)
+    assert exit_code(child) == 0
 
 
 def test_long_work_ends_at_once_if_nothing_is_lost():

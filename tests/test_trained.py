@@ -11,13 +11,15 @@ from test_lora import adapted, batch
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, is_adapter
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained
+from minivlmrl.algorithms import reward_model, value_model
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
-from minivlmrl.scale.checkpoint import load_model
+from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.sharding import copy_model
+from minivlmrl.tasks.shapes import Shapes
 
 import tiny
 from stages import ONE, STAGES, snapshot
@@ -136,6 +138,27 @@ def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it
     load_adapter(expected, folder / "checkpoint" / "adapter")
     for name, layer in adapters(expected).items():
         torch.testing.assert_close(merged[f"{name}.weight"], layer.merged(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):
+    """As its folder does when it is loaded alone, with merged weights."""
+    seen, original = [], value_model.load_beside
+    monkeypatch.setattr(
+        reward_model, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
+    )
+    options = "--rewards={reward_model: 1}", "--reward_model.learning_rate=0.03"
+    folder = run("--stages=[reward_model, grpo]", *ADAPTERS, *options)
+    [(policy, judge)] = seen
+    theirs = dict(policy.named_parameters())
+    shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
+    assert len(shared) == sum(not is_adapter(name) for name in theirs)
+    prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
+    packed = value_model.pack_to_end([prompt], [[torch.arange(4), torch.arange(3)]], policy.config, "cpu")
+    with torch.no_grad():
+        scores = judge.at_end(packed)
+        alone = value_model.load_value_model(folder / "reward_model").at_end(packed)
+    assert scores.abs().min() > 1e-3
+    torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):

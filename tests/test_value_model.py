@@ -79,6 +79,15 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
     torch.testing.assert_close(values.double(), (1 + 2**-12) * states.double().sum(1), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
+    model, (prompts, completions) = value_model(tied), groups
+    model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu")).sum().backward()
+    assert model.backbone.lm_head.weight.requires_grad == tied
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == (set() if tied else {"backbone.lm_head.weight"})
+
+
 # folders
 
 

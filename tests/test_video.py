@@ -1,5 +1,6 @@
 """Videos: sampled frames, sizes and patches as qwen-vl-utils and transformers have them, and damaged files."""
 
+import io
 import sys
 import tempfile
 import wave
@@ -166,6 +167,23 @@ def test_a_turned_video_is_shown_upright():
         load_video(encoded(frames, *LOSSLESS[-1], rotation=30))
 
 
+def test_colours_follow_the_matrix_that_the_file_names(av):
+    """A green of BT.709 is another YUV than that of BT.601; either comes back as it was."""
+    green = np.full((4, 32, 32, 3), (20, 200, 40), np.uint8)
+    for matrix in ("ITU709", "ITU601"):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mp4") as file:
+            stream = file.add_stream("libx264", rate=10)
+            stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv444p"
+            stream.codec_context.colorspace = {"ITU709": 1, "ITU601": 6}[matrix]
+            for frame in green:
+                frame = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                frame = frame.reformat(format="yuv444p", dst_colorspace=matrix, dst_color_range="MPEG")
+                file.mux(stream.encode(frame))
+            file.mux(stream.encode())
+        assert np.abs(np.asarray(load_video(buffer.getvalue()).frames).astype(int) - green).max() <= 4
+
+
 def test_a_playlist_opens_no_other_file(tmp_path):
     (tmp_path / "a.ts").write_bytes(encoded(moving(30), "mpegts", "mpeg2video", "yuv420p"))
     assert len(load_video(tmp_path / "a.ts").frames) == 4
@@ -215,6 +233,26 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
     monkeypatch.setattr(video_module, "_check_size", lambda *_: None)  # the file claims little, its frames much
     with pytest.raises(ValueError, match="cannot be read as a video"):
         load_video(content)
+
+
+def test_frames_that_cannot_be_shown_are_not_counted(av):
+    """A stream that begins in the middle shows nothing until its first key frame: 28 frames from 39 packets."""
+    whole, headless = encoded(moving(40), "mpegts", "mpeg2video", "yuv420p"), io.BytesIO()
+    with av.open(io.BytesIO(whole)) as source, av.open(headless, "w", format="mpegts") as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        for packet in list(source.demux(video=0))[1:]:
+            if packet.size:
+                packet.stream = copy
+                target.mux(packet)
+    headless = headless.getvalue()
+    with av.open(io.BytesIO(headless)) as file:
+        assert sum(packet.size > 0 for packet in file.demux(video=0)) == 39
+    with av.open(io.BytesIO(headless)) as file:
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert len(shown) == 28
+    video = load_video(headless, nframes=4)
+    assert np.array_equal(video.frames, shown[[0, 9, 18, 27]])
+    assert video.fps == 4 / 28 * 30
 
 
 def test_a_video_whose_frames_change_size_is_refused():

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 from importlib import metadata
@@ -121,6 +122,13 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
             found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
             assert found.is_file() == wanted, path
     assert (python.parent / "minivlmrl").is_file()
+
+
+@pytest.mark.slow
+def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_path):
+    with tarfile.open(sdist(clone, tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(files()) - names == {".gitignore", ".ci/run"}
 
 
 def test_the_audit_is_of_the_librarys_version():
