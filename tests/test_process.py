@@ -26,7 +26,7 @@ def ended(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
     (["--seed=x"], "command line: seed is 'x', it must be of type int"),
-    (["--seed={"], "command line: the value of seed is not YAML (while parsing a flow node expected"),
+    (["--seed={"], "command line: quote the value of seed: not YAML (while parsing a flow node expected"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
     code, printed, summary = ended(train.main, *arguments)

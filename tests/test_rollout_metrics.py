@@ -18,13 +18,20 @@ def rollout(*lengths):
     return SimpleNamespace(completions=[made[i : i + 2] for i in range(0, len(made), 2)])
 
 
+def stage(**parts):
+    """A stage with these parts alone."""
+    algorithm = GRPOStage.__new__(GRPOStage)
+    vars(algorithm).update(parts)
+    return algorithm
+
+
 @pytest.mark.parametrize("world", [ONE, SECOND])
 def test_metrics_of_a_rollout_by_hand(world):
     """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
     run, config = SimpleNamespace(rewards={"format": 0.5, "accuracy": 1.0}), SimpleNamespace(num_generations=2)
-    algorithm = SimpleNamespace(compares_groups=True, world=world, run=run, config=config)
+    algorithm = stage(world=world, run=run, config=config)
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
-    found = GRPOStage.metrics(algorithm, rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    found = algorithm.metrics(rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert found == pytest.approx({
         "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
         "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5, "completions/mean_length": 2.5,
@@ -35,13 +42,13 @@ def test_metrics_of_a_rollout_by_hand(world):
 
 
 def test_without_groups_nothing_is_said_of_them():
-    algorithm = SimpleNamespace(compares_groups=False, world=ONE, run=SimpleNamespace(rewards={"format": 1.0}))
-    found = GRPOStage.metrics(algorithm, rollout(1, 3), torch.ones(2, 1), torch.ones(2))
+    algorithm = stage(compares_groups=False, world=ONE, run=SimpleNamespace(rewards={"format": 1.0}))
+    found = algorithm.metrics(rollout(1, 3), torch.ones(2, 1), torch.ones(2))
     assert not found.keys() & {"reward_std", "frac_reward_zero_std"} and found["reward"] == 1
 
 
 def test_a_rollout_that_nothing_could_judge_ends_the_run():
-    algorithm = SimpleNamespace(run=SimpleNamespace(rewards={"format": 1.0, "accuracy": 1.0}))
+    algorithm = stage(run=SimpleNamespace(rewards={"format": 1.0, "accuracy": 1.0}))
     nothing = torch.full((4, 2), math.nan)
     with pytest.raises(ValueError, match=r"rewards: format, accuracy judged none of 4 completions"):
-        GRPOStage.metrics(algorithm, rollout(1, 3, 3, 3), nothing, nothing[:, 0])
+        algorithm.metrics(rollout(1, 3, 3, 3), nothing, nothing[:, 0])
