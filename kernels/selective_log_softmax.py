@@ -32,7 +32,7 @@ import math
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import tl, triton
+from minivlmrl.kernels.backend import backend_for, tl, triton
 
 FLOOR = -126.0  # of d', base 2
 LOG2E = 1 / math.log(2)
@@ -265,3 +265,53 @@ def differentiate_part_(
         with torch.cuda.device_of(z):
             _backward[(rows,)](z, ids, *saved, *upstream, out, *numbers, num_warps=BACKWARD_WARPS)
     return out
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    """logp and H, each (N,), of logits z (N, V)."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if backend_for(z) == "triton":
+            logps, *saved = fold_(z, ids, None, temperature)
+        else:
+            wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
+            logps, *saved = score_rows_(wide, ids, temperature)
+        ctx.save_for_backward(z, ids, *saved)
+        ctx.temperature = temperature
+        return logps, saved[0]
+
+    @staticmethod
+    def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
+        z, ids, *saved = ctx.saved_tensors
+        upstream = take_rows([g, e], ...)
+        if backend_for(z) == "triton":
+            out = torch.empty_like(z)
+            return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
+        d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)
+        dz = differentiate_rows_(d, ids, saved, upstream, ctx.temperature).to(z.dtype)
+        return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
+
+
+def selective_log_softmax(
+    logits: Tensor, ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Score chosen tokens under softmax(logits / temperature), where logits are there already.
+
+    Args:
+        logits: (..., V), float32, float16, bfloat16 or (torch path alone) float64.
+        ids: (...) int64, the chosen tokens.
+        temperature: divides the logits, > 0.
+    Returns:
+        logps and entropies (...), nats, float32 (float64 for float64 logits), differentiable.
+    Raises:
+        ValueError: the shapes do not fit, or the temperature is not positive.
+    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
+    """
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(f"ids {tuple(ids.shape)} are not those of logits {tuple(logits.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
+    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+    logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
+    return logps.view(ids.shape), entropies.view(ids.shape)

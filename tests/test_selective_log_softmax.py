@@ -33,17 +33,11 @@ def exact(logits, ids, temperature, upstream):
 
 
 def ours(logits, ids, temperature, upstream):
-    """Values and gradient of a piece, by the functions that linear_log_softmax calls for one."""
-    z, upstream = logits.detach(), [None if x is None else x.contiguous() for x in upstream]
-    if INTERPRETED:
-        logps, *saved = kernel.fold_(z, ids, None, temperature)
-        out = torch.empty_like(z, memory_format=torch.contiguous_format)
-        return logps, saved[0], kernel.differentiate_part_(z, ids, saved, upstream, temperature, out)
-    wide = torch.promote_types(z.dtype, torch.float32)
-    logps, *saved = kernel.score_rows_(z.to(wide, copy=True), ids, temperature)
-    d = kernel.differences_(z.to(wide, copy=True), saved[1], temperature)
-    upstream = [None if x is None else x.to(wide) for x in upstream]
-    return logps, saved[0], kernel.differentiate_rows_(d, ids, saved, upstream, temperature).to(z.dtype)
+    """Values and gradient."""
+    z = logits.detach().requires_grad_()
+    scored = kernel.selective_log_softmax(z, ids, temperature)
+    loss = sum((x * weight).sum() for x, weight in zip(scored, upstream, strict=True) if weight is not None)
+    return *(x.detach() for x in scored), torch.autograd.grad(loss, z)[0]
 
 
 def error(actual, expected):
@@ -139,3 +133,18 @@ def test_parts_of_a_row_join_to_the_whole(widths):
         first += width
     torch.testing.assert_close(torch.stack(out), torch.stack(whole), rtol=1e-6, atol=1e-6)
     assert error(gradient, exact(logits, ids, 0.7, upstream)[2]) < 1e-6
+
+
+def test_values_are_trls():
+    utils = pytest.importorskip("trl.trainer.utils", reason="oracle missing: pip install trl==1.16.0")
+    logits, ids, _ = inputs(6, 500)
+    logits, ids = logits.detach().view(2, 3, 500), ids.view(2, 3)
+    theirs = utils.selective_log_softmax(logits / 0.7, ids), utils.entropy_from_logits(logits / 0.7)
+    for mine, value in zip(kernel.selective_log_softmax(logits, ids, 0.7), theirs, strict=True):
+        torch.testing.assert_close(mine, value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("ids", "temperature", "error"), [(2, 1.0, r"ids \(2,\) are not"), (3, 0.0, "above 0")])
+def test_what_does_not_fit_is_refused(ids, temperature, error):
+    with pytest.raises(ValueError, match=error):
+        kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(ids, dtype=torch.long), temperature)
