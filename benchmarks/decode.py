@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as minivlmrl/__main__.py sets it for runs
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as minivlmrl sets it for runs
 import roofline
 import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
 from sizes import card_named
 from torch import Tensor
 
-import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate
 from minivlmrl.run.memory import Work
 from minivlmrl.sampling.captured import CapturedDecode

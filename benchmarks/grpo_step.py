@@ -24,11 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports that read it: nothing here needs the network
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl/__main__.py sets it for runs
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl sets it for runs
 import torch
 from torch import Tensor
 
-import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL

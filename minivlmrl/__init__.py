@@ -1,2 +1,22 @@
 """Reinforcement learning for vision-language models, from scratch: files -> tokens ->
-log-probabilities -> steps."""
+log-probabilities -> steps.
+
+What is set here is read when torch is imported, or later; a user's own value stays.
+"""
+
+import ctypes
+import os
+import sys
+
+# A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to
+# fifteen times as long when other work kept the cores busy. LATE: torch was imported first.
+LATE = "torch" in sys.modules and "GOMP_SPINCOUNT" not in os.environ
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# a card's memory grows in place: rollouts and steps of all lengths leave no holes in it
+if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+# glibc gives free memory back to the kernel, and the next step has it cleared anew, page by page: 1
+# to 4 % of a step.
+if os.name == "posix" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may lie free
+    libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks alone are given back at once

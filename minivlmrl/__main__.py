@@ -1,25 +1,11 @@
 """`python -m minivlmrl TOOL`: one table of everything that can be started."""
 
-import ctypes
 import importlib
 import importlib.util
 import os
 import sys
 
 from minivlmrl.hub.checker import shortened
-
-# A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to
-# four times as long when other work kept the cores busy. It reads this when torch is imported,
-# which the tools do.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# a card's memory grows in place: rollouts and steps of all lengths leave no holes in it
-if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-# glibc gives free memory back to the kernel, and the next step has it cleared anew, page by page: 1
-# to 4 % of a step.
-if os.name == "posix" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-    libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may lie free
-    libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks alone are given back at once
 
 TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),

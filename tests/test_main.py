@@ -2,7 +2,10 @@
 
 import importlib
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -15,17 +18,27 @@ def test_every_tool_exists_and_has_a_sentence():
     assert all(sentence for _, sentence in start.TOOLS.values())
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_of_a_card_grows_in_place_unless_the_user_says_otherwise(monkeypatch, name):
-    """Blocks of steps of all lengths would leave holes between them."""
-    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(other, raising=False)
-    importlib.reload(start)
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    monkeypatch.setenv(name, "backend:native")
-    importlib.reload(start)
-    assert {k: v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")} == {name: "backend:native"}
+ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("first", ["", "import torch; "], ids=["before torch", "after torch"])
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, ENVIRONMENT),
+        ({"GOMP_SPINCOUNT": "7"}, ENVIRONMENT | {"GOMP_SPINCOUNT": "7"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
+    ],
+)
+def test_the_package_sets_what_torch_reads_unless_the_user_says_otherwise(own, expected, first):
+    """In a notebook too; without torch, which is imported later and then reads it."""
+    asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
+    said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules, minivlmrl.LATE]))"
+    clean = {name: value for name, value in os.environ.items() if name not in asked}
+    command = [sys.executable, "-c", f"{first}import json, os, sys, minivlmrl; {said}"]
+    values, torch, late = json.loads(subprocess.check_output(command, env=clean | own))
+    assert {name: value for name, value in values.items() if value} == expected | own
+    assert (torch, late) == (bool(first), bool(first) and "GOMP_SPINCOUNT" not in own)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
