@@ -58,8 +58,8 @@ def test_the_first_rank_says_what_runs_where(home, capsys, monkeypatch):
     for rank, threads in ((0, 1), (1, 2), (0, 2)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         describe_run(config, policy, World(rank, 2, torch.device("cpu")))
-    device, size, *lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [device.replace("1)", "2)"), size] and lines[2].endswith("import minivlmrl first") and len(lines) == 3
+    device, size, device_2, size_2, spins = capsys.readouterr().out.splitlines()
+    assert (device.replace("1)", "2)"), size) == (device_2, size_2) and spins.endswith("import minivlmrl first")
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
 
@@ -125,11 +125,14 @@ def test_updates_that_bfloat16_rounds_away_are_said():
 
 
 def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):
-    """The same question about the same picture, in any file; another picture is another row."""
+    """The same question about the same picture, whatever the files are called; another picture is another row."""
     lines = [{"problem": "What?", "image": f"{name}.png", "solution": name} for name in ("red", "green", "blue")]
     training = FileDataset(write_rows(*lines))
-    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, [lines[1], {**lines[0], "problem": "Why?"}])))
-    held_out = FileDataset(tmp_path / "eval.jsonl")
+    (tmp_path / "eval").mkdir()
+    shutil.copy(tmp_path / "green.png", tmp_path / "eval" / "red.png")
+    rows = lines[0], {**lines[0], "problem": "Why?"}
+    (tmp_path / "eval" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
     cure = "they say what it remembers; leave them out of data.eval_file"
     said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"
     assert told(grpo=training, eval=held_out) == [said]

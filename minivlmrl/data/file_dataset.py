@@ -8,18 +8,20 @@ import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os.path import join
+from os.path import getsize, isfile
 from pathlib import Path
 from typing import Literal
 
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.forms import to_columns
-from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
+from minivlmrl.data.media import Media, check_unread, files_of, load_media, read_media
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.sizes import VideoOptions, check_options
 from minivlmrl.data.turns import shown_parts_of
 from minivlmrl.hub.checker import FilePath, naming, require
+from minivlmrl.hub.folder import digest
 from minivlmrl.hub.preprocessor import Count
 from minivlmrl.rows import Row
 
@@ -70,7 +72,7 @@ class FileDataset:
             raise ValueError(f"{path}: has no rows")
         self.folder = Path(self.options.image_root or self.source.folder)
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
-        self.asked = []  # of each row a hash of its prompt and of what that shows
+        self.asked = []  # of each row a hash of its prompt and of the sizes of what that shows
         missing, columns, folder = [], set(), str(self.folder)
         for index, written in enumerate(itertools.islice(self.source, self.size)):
             with naming(where := self.source.where(index)):
@@ -78,13 +80,13 @@ class FileDataset:
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
             media += [part["image"] for part in answer_pictures(row)]
-            for file in missing_files(media, folder):
+            files = list(files_of(media, folder))
+            for file in (file for file, path in files if path and not isfile(path)):
                 line = re.sub(r".*:(?=\d+$)", "line ", where)
                 missing.append(f"{file} ({line})")
             columns.update(row.columns)
-            sources = [one.source for one in media]
-            shown = [(join(folder, x) if isinstance(x, str) else x)[-999:] for x in sources]
-            self.asked.append(hash(repr((row.messages, shown))))
+            sizes = [getsize(path) if isfile(path) else len(source) for source, path in files]
+            self.asked.append(hash(repr((row.messages, sizes))))
         if missing:
             first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             where = f"are not in {self.folder} (data.image_root)"
@@ -103,6 +105,13 @@ class FileDataset:
         row.columns = {name: row.columns.get(name) for name in [*self.columns, *self.constants]}
         row.columns |= {n: c for n, c in self.constants.items() if row.columns[n] is None}
         return row, media
+
+    def content(self, index: int, names: Sequence[str] = ()) -> str:
+        """Digest what a row asks and shows, files by what they hold, and its answers `names`."""
+        row, media = self.read(index)
+        said = repr((row.messages, [getattr(row, name) for name in names]))
+        files = files_of(media, str(self.folder))
+        return digest([said, *(Path(path) if path else source for source, path in files)])
 
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])

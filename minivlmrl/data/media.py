@@ -2,10 +2,10 @@
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os.path import isfile, join
+from os.path import join
 from pathlib import Path
 
 import PIL.Image
@@ -162,17 +162,18 @@ def check_unread(columns: dict):
             raise ValueError(f"{what} data.columns: {{{name}: {kind}}} renames it; or leave it out")
 
 
-def missing_files(media: list[Media], folder: str) -> list[str]:
-    """List the files of a row's images and videos that are not there; URLs are not asked."""
+def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
+    """Yield the sources of a row's images and videos and their paths, "" of URLs and bytes."""
     sources = (one.source if isinstance(one.source, list) else [one.source] for one in media)
-    missing = []
     for source in itertools.chain.from_iterable(sources):
         if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
-            continue
-        path = open_source(source, folder, False)[1] if ":" in source else join(folder, source)
-        if not isfile(path):
-            missing.append(source)
-    return missing
+            yield source, ""
+        else:
+            url = ":" in source
+            yield (
+                source,
+                str(open_source(source, folder, False)[1]) if url else join(folder, source),
+            )
 
 
 def _sources(part: dict, kind: str) -> list:

@@ -51,6 +51,10 @@ class Picked(Sequence):
         """List what its rows ask, as hashes: see FileDataset."""
         return [self.parts[part].asked[row] for part, row in self.picks]
 
+    def content(self, index: int) -> str:
+        rows, number = self.find(index)
+        return rows.content(number)
+
 
 def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
     """Lay files of rows end to end, each row as often as the weight of its file says.

@@ -95,11 +95,10 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
 
 def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
-    held_out = getattr(datasets.get("eval"), "asked", [])
     dtype, plain = DTYPES[config.model.dtype], config.optimizer.name == "adamw"
     for stage in config.stages:
-        trained = set(getattr(datasets.get(stage), "asked", []))
-        if count := sum(map(trained.__contains__, held_out)):
+        held_out, trained = datasets.get("eval"), datasets.get(stage)
+        if count := trained_on(held_out, trained):
             where = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
             yield f"{where}: they say what it remembers; leave them out of data.eval_file"
         rate = getattr(config, stage).learning_rate
@@ -108,6 +107,14 @@ def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
             cure = "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
             lost = f"updates of {stage}.learning_rate {rate} are lost in weights over {most:.1g}"
             yield f"model.dtype is {config.model.dtype}: {lost}; {cure}"
+
+
+def trained_on(held_out, rows) -> int:
+    """Count the rows of files that ask and show what training rows do, whatever their names."""
+    asked, known = (getattr(some, "asked", ()) for some in (held_out, rows))
+    alike = {*asked} & {*known}
+    trained = {rows.content(i) for i, one in enumerate(known) if one in alike}
+    return sum(held_out.content(i) in trained for i, one in enumerate(asked) if one in alike)
 
 
 def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict[str, Dataset]:

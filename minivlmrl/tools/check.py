@@ -8,21 +8,26 @@ what to do. Nothing is written. The exit status is 1 if something was found.
 """
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
+from itertools import compress
 
 import torch
 
-from minivlmrl.advantages import combine, group_std
+from minivlmrl.advantages import combine, group_std, nanstd
 from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
+from minivlmrl.data.fetch import open_image
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
 from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
 from minivlmrl.rewards import ask_rewards, find_answer
-from minivlmrl.rows import Completion, Processor, Row
+from minivlmrl.rows import Completion, Dataset, Processor, Row
 from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import BLIND, draw
@@ -32,6 +37,7 @@ from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
 PROMPTS = 16  # rows that are asked about
+ORIENTATION = 0x0112  # of a photograph, in its EXIF
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # texts that are no answers: a reward that likes one of them will be given it
 HACKS = {
@@ -65,6 +71,7 @@ def check(config) -> Iterator[str]:
     yield from mistakes(config, datasets)
     yield from check_settings(config, model, datasets, online)
     for stage, algorithm in stages.items():
+        yield from check_files(datasets[stage], algorithm.answers)
         yield from check_rows(spread(datasets[stage]), processor)
         yield from check_answers(config, algorithm.answers, spread(datasets[stage]), processor)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
@@ -72,6 +79,7 @@ def check(config) -> Iterator[str]:
         yield from check_demonstrations(config, rows_of["demonstrations"], processor)
     asked = rows_of.get("prompts")
     if asked is not None:
+        yield from check_held_out(spread(datasets.get("eval", ())), spread(asked))
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
         yield from check_rewards(config, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
@@ -106,6 +114,45 @@ def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator
             yield f"a step repeats its {count} rows several times: lower {stage}.prompts_per_step"
 
 
+def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
+    """Files with copies, whatever their pictures are called, or with boxes of turned pictures."""
+    for part in getattr(rows, "parts", [rows]):  # a weight has the rows of a file several times
+        if not isinstance(part, FileDataset):
+            continue
+        often = Counter(part.asked)
+        alike = [i for i, asked in enumerate(part.asked) if often[asked] > 1]
+        different = len(part) - len(alike) + len({part.content(i, names) for i in alike})
+        if different <= len(part) / 2 and len(part) > 3:
+            yield f"{different} of {len(part)} rows differ in picture or question: drop copies"
+        yield from check_turned(part)
+
+
+def check_turned(rows: FileDataset) -> Iterator[str]:
+    """Photographs with boxes that are inside of the file's picture, and of none that is upright."""
+    turned, proofs, numbers = 0, Counter(), spread(range(len(rows)))
+    for row, media in map(rows.read, numbers):
+        boxes = parse_boxes(str(row.columns.get("solution") or ""))
+        if not boxes or [one.kind for one in media] != ["image"]:
+            continue
+        with open_image(media[0].source, rows.folder, rows.options.allow_urls) as image:
+            if image.getexif().get(ORIENTATION, 1) != 1:
+                sizes = image.size, load_image(image).size
+                fits = [all(Box(*four, size).inside() for four in boxes) for size in sizes]
+                turned, proofs = turned + 1, proofs + Counter([tuple(fits)])
+    if turned and not proofs[False, True]:
+        what = f"{turned} of {len(numbers)} images are turned by their EXIF"
+        where = "boxes are read as of the upright picture, and no box shows that they are"
+        yield f"{what}: {where}; look at one, save them upright"
+
+
+def check_held_out(rows: Sequence[Row], trained: Sequence[Row]) -> Iterator[str]:
+    """Evaluations that one answer would pass."""
+    held_out, known = ({str(r.columns.get("solution")) for r in some} for some in (rows, trained))
+    if len(rows) > 1 and len(held_out) == 1 < len(known):
+        cure = "mix the rows of data.eval_file, of which data.eval_rows takes the first"
+        yield f"all evaluation rows have the solution {held_out.pop()!r:.80}: {cure}"
+
+
 def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """Rows that are alike, pictures that show nothing, questions that hold their answer."""
     texts = [text_of(row.messages[-1]).strip().lower() for row in rows]
@@ -113,32 +160,41 @@ def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     said = [(find_answer(text) or text).strip().lower() for text in solutions]
     pictures, several = [image for row in rows for image in row.images], len(rows) > 3
     shown = [tuple(image.tobytes() for image in row.images) for row in rows]
-    different = len({*zip(shown, texts, strict=True)})
     prompts = [row.prompt(processor) for row in rows]
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     told = sum(answer != "" and answer in text for answer, text in zip(said, texts, strict=True))
     others = [answer in texts[0] for answer in said if answer != said[0]]
     if several and all(shown) and len(set(shown)) == 1:
         yield "all rows show one picture: look at what the column image or images names"
-    elif several and different <= len(rows) / 2:
-        yield f"{different} of {len(rows)} rows differ in picture or question: drop copies"
     if not grids:
         yield "no row has an image or video: name the column image or images"
     if (longest := max(len(prompt.input_ids) for prompt in prompts)) > 8192:
         yield f"a prompt has {longest} tokens: lower data.max_pixels or cut the text"
     if several and told > 0.8 * len(rows) and 0 < len(others) > 3 * sum(others):
         yield f"{told} of {len(rows)} questions hold their solution: take it out of the prompt"
-    if 2 * sum(image.getcolors(1) is not None for image in pictures) > len(pictures):
-        yield "most images have one colour: look at the files, they may be damaged, or masks"
+    if 5 * (plain := sum(image.getcolors(1) is not None for image in pictures)) > len(pictures):
+        cure = "look at the files, they may be damaged, or masks"
+        yield f"{plain} of {len(pictures)} images have one colour: {cure}"
     tokens = max(map(processor.image_processor.num_tokens, grids), default=0)
     if tokens == 1 and max(max(image.size) for image in pictures) > 28:
         yield "each image is one token, which shows next to nothing: raise data.max_pixels"
+    yield from check_boxes(rows, solutions)
+
+
+def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
+    """Solutions with boxes in other units, or of a corner and a size."""
+    boxes = []
     for row, text in zip(rows, solutions, strict=True):
         corners = parse_boxes(find_answer(text) or text) if row.images else []
-        boxes = [Box(*four, row.images[0].size) for four in corners]
-        if not all(box.inside() and max(box.x2, box.y2) > 1 for box in boxes):
+        boxes += (found := [Box(*four, row.images[0].size) for four in corners])
+        if not all(box.valid and box.inside() and max(box.x2, box.y2) > 1 for box in found):
             yield f"{row.where}: {text:.80} is outside; write x1, y1, x2, y2 in pixels of the file"
-            break
+            return
+    middles = [(box.x1 + box.x2, box.y1 + box.y2, *box.extent) for box in boxes]
+    if len({*boxes}) > 7 and all(x < width and y < height for x, y, width, height in middles):
+        what = "all boxes are in the upper left quarter"
+        cure = "as x, y, width, height would be; write x1, y1, x2, y2 in pixels of the file"
+        yield f"{what}, {cure}"
 
 
 def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -209,10 +265,16 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         if count > 1 and share > 0.8:
             cure = "the rows hardly need their pictures; balance them"
             yield f"always writing {constant!r:.80} earns {share:.2f} of all: {cure}"
+    yield from check_units(rewards, rows, solutions, form, processor)
     given = {}  # name of a text: what it earns, (n, K)
     for name, text in HACKS.items():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
         given[name] = earned(rewards, rows, texts, processor)
+    differ = nanstd(torch.cat([right, *given.values()]).double().T) * weights.abs()
+    most, others = differ.max().item(), (differ.nansum() - differ.max()).item()
+    if 0 < 100 * others < most:
+        what = f"reward {rewards[int(differ.argmax())].name} differs by {most:.2g} between texts"
+        yield f"{what}, the others by {others:.2g}: they count for nothing; lower its weight"
     least = combine(given["nothing"], weights).nanmean()
     if columns_of(rewards) and combine(right, weights).nanmean() <= least:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
@@ -226,6 +288,25 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         elif {*means.values(), right[:, k].nanmean().item()} == {means["nothing"]} != {0.0}:
             what = f"{means['nothing']:.3g} of every text that was tried, even of nothing"
             yield f"reward {reward.name} says {what}: look at what it reads"
+
+
+def check_units(rewards, rows, solutions, form: str, processor: Processor) -> Iterator[str]:
+    """Solutions with a unit that no question names and a reward insists on."""
+    found = [
+        re.fullmatch(r"(-?[\d.,]+) ?((?!st|nd|rd|th)[a-zA-Zµ°%]+)", text) for text in solutions
+    ]
+    asked = [text_of(row.messages[-1]) for row in rows]
+    bare = [one is not None and one[2] not in text for one, text in zip(found, asked, strict=True)]
+    if 2 * sum(bare) <= len(rows):
+        return
+    some, matches = list(compress(rows, bare)), list(compress(found, bare))
+    gains = earned(rewards, some, [form.format("hm", one[1]) for one in matches], processor)
+    full = earned(rewards, some, [form.format("hm", one[0]) for one in matches], processor)
+    for k, reward in enumerate(rewards):
+        if reward.columns and gains[:, k].nanmean() < 0.5 * full[:, k].nanmean():
+            what = f"gives {gains[:, k].nanmean():.2f} to {matches[0][1]!r} where the solution is"
+            cure = "name the unit in the question, or take reward number"
+            yield f"reward {reward.name} {what} {matches[0][0]!r}: {cure}"
 
 
 def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
@@ -290,7 +371,7 @@ def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Process
     return ask_rewards(rewards, recipe_columns(rows, prompts, said, processor))
 
 
-def spread(rows: Sequence[Row]) -> list[Row]:
+def spread(rows: Sequence) -> list:
     """Draw at most PROMPTS rows: with a fixed step all could be of one kind, as every second is."""
     numbers = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
     return [rows[number] for number in sorted(numbers)]

@@ -1,7 +1,9 @@
 """Mistakes in a recipe or its rows; test_planted_faults.py sees what is said of them before and in a run."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import PIL.Image
 
@@ -20,6 +22,24 @@ def black(image: str) -> str:
     """Writes a black picture beside one; returns its path."""
     PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
     return image + ".black.png"
+
+
+def held_out_cats(number: int, row: dict) -> dict:
+    """Write an evaluation file of one class beside the rows."""
+    with Path("eval.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"problem": "Hm?", "solution": "cat"}) + "\n")
+    return {}
+
+
+def turned(number: int, row: dict) -> dict:
+    """A photograph of 90 x 50 pixels that is shown as 50 x 90, and a box that is inside of both."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    PIL.Image.open(row["image"]).resize((90, 50)).save(f"turned_{number}.png", exif=exif)
+    return {"image": f"turned_{number}.png", "solution": [20 + number, 20, 45, 45]}
+
+
+IOU = ["--rewards={iou: 1, box_format: 1}"]
 
 
 FAULTS = {
@@ -90,6 +110,29 @@ FAULTS = {
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", f"{i % 2}.png"), "solution": "cat"},
         check=("2 of 8 rows differ", "drop copies"),
     ),
+    "nearly half of the images are black": Fault(
+        change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
+        check=("4 of 8 images have one colour", "look at the files"),
+    ),
+    "held-out rows of one class": Fault(
+        ["--data.eval_file=eval.jsonl"], held_out_cats,
+        check=("all evaluation rows have the solution 'cat'", "mix the rows of data.eval_file"),
+    ),
+    "photographs that are turned beside boxes of what they were": Fault(
+        IOU, turned, check=("8 of 8 images are turned by their EXIF", "save them upright"),
+    ),
+    "boxes as x, y, width, height": Fault(
+        IOU, lambda i, row: {"solution": [i + 1, i + 2, 20, 24]},
+        check=("all boxes are in the upper left quarter", "write x1, y1, x2, y2"),
+    ),
+    "a truth with a unit": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": f"{i + 3} cm"},
+        check=("reward accuracy gives 0.00 to '3' where the solution is '3 cm'", "take reward number"),
+    ),
+    "a reward that is a million times the others": Fault(
+        ["--rewards={accuracy: 1, one.py:length: 1000}"],
+        check=("reward one.py:length differs by", "lower its weight"),
+    ),
     "the prompt holds the answer": Fault(
         change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
         check=("8 of 8 questions hold their solution", "take it out of the prompt"),
@@ -102,7 +145,7 @@ FAULTS = {
         check=("4 of 4 evaluation rows are training rows of grpo too", "leave them out of data.eval_file"),
     ),
     "boxes in another unit": Fault(
-        ["--rewards={iou: 1, box_format: 1}"], {"solution": [0.1, 0.2, 0.5, 0.6]},
+        IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
         check=("is outside", "in pixels of the file"),
     ),
     # answers to learn from
