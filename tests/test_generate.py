@@ -41,29 +41,6 @@ def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setti
     assert completion.ids.tolist() == expected[0].tolist()
 
 
-@pytest.mark.parametrize("setting", (SETTINGS + MORE_SETTINGS)[::6], ids=str)
-def test_a_batch_draws_what_transformers_draws_for_a_batch(pair, oracle, setting):
-    """5 prompts of any lengths and images, 3 completions each, without stop tokens: both draw 15 rows at each step.
-
-    With stop tokens the draws go different ways once a row has ended: transformers goes on drawing padding for it.
-    """
-    theirs, model = pair
-    rows = prompts(5)
-    inputs = left_padded([oracle.their_inputs(row) for row in rows])
-    expected = their_tokens(theirs, inputs, stop=(), seed=0, num_return_sequences=3, **setting)
-    assert ids_of(sample(model, rows, 3, options(**setting), (), seeded())) == expected.tolist()
-
-
-def left_padded(inputs):
-    """transformers' inputs of several prompts as one batch."""
-    longest = max(row["input_ids"].shape[1] for row in inputs)
-    for row in inputs:
-        row["attention_mask"] = torch.ones_like(row["input_ids"])
-        for name in ("input_ids", "mm_token_type_ids", "attention_mask"):
-            row[name] = torch.nn.functional.pad(row[name], (longest - row[name].shape[1], 0))
-    return {name: torch.cat([row[name] for row in inputs if name in row]) for name in inputs[0]}
-
-
 def test_own_stop_tokens_replace_the_given_ones():
     sampling = SamplingConfig(max_new_tokens=30, stop_token_ids=[5, 6, 8])
     out = sample(tiny.model(), prompts(5), 4, sampling, STOP, seeded())

@@ -30,14 +30,12 @@ def test_clipped_losses(loss_type, divisors):
     assert metrics == {name: near(value) for name, value in shares.items()}
 
 
-# KL: the policy says 0.5, the reference 0.25, so log pi / pi_ref = log 2
-
-
 def kl(estimator):
-    """Value and gradient of the term at one on-policy token."""
-    logps = tensor([log(0.5)]).requires_grad_()
-    value = kl_term(logps, tensor([log(0.25)]), estimator)
-    return value.item(), torch.autograd.grad(value.sum(), logps)[0].item()
+    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
+    value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
+    assert value.flatten()[1:].tolist() == [0.0] * 3
+    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 
 
 @pytest.mark.parametrize("estimator, value, gradient", [

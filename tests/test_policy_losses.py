@@ -58,15 +58,13 @@ def test_gspo_token_gives_each_token_its_own_advantage():
     assert loss == near(-exp(0.1) * 0.5 / 2) and gradient == near(-exp(0.1) / 2, 0.5 * exp(0.1) / 2)
 
 
-# KL: the policy says 0.5, the reference 0.25, so log pi / pi_ref = log 2
-
-
 def kl(estimator, straight_through):
-    """Value and gradient of the term at one on-policy token."""
-    logps = tensor([log(0.5)]).requires_grad_()
+    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
+    ref = torch.full((2, 2), log(0.25), dtype=torch.float64)
     options = FamilyLoss(kl_estimator=estimator, kl_straight_through=straight_through, use_bias_correction_kl=False)
-    value = family_kl(logps, tensor([log(0.25)]), torch.ones(1, 1), options)
-    return value.item(), torch.autograd.grad(value.sum(), logps)[0].item()
+    value = family_kl(logps, ref, torch.ones(2, 2), options)
+    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 
 
 @pytest.mark.parametrize("estimator, value", [("k1", log(2)), ("k2", log(2) ** 2 / 2), ("k3", 0.5 + log(2) - 1)])

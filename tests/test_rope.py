@@ -48,17 +48,3 @@ def test_positions_of_a_video():
 def test_without_seconds_a_video_has_one_second_a_step():
     ids, grids = torch.tensor([tiny.VIDEO] * 4), torch.tensor([[2, 2, 4]])
     assert rope.get_rope_index(ids, grids, tiny.config())[0].tolist() == [0, 0, 2, 2]
-
-
-def test_positions_equal_transformers_of_today(oracle):
-    """Text and images: of videos its positions are wrong in 5.23, see rope.get_rope_index."""
-    config = tiny.config()
-    theirs = oracle.CLASSES["qwen2_5_vl"](oracle.transformers.AutoConfig.for_model(**config.to_dict()))
-    generator = torch.Generator().manual_seed(2)
-    for grids in ([(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]):
-        row = tiny.prompt(generator, grids)
-        inputs = oracle.their_inputs(row)
-        expected, _ = theirs.model.get_rope_index(
-            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
-        )
-        assert torch.equal(rope.get_rope_index(row.input_ids, row.image_grid_thw, config), expected[:, 0])

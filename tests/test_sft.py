@@ -13,14 +13,6 @@ from minivlmrl.tasks.shapes import Shapes
 from stages import Rows
 
 
-def test_a_step_counts_the_tokens_of_all_its_rows(stage):
-    run = stage("sft")
-    batches = run.next()
-    assert [len(batch.loss_mask) for batch in batches] == [2, 2]
-    tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
-    assert all((batch.counts.sequences, batch.counts.tokens) == (4, tokens) for batch in batches)
-
-
 class Second(World):
     """The second of two ranks, whose sums are its own: of four rows it looks for answers in 1 and 3."""
 
