@@ -58,9 +58,6 @@ def test_either_a_task_or_a_file(data):
         load_datasets(data, {"grpo": "prompts"}, 0)
 
 
-# draws of rows
-
-
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 

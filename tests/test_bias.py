@@ -101,8 +101,6 @@ def test_dpo_has_the_gradient_of_its_paper():
 
 
 # through a picture: a tiny Qwen2.5-VL with three tokens to say, and the gradient of its vision tower
-
-
 def graded(completion_ids, **columns):
     return [bias.GRADED[bias.COMPLETIONS.index(tuple(ids))].item() for ids in completion_ids]
 

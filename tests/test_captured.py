@@ -93,9 +93,6 @@ def test_models_of_other_layers(change):
     assert_same(*both(model, 3, 2))
 
 
-# ---- as a graph ----------------------------------------------------------------------------------------------------
-
-
 def on_card(model, stop, tokens=20, **setting):
     """Draws of the pretended card, and the card."""
     with PretendCuda() as gpu, torch.inference_mode():

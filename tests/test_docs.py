@@ -55,9 +55,6 @@ COMMANDS = [line for text in PAGES.values() for block in blocks(text, "bash") fo
 COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
 
 
-# ---- links and commands --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """Files and titles; a link with code as its text leads to a file that defines the name."""
@@ -104,9 +101,6 @@ def test_the_book_is_in_its_order_and_names_where_each_file_begins():
     assert {f: name for f, name in named.items() if name not in names(house.PACKAGE / f"{f}.py")} == {}
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------
-
-
 def test_the_band_of_the_default_run():
     """README's band is that of results.md over processors, where the runs of recipes/expected.json are."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
@@ -117,8 +111,6 @@ def test_the_band_of_the_default_run():
     [table] = blocks(README, "text")
     assert re.search(r"after grpo +0(\S+)", table)[1] in shown
 
-
-# ---- what pages must explain ---------------------------------------------------------------------------------
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "ppo"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
@@ -166,9 +158,6 @@ def test_the_table_of_rewards():
         texts = {"completions": [answer], "answer_texts": [find_answer(answer, "whole")]}
         assert get_reward(name)(**texts, **columns, **sizes) == [1], name
         assert get_reward(name).columns == ({"solution"} if solution else set()), name
-
-
-# ---- snippets ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +246,6 @@ def test_the_page_of_the_audit_prints_what_it_says(tmp_path, monkeypatch, capsys
     for code, printed in pairs:
         exec(code, space)
         assert capsys.readouterr().out.strip() == printed.strip()
-
-
-# ---- pages that code writes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ def test_a_layer_is_pefts():
     assert not torch.allclose(with_it, layer(x))
 
 
-# in a model
-
-
 def mask(model, key, name=LAYER):
     """What a layer keeps of six inputs."""
     layer = adapters(model)[name]
@@ -74,9 +71,6 @@ def test_recomputed_blocks_have_the_same_masks():
     assert losses[0] == losses[1]
     for own, other in zip(adapter_parameters(model), adapter_parameters(plain), strict=True):
         assert torch.equal(own.grad, other.grad)
-
-
-# in stages
 
 
 def test_masks_of_a_run(stage):

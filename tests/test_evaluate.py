@@ -76,9 +76,6 @@ def test_what_no_row_can_tell_is_not_reported(scripted):
     assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {"greedy": 0.5, "format": 1.0}
 
 
-# with a model
-
-
 @pytest.fixture(scope="module")
 def model(folder):
     return random_model(folder / "model.json", shapes.tokenizer(), 0)

@@ -81,8 +81,6 @@ SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers}
 SUBJECTS |= dict.fromkeys(CHECKPOINT, checkpoints)
 
 
-# the damage
-
 WRONG = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {}, ["a", "b"], "x" * 300]
 
 

@@ -102,8 +102,6 @@ def test_logits_that_are_not_finite_end_the_generation():
 
 
 # one token: temperature, softmax, draw, and the log-probability that is recorded
-
-
 def one_token(scores, sampling, draw=None):
     """What rows that share one empty prompt choose: ids and log-probabilities."""
     filters = None
@@ -124,9 +122,6 @@ def test_frequencies_follow_the_filtered_distribution():
     frequency = ids.bincount(minlength=40) / n
     assert ((frequency - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
     torch.testing.assert_close(logps, (logits(rows=1)[0] / 0.8).log_softmax(-1)[ids])
-
-
-# draws by numbers
 
 
 def test_a_number_takes_the_token_at_which_the_cumulative_probability_exceeds_it():

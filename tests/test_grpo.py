@@ -26,9 +26,6 @@ def ratios(asked):
     return [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in asked]
 
 
-# rollouts that are trained on more than once
-
-
 def test_stored_log_probabilities(stage, asked, samples):
     """2 iterations over rollouts of 2 steps: in the first of 4 steps the ratio is exactly 1, later it is not."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
@@ -58,9 +55,6 @@ def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
     assert [b.counts.max_completion_length for b in both] == [6, 6]
 
 
-# what a step is made of
-
-
 def test_a_step_is_its_rows_in_order(stage, samples):
     """Completions, what the sampler said of them, advantages and the mask, cut into micro-batches of two prompts."""
     run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
@@ -81,8 +75,6 @@ def test_a_step_is_its_rows_in_order(stage, samples):
             assert torch.equal(row[mask.bool()], completion.logps)
         assert batch.weight == batch.loss_mask.sum()
 
-
-# completions that have no gradient are left out
 
 # four groups of four: all earn the same; all differ; one earns the mean; all earn the same
 REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4

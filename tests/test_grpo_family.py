@@ -30,8 +30,6 @@ def asked(monkeypatch):
     return calls
 
 
-# the book's GRPO and this class
-
 BOOK = [
     ["--grpo.loss_type=grpo", "--grpo.beta=0.2", "--grpo.num_iterations=2", "--grpo.epsilon_high=0.28"],
     ["--grpo.loss_type=dr_grpo", "--grpo.importance_sampling_level=sequence", "--grpo.steps_per_generation=2"],
@@ -52,8 +50,6 @@ def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkey
     assert all(line["grad_norm"] > 0 for line in lines)
     assert weights.keys() == same.keys() and all(torch.equal(weights[name], same[name]) for name in weights)
 
-
-# dynamic sampling
 
 PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
 LIVE, DEAD = [1.0, 0.0], [0.5, 0.5]
@@ -89,9 +85,6 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     line = run.update()
     assert line["num_gen_batches"] == 3
     assert line["frac_reward_zero_std"] == 0.75
-
-
-# overlong completions
 
 
 def test_overlong_completions_are_punished(stage, samples):
@@ -152,9 +145,6 @@ def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in run.model.named_parameters())
 
 
-# advantages and corrections
-
-
 def test_rloo_by_hand(stage, samples, asked):
     """Rewards lose beta times the completion's k1 KL, then meet the mean of the others."""
     run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4")
@@ -213,8 +203,6 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
 
 
 # completions that have no gradient are left out: test_grpo.py has the book's losses
-
-
 @pytest.mark.parametrize("options", [
     *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "vespo")),
     ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
@@ -232,9 +220,6 @@ def test_where_every_completion_counts_all_stay(stage, script, option):
     script(REWARDS)
     [batch] = stage("grpo", *FOURS, *f"--grpo.{option}".split()).next()
     assert batch.completion_index.tolist() == [*range(16)]
-
-
-# overlong shaping
 
 
 def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():

@@ -98,7 +98,6 @@ def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_
 
 
 # masks, weights and the entropy bonus: ratio 1, advantage 1, so each term is -1 and its gradient -1 / tokens
-
 ENTROPIES = tensor([0.1, 0.2, 0.3, 0.4])
 
 

@@ -61,9 +61,6 @@ def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
     assert line["reward"] == 0.5 and math.isfinite(line["loss"])
 
 
-# the critic
-
-
 def test_the_critic_is_a_head_on_the_policy(stage):
     run = stage("ppo")
     assert {name.partition(".")[0] for name, _ in run.algorithm.trained.named_parameters()} == {"policy", "critic"}

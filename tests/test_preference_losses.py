@@ -94,9 +94,6 @@ def test_a_kto_loss_that_cannot_be_is_refused():
         losses.KTOLoss("bco")
 
 
-# sft
-
-
 def test_nll_with_the_tokens_of_the_step():
     """Probabilities 0.5 and 0.25 of a step of ten tokens: 3 log 2 / 10; without a token the loss is 0."""
     logps = tensor([log(0.5), log(0.25), 9.0])

@@ -18,8 +18,6 @@ def on_card(*shape, dtype=torch.float32):
     return torch.arange(torch.Size(shape).numel()).view(shape).to(CUDA, dtype)
 
 
-# ---- the tool finds what is planted --------------------------------------------------------------------------------
-
 REFUSED = {
     "sum": lambda x: x + torch.ones(3),
     "ids on the host": lambda x: F.embedding(torch.tensor([0, 1]), on_card(4, 2)),
@@ -59,9 +57,6 @@ def test_waits_are_counted(name):
         assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory
 
 
-# ---- the model -----------------------------------------------------------------------------------------------------
-
-
 def test_scores_and_gradients_are_those_of_the_cpu():
     def score(model, device):
         generator = torch.Generator().manual_seed(1)
@@ -79,8 +74,6 @@ def test_scores_and_gradients_are_those_of_the_cpu():
         torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
 
 
-# ---- whole runs ----------------------------------------------------------------------------------------------------
-
 SMALL = [
     "--data.eval_rows=2", "--state_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
     "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1",
@@ -92,9 +85,6 @@ def test_a_run_mixes_no_devices(run, plain, lively):
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
-
-
-# ---- waits ---------------------------------------------------------------------------------------------------------
 
 
 def test_waits_of_a_grpo_step(tmp_path):

@@ -29,8 +29,6 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 
 from oracle import their_inputs  # noqa: E402 (asks for transformers too)
 
-# ---- config.json
-
 
 @pytest.mark.parametrize("size", QWEN35_SIZES)
 def test_the_hubs_sizes_have_the_tensors_of_transformers(size, tmp_path):
@@ -53,9 +51,6 @@ def test_tensors_that_predict_two_tokens_ahead_are_left_out(tmp_path):
     save_file(weights | {"mtq.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected tensor mtq\.fc"):
         load_model(tmp_path)
-
-
-# ---- a group through recurrent layers
 
 
 def mixed_group():
@@ -105,9 +100,6 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moved = torch.autograd.functional.jacobian(lambda x: layer(x, GroupAttention(layout)).sum(1), x)  # (N, N, 64)
     assert torch.equal((moved != 0).any(2), visible(layout))
-
-
-# ---- decoding
 
 
 def drawn(model, rows, tokens, stop=STOP, decode=None):

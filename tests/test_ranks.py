@@ -140,8 +140,6 @@ def test_the_cases_tell(results):
 
 
 # the quick form of the above, in one launch of one rank and one of two
-
-
 def evaluation(folder, overrides, world):
     """Evaluate as many rows as data.eval_rows says; one of them is marked unseen."""
     config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
@@ -242,9 +240,6 @@ def test_all_gather_and_local(quick_results):
             assert everything.dtype == dtype and same
             expected = torch.tensor([[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]])
             assert torch.equal(everything, expected.to(dtype))
-
-
-# World
 
 
 def test_equal_shares():

@@ -87,8 +87,6 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
-# while a stage trains
-
 INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2")
 evaluations = partial(metrics, name="evaluations.jsonl")
 

@@ -76,9 +76,6 @@ def lively():
         yield
 
 
-# where a process may die
-
-
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -161,8 +158,6 @@ def straight(recipe):
     return straight
 
 
-# killed and resumed
-
 STATES = ["--state_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its state comes with the last
@@ -232,9 +227,6 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
     assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
 
-# signals
-
-
 def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, tmp_path):
     """One rank is signalled in the second step, twice within a second; a rollout is four steps; without state_steps."""
     PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), signal.SIGTERM) for _ in "12"]})
@@ -275,9 +267,6 @@ def test_a_signal_in_the_first_evaluation_ends_the_run_at_once_and_loses_nothing
     assert not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
     assert outcome(tmp_path) == straight(*options[:-2])
-
-
-# states that are hurt
 
 
 SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_generation=1"]
@@ -389,9 +378,6 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
     assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
     resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert outcome(copy) == outcome(finished)
-
-
-# what to resume
 
 
 def test_states_are_never_overwritten_unasked(recipe, copy):

@@ -38,9 +38,6 @@ def test_margins_of_rows_are_heeded(stage):
     assert line["loss"] == pytest.approx((math.log(1 + math.e) + math.log(2)) / 2, rel=1e-6)
 
 
-# as a reward of later stages
-
-
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
     """A path goes before the model that is trained here."""

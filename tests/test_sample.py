@@ -64,9 +64,6 @@ def test_keys_alone_decide(sampler, values):
     assert others != drawn(own)
 
 
-# how a decode step is run
-
-
 @pytest.fixture
 def decodes(monkeypatch):
     """How each decode step is run, and whether by a model with sharded weights."""
@@ -97,8 +94,6 @@ def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, capture
     assert set(decodes) == {(CapturedDecode if captured else Decode, not gather_weights)}
     assert found == drawn(sampler())
 
-
-# what a frozen tower saw
 
 FROZEN = "--model.freeze=[vision, merger]"
 

@@ -97,9 +97,6 @@ def test_all_ranks_know_that_saving_failed(loaded):
     assert all("in the way" in result["failed"] for rank in loaded for result in rank.values())
 
 
-# one process
-
-
 def batch(config=None):
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 8, 4)])]

@@ -63,9 +63,6 @@ def test_a_text_may_begin_in_the_prompt_but_not_end_there(tokenizer):
     assert ends("xa", "b") and not ends("ab", "x") and not ends("x", "b")
 
 
-# in generate
-
-
 @pytest.mark.parametrize(("temperature", "rows"), [(0.0, 10), (1.0, 1)])
 def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, oracle, tokenizer_300, temperature, rows):
     """Ten rows of a batch, or one."""

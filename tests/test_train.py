@@ -27,9 +27,6 @@ ROLLOUT |= {f"completions/{of}_{kind}length" for of in ("mean", "min", "max") fo
 ROLLOUT |= {"completions/clipped_ratio"}
 
 
-# what a run writes
-
-
 def test_the_files_and_the_numbers_of_a_run(run, capsys):
     """One line a step, with metrics of its stage; the summary has what was measured between stages."""
     folder = run()
@@ -77,9 +74,6 @@ def test_the_numbers_of_the_other_stages(run, plain):
     assert all(table[name]["pairs"] * 5 in range(6) for name in judged)
 
 
-# a run repeats
-
-
 def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path, monkeypatch):
     first = run("--grpo.learning_rate=1e-3", "--seed=3", name="a")
     monkeypatch.chdir(tmp_path)
@@ -99,9 +93,6 @@ def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
     assert len(said) == 4 * 2  # sampled and greedy
     assert said[4:6] == said[6:]
     assert said[:2] != said[4:6]  # training did change the answers
-
-
-# the numbers
 
 
 def test_every_step_begins_without_gradient(run, plain):
@@ -128,9 +119,6 @@ def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home,
     assert seen[1][0].columns["problem"] == "Hm?"
 
 
-# the user's own data and weights
-
-
 @pytest.mark.parametrize("images", ["with images", "text only"])
 def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, plain, tmp_path, images):
     file = rows
@@ -144,9 +132,6 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
     assert list(summary(folder)) == ["chance", "start", *(f"after_{stage}" for stage in STAGES), "seconds"]
     assert summary(folder)["chance"] is None
-
-
-# what cannot run is refused
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
@@ -169,9 +154,6 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
     message = r"grpo\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"
     with pytest.raises(ValueError, match=message):
         run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
-
-
-# numbers that are no numbers
 
 
 def test_memory_is_checked_before_rows_and_weights_are_read(run, monkeypatch):

@@ -58,8 +58,6 @@ def test_what_is_refused(folder, options, says):
         load_config(folder / "recipe.yaml", options)
 
 
-# stages
-
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 
@@ -115,9 +113,6 @@ def test_a_value_model_has_its_own_adapters_on_the_same_base():
         assert (parameter is theirs[name]) != is_adapter(name) and torch.equal(parameter, theirs[name])
         assert parameter.requires_grad == (is_adapter(name) and part_of(name) != "vision")
     assert model.score.weight.requires_grad
-
-
-# whole runs
 
 
 def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it_trains(run, plain, checkpoint, capsys):

@@ -88,9 +88,6 @@ def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, ti
     assert without == (set() if tied else {"backbone.lm_head.weight"})
 
 
-# folders
-
-
 @pytest.fixture
 def processor():
     return Processor(shapes.tokenizer(), ImageProcessor())

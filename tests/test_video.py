@@ -27,9 +27,6 @@ def moving(count, height=24, width=32):
     return ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
 
 
-# ---- which frames
-
-
 @pytest.mark.parametrize(("video", "options", "message"), [
     ((100, 30), {"nframes": 1}, "0 frames would be taken of a video of 100"),
     ((100, 30), {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
@@ -51,9 +48,6 @@ def test_sampling_equals_qwen_vl_utils(fused_linspace):
         made = attempt(sample_indices, total, video_fps, **options)
         found = made and [len(made[0]), digest(made[0]), made[1]]
         assert found == expected, (total, video_fps, options)
-
-
-# ---- how large
 
 
 def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
@@ -79,9 +73,6 @@ def test_a_wrong_size_is_named(options, message):
         Video(moving(26), 2.0).patches(PROCESSOR, **options)
 
 
-# ---- patches
-
-
 def test_patches_equal_transformers_video_processor_bit_for_bit():
     cases = recorded("torchvision_0.28.0")["videos"]
     assert len(cases) == 24
@@ -102,9 +93,6 @@ def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
         Video(frames, fps).patches(PROCESSOR)
 
 
-# ---- lists of frames
-
-
 def test_a_list_of_frames_is_taken_whole(tmp_path):
     frames = moving(3)
     for number, frame in enumerate(frames):
@@ -118,9 +106,6 @@ def test_a_list_of_frames_is_taken_whole(tmp_path):
 def test_what_chooses_frames_of_a_file_does_not_apply_to_a_list():
     with pytest.raises(ValueError, match="video_end chooses frames of a file"):
         load_video([PIL.Image.new("RGB", (4, 4))] * 4, video_end=2)
-
-
-# ---- files
 
 
 def encoded(frames, *kind, rate=30, **options):

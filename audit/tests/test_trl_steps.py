@@ -171,8 +171,9 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     theirs = [line for line in trainer.state.log_history if "kl" in line]
     assert lines[-1]["kl"] > 0.1
     for ours, line in zip(lines, theirs, strict=True):
-        assert ours["kl"] == pytest.approx(line["kl"], rel=1e-9)
         assert ours["loss"] == pytest.approx(line["loss"], rel=1e-6)  # which is logged in float32
+        for name in ("kl", "rewards/chosen", "rewards/rejected"):
+            assert ours[name] == pytest.approx(line[name], rel=1e-9)
     after = {hub_name(name.removeprefix("module.")): x for name, x in trainer.model.named_parameters()}
     assert max((after[name] - x).abs().max().item() for name, x in model.named_parameters()) < 1e-9
 

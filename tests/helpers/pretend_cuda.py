@@ -283,9 +283,7 @@ class Graph:
                     old.copy_(new)
 
 
-# ---- what Python asks torch about the card -------------------------------------------------------------------------
-
-
+# what Python asks torch about the card
 class NameTheCard(TorchFunctionMode):
     """Writes cuda:0 for cuda: C++ would ask the driver for the current card."""
 
