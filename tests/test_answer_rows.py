@@ -64,6 +64,16 @@ def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run
     assert len({pin["prompt"], plainly["prompt"], asked["prompt"]}) == 3
 
 
+@pytest.mark.parametrize("names", [["format"], ["class(classes=None)", "accuracy"]])
+def test_rewards_judge_as_they_are_named(evaluate, names):
+    """As held-out rewards, one or several, or as rewards with their weights, which do not matter here."""
+    asked = json.dumps(dict.fromkeys(names, 0.5))
+    for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={asked}"):
+        lines, summary = evaluate("--rows=2", option)
+        assert [*lines[0]["answers"][0]["rewards"]] == names and set(names) <= summary.keys()
+    assert set(summary) - set(names) == {"rows", "pin", "cut"}
+
+
 def test_generate_writes_answers_alone(evaluate):
     lines, summary = evaluate(tool=answer_rows.generate)
     assert summary.keys() == {"rows", "pin", "cut"} and lines[0]["answers"][0]["rewards"] == {}

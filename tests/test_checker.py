@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import pytest
 
+from minivlmrl.hub import checker
 from minivlmrl.hub.checker import build, find_named, load_name, naming, require, shortened, with_options
-from minivlmrl.run.config import load_config
+from minivlmrl.run.config import RunConfig, load_config
 
 
 @dataclass
@@ -76,7 +77,7 @@ WRONG = [
     ({"section": {"kind": "k2"}}, "section.kind is 'k2', it must be 'k1' or 'k3'"),
     ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float, 0 or more]"),
     ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
-    ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps? valid keys: high, kind, "),
+    ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps or section.size or "),
 ]
 
 
@@ -114,15 +115,25 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
 
 
 @pytest.mark.parametrize(("override", "meant"), [
-    ("grpo.learning_rat=1", "did you mean grpo.learning_rate? valid keys"),
-    ("grpo.lr=1", "here it is STAGE.learning_rate;"),
-    ("max_completion_length=9", "here it is sampling.max_new_tokens;"),
-    ("use_vllm=true", "here it is not there: the model that is trained samples;"),
+    ("grpo.learning_rat=1", "did you mean grpo.learning_rate or grpo.min_lr_ratio or grpo.scale_rewards?"),
+    ("grpo.lr=1", "here it is STAGE.learning_rate"),
+    ("max_completion_length=9", "here it is sampling.max_new_tokens"),
+    ("grpo.use_vllm=true", "here it is not there: the model that is trained samples"),
+    ("vllm_mode=colocate", "here it is not there: the model that is trained samples"),
+    ("deepspeed=ds.json", "here it is sharding.enabled"),
+    ("learning_rate=1", "here it is learning_rate in the section sft or dpo or kto or reward_model or "),
+    ("grpo_learning_rate=1", "here it is learning_rate in the section grpo"),
+    ("num_generations=8", "here it is num_generations in the section grpo or ppo"),
+    ("grpo.save_steps=5", "here it is save_steps in no section"),
+    ("reward_model_path=x", "here it is path in the section reward_model"),
+    ("zzz=1", "did you mean "),
 ])  # fmt: skip
 def test_an_unknown_option_is_told_its_name_here(override, meant):
     """A slip of the keyboard, and what TRL and ms-swift call it."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
+    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in checker.THEIRS.values()}
+    assert ours - {"not"} <= {*checker.option_paths(RunConfig)}
 
 
 def test_what_an_error_quotes_is_cut():

@@ -1,6 +1,7 @@
 """Recipes and overrides: what is written is what runs, and what cannot run is named."""
 
 import dataclasses
+import json
 import typing
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_a_flag_needs_no_value(recipe):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta? valid keys: adam_beta2, "),
+    ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
     ("--seed.x=1", "command line: seed is"),
     ("--grpo=1", "grpo is 1, it must be an object with names and values"),
     ("seed=1", "'seed=1': an override has the form --section.name=value"),
@@ -128,16 +129,44 @@ def test_the_models_config_and_the_task_lie_beside_who_names_them(write, tmp_pat
         assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
 
 
+@pytest.mark.parametrize(("have", "from_recipe", "from_command"), [
+    ("", "there", "here"), ("here", "here", "here"), ("there", "there", "there"), ("here there", "there", "here"),
+])  # fmt: skip
+def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have, from_recipe, from_command):
+    """Rewards, task, environment and the model's config alike; of the command line it is looked for here first."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        for file in ("own.py", "own.json") if name in have else ():
+            (tmp_path / name / file).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    recipe = write({}, "there/recipe.yaml")
+    values = {"rewards": {"own.py:f(of='x/y')": 1.0}, "sampling": {"environment": "own.py:f(a='../b')"}}
+    values |= {"data": {"eval_rewards": ["own.py:f", "format"], "task": "own.py:f"}, "model": {"config": "own.json"}}
+    said = [f"--{name}={json.dumps(value)}" for name, value in values.items()]
+    for config, folder in (
+        (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, said), from_command),
+    ):  # fmt: skip
+        path = tmp_path / folder / "own"
+        short = "own" if folder == "here" else str(path)  # metrics are called so
+        assert config.rewards == {f"{short}.py:f(of='x/y')": 1.0} and config.data.eval_rewards[0] == f"{short}.py:f"
+        assert (config.data.task, config.model.config) == (f"{path}.py:f", f"{path}.json")
+        assert config.sampling.environment == f"{path}.py:f(a='../b')"
+
+
 def test_code_that_a_recipe_names_is_found_in_every_field_that_can_name_it(write, tmp_path):
     """Else it would run unread where a recipe was found, not asked for."""
     rewards = {"data": {"eval_rewards": ["own.py:f", "format"]}}, {"rewards": {"own.py:f": 1.0}}
     fields = {"data": {"task": "own.py:f"}}, {"reference": {"teacher_prompt": "own.py:f"}}
+    for name in (r"judge(url='http\x3a//127.0.0.1/v1')", "class(classes='/etc/passwd')"):
+        with pytest.raises(ValueError, match=r"names code, .*\('?.*'\); read it; --recipe="):
+            check_found(tmp_path / "recipe.yaml", load_config(write({"rewards": {name: 1.0}})), [])
     for values in (*rewards, *fields, {"sampling": {"environment": "own.py:f"}}):
         config = load_config(write(values))
         with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it; --recipe="):
             check_found(tmp_path / "recipe.yaml", config, [])
         check_found(tmp_path / "recipe.yaml", config, [f"--x={tmp_path}/own.py:f", "--x=own.py:f"])
-    check_found(tmp_path / "recipe.yaml", load_config("shapes.yaml"), [])
+    numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
+    check_found(tmp_path / "recipe.yaml", load_config("shapes.yaml", numbers), [])
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -72,8 +72,9 @@ def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monk
 
 def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
-    rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
+    rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]  # of one reward the others are not read
     assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {"greedy": 0.5, "format": 1.0}
+    assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"greedy": 0.5}
 
 
 @pytest.fixture(scope="module")

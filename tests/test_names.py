@@ -3,12 +3,14 @@
 import asyncio
 import json
 import math
+import pickle
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.reward_functions import names as file
 from minivlmrl.reward_functions.names import REWARDS, get_reward
 
@@ -22,18 +24,57 @@ def ask(monkeypatch, function, completions, **columns):
     return file.get_reward("own")(completions, **columns)
 
 
-def test_rewards_written_for_trl(monkeypatch):
-    """Its two signatures, from its documentation: messages if the prompt is a conversation, text if it is text."""
+def turns(*texts):
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
 
-    def of_chats(completions, **kwargs):
-        return [len(completion[0]["content"]) for completion in completions]
 
-    def of_texts(prompts, completions, completion_ids, **kwargs):
-        return [len(p) + len(c) + len(i) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
+FORMS = {  # of docs/data.md: the same question and solution
+    "plain": {"problem": "How many?", "solution": "2"},
+    "text": {"prompt": "How many?", "solution": "2", "image": "red.png"},
+    "turns": {"prompt": turns("How many?"), "solution": "2"},
+    "parts": {"prompt": CHAT, "image": "red.png", "solution": "2"},
+    "messages": {"messages": turns("How many?", "It is 2."), "solution": "2"},
+    "ms-swift": {"messages": turns("<image>How many?"), "images": ["red.png"], "solution": "2"},
+    "LLaVA": {"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "2"}]},
+    "query": {"query": "How many?", "response": "2"},
+    "Alpaca": {"instruction": "How many?", "output": "2"},
+    "question": {"question": "How many?", "answer": "2"},
+    "verl": {"prompt": turns("How many?"), "reward_model": {"style": "rule", "ground_truth": "2"}},
+    "suffix": {"prefix": "How many?", "suffix": "2"},
+}  # fmt: skip
+TEXTS = [r"<think>\na\n</think>\nIt is $\boxed{2}$.", r"$\boxed{3}$" + " so" * 99, "", r"$\boxed{2}$"]
 
-    for column in ("prompt", "messages"):
-        assert ask(monkeypatch, of_chats, ["two"], **{column: [CHAT]}) == [3]
-    assert ask(monkeypatch, of_texts, ["two"], problem=["?"], prompts=[CHAT], completion_ids=[[1, 2]]) == [9 + 3 + 2]
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reward_of_the_readme_and_those_that_trl_publishes_score_every_form_alike(form, trl, write_rows, monkeypatch):
+    from trl import rewards as theirs
+
+    def brevity(completions, **columns):
+        return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
+
+    def asked(prompts, completions, **columns):
+        return [
+            len(p[-1]["content"]) + (c[-1]["role"] == "assistant") for p, c in zip(prompts, completions, strict=True)
+        ]
+
+    published = theirs.accuracy_reward, theirs.reasoning_accuracy_reward, theirs.think_format_reward
+    published += theirs.get_cosine_scaled_reward(9), theirs.get_soft_overlong_punishment(9, 4)
+    published += theirs.get_repetition_penalty_reward(2, -1.0), asked
+    row, ids = FileDataset(write_rows(FORMS[form]))[0], [[1] * n for n in (3, 9, 1, 7)]
+    columns = {"solution": ["2"] * 4, "completion_ids": ids, "prompts": [turns("How many?")] * 4}
+    expected = [one(completions=[turns("", text)[1:] for text in TEXTS], **columns) for one in published]
+    columns |= {name: [value] * 4 for name, value in row.columns.items()} | {"prompts": [row.messages] * 4}
+    found = [ask(monkeypatch, one, TEXTS, **columns) for one in (*published, brevity)]
+    assert found == [*expected, [1.0, 0.0, 1.0, 1.0]]
+
+
+def test_a_text_is_text_that_answers_as_messages_do():
+    text = file.Text("two", "user")
+    assert (text, len(text), text[0], text[-1], text[1:], [*text]) == ("two", 3, "t", "o", "wo", ["t", "w", "o"])
+    assert text[0]["content"] == text[-1]["content"] == "two" and text[0]["role"] == "user" and text[0][0] == "t"
+    assert (
+        file.Text("")[0]["content"] == "" and json.dumps(text) == '"two"' and pickle.loads(pickle.dumps(text)) == "two"
+    )
 
 
 def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
@@ -91,7 +132,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
     run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
     n = len(seen["completions"])
     assert seen["tag"] == ["x"] * n and seen["columns"]["row_names"] == [f"{home / 'chat.jsonl'}:1"] * n
-    assert {type(turns[0]["content"]) for turns in seen["completions"]} == {str}
+    assert {type(text[0]["content"]) for text in seen["completions"]} == {str}
     assert seen["prompts"][0][-1]["role"] == "user"
     assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
 

@@ -26,12 +26,26 @@ FilePath = NewType("FilePath", str)
 RecipePath = NewType("RecipePath", str)  # beside the recipe
 Code = NewType("Code", str)  # a name, or "file.py:name", which is beside the recipe
 RewardName = NewType("RewardName", str)  # see reward_functions/names.py
-# what other trainers call an option -> what it is here
+# what other trainers call an option that has another name here
 THEIRS = {
     "lr": "STAGE.learning_rate",
+    "warmup_ratio": "STAGE.warmup_steps",
     "num_train_epochs": "max_epochs",
     "overwrite_output_dir": "resume=never",
+    "resume_from_checkpoint": "resume=auto",
     "max_completion_length": "sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "dataset_name": "data.train_file",
+    "reward_funcs": "rewards",
+    "reward_weights": "rewards",
+    "model_name_or_path": "model.path",
+    "lora_r": "adapter.r",
+    "load_in_4bit": "adapter.quantize=nf4",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "deepspeed": "sharding.enabled",
+    "fsdp": "sharding.enabled",
+    "epsilon": "grpo.epsilon_low",
+    "optim": "optimizer.name",
     "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
@@ -166,7 +180,41 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
             say "1e-4" (which YAML reads as text) for a float and a single text for a list of texts.
     """
     with naming(where):
-        return _build(cls, values, prefix, json)
+        try:
+            return _build(cls, values, prefix, json)
+        except UnknownKey as error:
+            raise ValueError(_meant(cls, *error.args)) from None
+
+
+class UnknownKey(ValueError):
+    """A section has no such field: its dataclass, its name in the file with a dot, and the key."""
+
+
+def _meant(root, section, prefix: str, key: str) -> str:
+    """Say what an unknown key may be: another trainer's, another section's, or one of the nearest.
+
+    `learning_rate`, `grpo_learning_rate` and "grpo.learning_rate" are fields of sections.
+    """
+    unknown, theirs = f"unknown key {prefix}{key}", "use_vllm" if "vllm" in key else key
+    if theirs in THEIRS:
+        return f"{unknown}; here it is {THEIRS[theirs]}"
+    paths = [path for path in option_paths(root) if key in (path, path.replace(".", "_"))]
+    paths = paths or [path for path in option_paths(root) if key == path.rpartition(".")[2]]
+    if paths:
+        _, _, name = paths[0].rpartition(".")
+        sections = " or ".join(path.removesuffix(name).strip(".") for path in paths)
+        where = f"in the section {sections}" if sections else "in no section"
+        return f"{unknown}; here it is {name} {where}"
+    names = [field.name for field in dataclasses.fields(section)]
+    near = difflib.get_close_matches(key, names, 3, 0.0)
+    return f"{unknown}; did you mean {' or '.join(prefix + name for name in near)}?"
+
+
+def option_paths(cls, prefix: str = "") -> Iterator[str]:
+    """Yield what a file can set: "seed", "grpo.beta"."""
+    for name, hint in typing.get_type_hints(cls).items():
+        inside = dataclasses.is_dataclass(hint)
+        yield from option_paths(hint, f"{prefix}{name}.") if inside else [prefix + name]
 
 
 def _build(cls, values: Any, prefix: str, json: bool):
@@ -174,13 +222,8 @@ def _build(cls, values: Any, prefix: str, json: bool):
     require(isinstance(values, dict), where, values, "an object with names and values")
     hints, checked = typing.get_type_hints(cls, include_extras=True), {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in values:
-        if name not in fields and not json:
-            near = difflib.get_close_matches(str(name), fields, 1)
-            meant = "".join(f"did you mean {prefix}{field}? " for field in near)
-            meant = f"here it is {THEIRS[name]}; " if name in THEIRS else meant
-            meant += f"valid keys: {', '.join(sorted(fields))}"
-            raise ValueError(f"unknown key {prefix}{name}; {meant}")
+    if not json and (unknown := [name for name in values if name not in fields]):
+        raise UnknownKey(cls, prefix, str(unknown[0]))
     for name, field in fields.items():
         if name in values:
             checked[name] = _read(hints[name], values[name], f"{prefix}{name}", json)

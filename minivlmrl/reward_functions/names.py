@@ -32,9 +32,24 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
 }
 NAMES = [(file, name.split("=")) for file, names in FILES.items() for name in names.split()]
 REWARDS = {name[0]: f"{file}:{name[-1]}" for file, name in NAMES}  # or the function itself
-# columns that hold turns where a row is a conversation
-CONVERSATIONS = ("prompt", "messages", "conversations")
 LARGEST = 3.4e38  # of float32
+
+
+class Text(str):
+    """A text that rewards written for TRL may ask as messages: text[0]["content"] is all of it."""
+
+    def __new__(cls, text: str, role: str = "assistant", content: str | None = None):
+        made = super().__new__(cls, text)
+        made.message = {"role": role, "content": str(text) if content is None else content}
+        return made
+
+    def __getitem__(self, at):
+        if isinstance(at, str):
+            return self.message[at]
+        if at not in (0, -1):
+            return super().__getitem__(at)
+        letter = super().__getitem__(slice(at, at + 1 or None))  # "" of an empty text
+        return Text(letter, **self.message)
 
 
 class RewardFailed(ValueError):
@@ -80,8 +95,9 @@ class Reward:
             raise ValueError(f"reward {self.name} needs column {missing[0]!r}; {have}")
         texts = columns["completions"]
         rows = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
-        if not getattr(self.function, "func", self.function).__module__.startswith("minivlmrl."):
-            columns |= trl_columns(texts, columns)
+        columns["completions"] = [Text(text) for text in texts]
+        if asked := columns.get("prompts"):  # the question: text of the last turn
+            columns["prompts"] = [Text("".join(map(text_of, one[-1:])), "user") for one in asked]
         try:
             values = _call(self.function, columns)
         except Exception as error:
@@ -125,19 +141,6 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     columns = reward_columns(rows, completions, processor)
     columns["environments"] = [c.environment for group in completions for c in group]
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
-
-
-def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, list]:
-    """Write completions and prompts as TRL does: messages if a row is a conversation, or text."""
-    asked = columns.get("prompts", [[]] * len(completions))
-    turns = [columns[name] for name in CONVERSATIONS if name in columns]
-    written = {"completions": list(completions), "prompts": list(asked)}
-    for i, messages in enumerate(asked):
-        if any(isinstance(column[i], list) for column in turns):
-            written["completions"][i] = [{"role": "assistant", "content": completions[i]}]
-        else:
-            written["prompts"][i] = text_of(messages[-1]) if messages else ""
-    return written
 
 
 def checked_values(name: str, values, completions: list[str], rows: list[str]) -> list[float]:

@@ -50,8 +50,7 @@ class DataSection(RowOptions):
         super().__post_init__()
         template, asked = self.prompt_template, "a text with {problem} in it, the task's question"
         require("{problem}" in template or not self.task, "prompt_template", template, asked)
-        names = self.eval_rewards
-        require(len(names) > 1, "eval_rewards", names, "names of rewards: what counts, form")
+        require(self.eval_rewards, "eval_rewards", [], "names of rewards; the first is what counts")
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
 

@@ -1,6 +1,8 @@
 """A whole recipe as one dataclass, composed of options that are declared where they are read."""
 
 import dataclasses
+import os
+import re
 import typing
 from collections.abc import Iterator
 from contextlib import suppress
@@ -162,13 +164,11 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
             separator, text = "=", "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
-        # beside where the command runs, not beside the recipe
-        value = _located(_hint(key), _value(key, text), Path())
-        values = _replace(values, key.split("."), value)
+        values = _replace(values, key.split("."), _value(key, text))
     config = build(RunConfig, values, "command line")
     config.recipe = str(recipe)
     for section, name, hint in _fields(config):
-        setattr(section, name, _located(hint, getattr(section, name), path.parent))
+        setattr(section, name, _located(hint, getattr(section, name), path.parent, overrides))
     return config
 
 
@@ -182,7 +182,9 @@ def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
         value = getattr(section, field_name) or ()
         names = [value] if isinstance(value, str) else value
         for name in names if {Code, RewardName} & _types(hint) else ():
-            if ":" in name and not any(name in override for override in overrides):
+            said = any(name.removeprefix(f"{Path.cwd()}/") in override for override in overrides)
+            # a text among its options could be a URL, a file or another name
+            if not said and not re.fullmatch(r"\w+(\([^'\"]*\))?", name):
                 what = f"{recipe}: it was found, not asked for, and names code, {name}; read it"
                 raise ValueError(f"{what}; --recipe={recipe} says that it may run")
 
@@ -202,15 +204,30 @@ def _types(hint) -> set:
     return {*(typing.get_args(hint) or [hint])}
 
 
-def _located(hint, value, beside: Path):
-    """Make the paths in a value absolute; a repository's id, and what is not there, stay."""
-    types = _types(hint)
-    if isinstance(value, dict) and FilePath in types:
-        return {key: _located(FilePath, path, beside) for key, path in value.items()}
+def _located(hint, value, beside: Path, overrides: list[str]):
+    """Make the paths in a value absolute; a repository's id, and what is not there, stay.
+
+    Code and RecipePaths begin beside the recipe or, if that lacks them, where the command runs;
+    those of the command line the other way round. Metrics have the names of rewards: short ones.
+    """
+    types, inside = _types(hint), typing.get_args(hint)
+    if isinstance(value, dict) and inside:
+        pairs = (zip(inside, pair, strict=True) for pair in value.items())
+        return dict([_located(*one, beside, overrides) for one in pair] for pair in pairs)
+    if isinstance(value, list):
+        return [_located(inside[0], one, beside, overrides) for one in value]
     if not isinstance(value, str):
         return value
-    if RecipePath in types or (Code in types and ".py:" in value):
-        return str((beside / value).resolve())
+    file, is_code, name = re.fullmatch(r"(.*?)(?:(\.py)(:.*))?", value, re.DOTALL).groups("")
+    if RecipePath in types or (is_code and types & {Code, RewardName}):
+        file += is_code
+        said = re.compile(rf"(?<![\w./-]){re.escape(file)}")
+        folders = [beside, Path()][:: -1 if any(map(said.search, overrides)) else 1]
+        found = filter(Path.exists, (folder / file for folder in folders))
+        path = os.path.abspath(next(found, folders[0] / file))
+        near = os.path.relpath(path)
+        short = RewardName in types and not file.startswith("/") and not near.startswith("..")
+        return f"{near if short else path}{name}"
     if FilePath in types and Path(value).exists():
         return str(Path(value).resolve())
     return value

@@ -8,8 +8,8 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many
 The recipe (default: config.yaml of the run that the model is of, else minivlmrl.yaml beside its
 weights, else recipes/own_data.yaml with a plain {problem}) gives the prompt template, the size of
 images, where completions end, and data.answer; --section.name=value changes any of its fields.
-Rewards are those of data.eval_rewards. Its section adapter is not used: checkpoint/ of a run has
-the adapter in its weights.
+Rewards are those of data.eval_rewards, or those that --rewards={NAME: 1} names. Its section adapter
+is not used: checkpoint/ of a run has the adapter in its weights.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def run(tool: str, arguments: list[str]):
     fixed = {"model.path": options.model, "data.train_file": options.data}
     fixed |= {"data.eval_file": options.data, "data.eval_rows": options.rows}
     # nothing is trained
-    fixed |= {"model.config": None, "data.task": None, "data.train": [], "rewards": {}}
+    fixed |= {"model.config": None, "data.task": None, "data.train": []}
     fixed |= {"reference": {}} | ({} if judges else {"data.eval_rewards": ["accuracy", "format"]})
     # of RUN/best/checkpoint
     near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]
@@ -72,7 +72,8 @@ def run(tool: str, arguments: list[str]):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or [*near, recipes_folder() / "own_data.yaml"][0]
     fixed = [f"--{key}={json_text(value)}" for key, value in fixed.items()]
-    config = load_config(recipe, ["--adapter={}", *overrides, *fixed])
+    config = load_config(recipe, ["--adapter={}", "--rewards={}", *overrides, *fixed])
+    config.data.eval_rewards = list(config.rewards) or config.data.eval_rewards
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
