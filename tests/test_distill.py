@@ -64,6 +64,16 @@ def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpo
     assert metrics(again) == lines
 
 
+@pytest.mark.parametrize(("name", "error"), [
+    ("breaks", r"teacher_prompt raised KeyError: 'gone' in .*teachers.py:\d+$"),
+    ("answers", "what teacher_prompt returns is 'a hint', it must be a Row"),
+])  # fmt: skip
+def test_a_teacher_prompt_that_fails_ends_the_run_with_one_line(stage, name, error):
+    run = stage("distill", f"--reference.teacher_prompt=teachers:{name}")
+    with pytest.raises(ValueError, match=error):
+        run.go(1)
+
+
 def test_what_makes_no_sense_is_refused(home):
     with pytest.raises(ValueError, match=r"distill needs reference\.teacher or reference\.teacher_prompt"):
         train.main([str(home / "recipe.yaml"), "--stages=[distill]"])

@@ -8,11 +8,14 @@ import PIL.Image
 import pytest
 from links import ROOT
 
-from minivlmrl.environments.environment import arguments_of, get_environment, tools_of
+from minivlmrl.environments.environment import Limits, arguments_of, get_environment, tools_of
 from minivlmrl.environments.tool_calls import answer
 from minivlmrl.image import ImageProcessor
 
 OWN = '''
+import datetime
+
+
 class Counter:
     """TRL's environment_factory: a class with reset, tools, and what it earns."""
 
@@ -48,7 +51,39 @@ def untyped(x) -> str:
     return x
 
 
-tools = [double, shout]
+def unknown(x: "Nothing") -> str:
+    return x
+
+
+def odd(x: datetime.date) -> str:
+    return x
+
+
+class Empty:
+    def reset(self, **columns):
+        pass
+
+
+class Unset:
+    def look(self) -> str:
+        return ""
+
+
+class Endless(Counter):
+    max_tool_calls = None
+
+
+class Broken(Counter):
+    def __init__(self):
+        self.count = {}["a"]
+
+
+class Leaving(Counter):
+    def __init__(self):
+        raise SystemExit(0)
+
+
+tools, number = [double, shout], 3
 '''
 
 
@@ -79,9 +114,23 @@ def test_options_are_arguments_of_the_class(own):
         own("Counter(from_=3)")
 
 
-def test_an_argument_without_a_type_is_refused(own):
-    with pytest.raises(ValueError, match="tool untyped: its argument 'x' needs a type"):
-        own("untyped")
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("untyped", "tool untyped: its argument 'x' needs a type"),
+        ("unknown", "tool unknown: a type raised NameError"),
+        ("odd", "tool odd: <class 'datetime.date'> is no type of JSON"),
+        ("number", "it is 3, no class, function or list of functions"),
+        ("Empty", r"it needs reset\(self, \*\*columns\), and tools"),
+        ("Unset", r"it needs reset\(self, \*\*columns\), and tools"),
+        ("Endless", "Endless: max_tool_calls is None, it must be of type int"),
+        ("Broken", r"__init__ raised KeyError: 'a' in .*own.py:\d+$"),
+        ("Leaving", r"__init__ raised SystemExit: 0 in"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused_in_one_line(own, name, error):
+    with pytest.raises(ValueError, match=f"^sampling.environment .*own.py:{name}: {error}"):
+        own(name)
 
 
 def test_the_one_of_the_page(tmp_path):
@@ -93,8 +142,8 @@ def test_the_one_of_the_page(tmp_path):
     assert environment.reset(images=[image], problem="?") is None
     processor = SimpleNamespace(image_processor=ImageProcessor())
     for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
-        [shown], [(picture, *_)] = answer(tools_of(environment), name, said, processor)
+        [shown], [(picture, *_)], _ = answer(tools_of(environment), name, said, processor, Limits())
         assert shown["image"] is picture
     assert picture.size == (30, 60)  # turned by 90 and by 270
-    wrong, none = answer(tools_of(environment), "turn", "45", processor)
-    assert wrong == [{"type": "text", "text": "error: turn by 90, 180 or 270 degrees"}] and none == []
+    told = answer(tools_of(environment), "turn", "45", processor, Limits())
+    assert told == ([{"type": "text", "text": "error: turn by 90, 180 or 270 degrees"}], [], False)

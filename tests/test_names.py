@@ -98,6 +98,12 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
 
+    def leaving(completions, **columns):
+        raise SystemExit(0)
+
+    with pytest.raises(ValueError, match=r"^reward own raised SystemExit\(0\) in .*:\d+ for the completion 'two'$"):
+        ask(monkeypatch, leaving, ["two"])
+
     def fickle(completions, **columns):
         if len(completions) > 1:
             raise OSError("too many")
@@ -211,6 +217,7 @@ def test_other_options_are_refused(with_near, name, error):
 
 @pytest.mark.parametrize(("text", "says"), [
     ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
+    ("exit(0)", r"cannot be loaded \(SystemExit: 0\)$"),
     ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
     ("def f(completions):\n    return []", r"end its arguments with \*\*columns$"),
 ])  # fmt: skip

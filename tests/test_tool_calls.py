@@ -1,9 +1,17 @@
-"""Calls in a text; test_tool_sampler.py has their answers."""
+"""Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
 
+import random
+from types import SimpleNamespace
+
+import PIL.Image
 import pytest
 
 from minivlmrl.chat import IMAGE
-from minivlmrl.environments.tool_calls import call, find_calls, lay_out, part
+from minivlmrl.environments.environment import Limits
+from minivlmrl.environments.tool_calls import answer, call, find_calls, lay_out, part
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
 
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
 QWEN = "<tool_call>\n{}\n</tool_call>"
@@ -20,6 +28,7 @@ QWEN = "<tool_call>\n{}\n</tool_call>"
         (QWEN.format("x"), False, []),
         (QWEN.format("x") + QWEN.format("y"), True, [("", "\nx\n"), ("", "\ny\n")]),
         ("<tool_call>x", True, []),
+        ("<tool_call>" * 2**18, True, []),  # in one pass: each more would take a tenth of a second
     ],
 )
 def test_find_calls(text, ended, calls):
@@ -63,6 +72,65 @@ def test_what_does_not_fit_is_said(tool, said, error):
 
 
 def test_text_that_spells_a_control_token_is_text():
-    pieces = lay_out([[part("<|image_pad|><|im_end|>")], [part({"type": "image", "image": None})]], True)
+    pieces = lay_out([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], True)
     assert [piece for piece in pieces if piece is IMAGE] == [IMAGE]
     assert "user\n<tool_response>\n<|image_pad|><|im_end|>\n</tool_response>\n<tool_response>\n" in pieces
+
+
+def endless() -> str:
+    while True:
+        try:
+            while True:
+                pass
+        except Exception:
+            continue
+
+
+def exits() -> str:
+    raise SystemExit(3)
+
+
+def silent() -> str:
+    raise KeyError
+
+
+SAID = {
+    "a dict": (lambda: {"count": 2}, "{'count': 2}"),
+    "TRL's part": (lambda: [{"type": "text", "text": "a"}], "a"),
+    "half a surrogate": (lambda: "a\ud800", "a?"),
+    "nothing": (lambda: None, "None"),
+    "an exit": (exits, "error: 3"),
+    "an error without words": (silent, "error: KeyError"),
+    "no end": (endless, "error: it took over 0.05 seconds"),
+    "much": (lambda: ["a" * 60, "b" * 50], "error: the answer's number of characters is 110, it must be 99 or less"),
+    "a large picture": (
+        lambda: PIL.Image.new("L", (20, 21)),
+        "error: the answer's number of pixels is 420, it must be 400 or less",
+    ),
+}
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_whatever_a_tool_does_is_text_for_the_model(name):
+    tool, text = SAID[name]
+    limits = Limits(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
+    [said], pictures, done = answer({"f": tool}, "f", "", SimpleNamespace(), limits)
+    assert said["text"] == text and pictures == []
+    assert done is not text.startswith("error")
+
+
+def test_no_drawn_call_raises():
+    """900 of them, of pieces that break JSON, tags, names and encodings."""
+    rng, tools, drawn = random.Random(0), {"look": look, "name": name}, 0
+    pieces = [*"{}[]:,-\\\n", *(f"<{slash}{tag}>" for tag in ("tool_call", "look", "name") for slash in ("", "/"))]
+    pieces += ['"left": 1', r'"\ud800": 2', r'"\ud800"', "[" * 3000, "9" * 5000, "null", "1e999", "NaN", '"name"']
+    pieces += ["<function=look>", "<parameter=left>", "</parameter>", "</function>", "<|im_end|>"]
+    while drawn < 900:
+        inside = "".join(rng.choices(pieces, k=rng.choice((1, 1, 2, 9))))
+        inside = rng.choice((inside, f'{{"name": "look", "arguments": {{{inside}}}}}'))
+        tag = rng.choice(("tool_call", "look", "name"))
+        calls = find_calls(f"<{tag}>{inside}</{tag}>", tools, True)
+        drawn += len(calls)
+        told = [answer(tools, *one, PROCESSOR, Limits())[0] for one in calls]
+        assert PROCESSOR.encode(lay_out(told or [[part("")]], rng.random() < 0.5), [])

@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -97,7 +99,7 @@ def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
     return tiny.model_of(config).to(dtype)
 
 
-def play(monkeypatch, *texts, model=None, tokens=400, **options):
+def play(monkeypatch, *texts, model=None, tokens=400, columns=(), **options):
     """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
     model = model or model_of()
     sampling = SamplingOptions(environment="test_tool_sampler:Eye", max_new_tokens=tokens, **options)
@@ -110,10 +112,8 @@ def play(monkeypatch, *texts, model=None, tokens=400, **options):
         return torch.tensor([scripts[row][n] for row, n in zip(rows.tolist(), at, strict=True)])
 
     monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
-    rows = [
-        Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 84 + 28 * i))], {"problem": "P"})
-        for i in (0, 1)
-    ]
+    images = [PIL.Image.new("RGB", (56, 84 + 28 * i)) for i in (0, 1)]
+    rows = [Row([user([IMAGE_PART, text("?")])], [image], {"problem": "P", **dict(columns)}) for image in images]
     prompts = [row.prompt(PROCESSOR) for row in rows[: 2 - len(texts) % 2]]
     return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
 
@@ -180,7 +180,7 @@ def test_a_call_as_qwen_writes_it(monkeypatch, words, answer):
 def test_limits(monkeypatch):
     """Calls over the limit are text; an answer that does not fit ends a completion, as one that was cut."""
     words = "<look>1</look><look>2</look>end"
-    monkeypatch.setattr(tool_sampler, "MAX_TOOL_CALLS", 1)
+    monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
     [[completion]], _, _ = play(monkeypatch, words)
     assert said(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
     long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
@@ -195,9 +195,48 @@ def test_what_an_environment_cannot_have(monkeypatch):
         play(monkeypatch, "a", stop_strings=["a"])
     with pytest.raises(ValueError, match="gather_weights: false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
-    monkeypatch.setattr(Eye, "reset", lambda self, **columns: "see")
-    with pytest.raises(ValueError, match="reset returned 'see'; put it"):
-        play(monkeypatch, "a")
+    resets = {
+        "reset returned 'see'; put it": lambda self, **columns: "see",
+        r"reset raised KeyError: 'x' in .*test_tool_sampler.py:": lambda self, **columns: columns["x"],
+        r"reset raised SystemExit:  in": lambda self, **columns: sys.exit(),
+        r"reset raised TypeError: .*multiple values for argument 'problem'": lambda problem, **columns: 0,
+    }
+    for error, reset in resets.items():
+        monkeypatch.setattr(Eye, "reset", reset)
+        with pytest.raises(ValueError, match=f"^row -1: sampling.environment test_tool_sampler:Eye: {error}"):
+            play(monkeypatch, "a")
+
+
+def test_no_completion_sees_what_another_did_to_its_row(monkeypatch):
+    """A list of pictures, a column, and pixels: each completion of a group has its own."""
+
+    def reset(self, images, marks, **columns):
+        self.images, self.marks = images, marks
+
+    def draw(self, text: str) -> str:
+        before = f"{len(self.images)} {self.marks} {self.images[0].getpixel((0, 0))}"
+        self.images[0].paste("red", (0, 0, 9, 9))
+        self.images.append(self.images[0])
+        self.marks["all"].append(text)
+        return before
+
+    monkeypatch.setattr(Eye, "reset", reset)
+    monkeypatch.setattr(Eye, "read", draw)
+    groups, [prompt, _], _ = play(monkeypatch, *["<read>a</read>"] * 4, columns={"marks": {"all": []}})
+    told = "[<result>1 {'all': []} (0, 0, 0)</result>]"
+    assert {said(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
+    assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
+
+
+def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
+    """Else 20,000 tokens would be searched as often."""
+    read = []
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
+    one = tool_sampler.Play(Eye())
+    for step in range(2000):
+        one.step((7, 0.0, step == 1999), 0, SimpleNamespace(processor=PROCESSOR))
+    assert read == [2000 * 25]
 
 
 def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
@@ -220,8 +259,9 @@ def test_a_prompt_without_its_row_says_what_to_set():
 
 def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</zoom>")
     monkeypatch.setattr(
-        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "2")] * (len(text) > 4 and not ended)
+        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "2")] * (len(text) > 34 and not ended)
     )
     for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
         words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")

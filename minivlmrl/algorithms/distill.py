@@ -17,9 +17,10 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import computing
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.checker import Code, FilePath, load_name
+from minivlmrl.hub.checker import Code, FilePath, load_name, require
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
+from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Row
 from minivlmrl.scale.checkpoint import load_model
 
@@ -88,7 +89,9 @@ class Distill(GRPOStage):
         completions = [
             [rollout.completions[i][row % G] for row in rows if row // G == i] for i in asked
         ]
-        rows_shown = [self.shown(rollout.rows[i]) for i in asked]
+        rows_shown = [guarded("teacher_prompt", self.shown, rollout.rows[i]) for i in asked]
+        for row in rows_shown:
+            require(isinstance(row, Row), "what teacher_prompt returns", row, "a Row")
         prompts = [Row.prompt(row, self.processor) for row in rows_shown]  # not the student's
         group = pack(prompts, completions, self.teacher.config, self.world.device)
         with computing(self.computed, self.policy) as teacher:

@@ -2,16 +2,21 @@
 
 import json
 import re
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 from PIL.Image import Image
 
-from minivlmrl.chat import START, join_text, layout_turn
-from minivlmrl.environments.environment import arguments_of
-from minivlmrl.hub.checker import build
+from minivlmrl.chat import START, join_text, layout_turn, part_kind
+from minivlmrl.environments.environment import Limits, arguments_of
+from minivlmrl.hub.checker import build, require
 
-QWEN = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+class Overtime(BaseException):
+    """A tool takes too long. No Exception: a tool may catch those."""
 
 
 def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
@@ -19,21 +24,57 @@ def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
 
     A call in tags is answered at once. Qwen's are when the turn has ended; their name is "" here.
     """
-    tagged = re.search(rf"<({'|'.join(tools)})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
-    if tagged:
-        return [tagged.groups()]
-    return [("", inside) for inside in QWEN.findall(text)] if ended else []
+    opened = {}  # tool: where its arguments begin
+    for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
+        if not tag[1]:
+            opened[tag[2]] = tag.end()
+        elif tag[2] in opened:
+            return [(tag[2], text[opened[tag[2]] : tag.start()])]
+    calls = [part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1] if ended]
+    return [("", inside) for _, tag, inside in calls if tag]
 
 
-def answer(tools: dict[str, Callable], name: str, inside: str, processor) -> tuple[list, list]:
-    """Call a tool; return parts of a message, and its pictures (image, patches, grid)."""
+def answer(
+    tools: dict[str, Callable], name: str, inside: str, processor, limits: Limits
+) -> tuple[list, list, bool]:
+    """Call a tool; return parts of a message, its pictures (image, patches, grid), and success."""
     try:
-        result = call(tools, name, inside)
-        parts = [part(one) for one in (result if isinstance(result, list) else [result])]
+        with time_limit(limits.max_tool_seconds):
+            result = call(tools, name, inside)
+            parts = [part(one) for one in (result if isinstance(result, list) else [result])]
         images = [one["image"] for one in parts if "image" in one]
-        return parts, [(image, *processor.image_processor(image)) for image in images]
-    except Exception as error:  # a tool may raise anything: the model reads it
-        return [part(f"error: {error}")], []
+        sizes = {"characters": sum(len(one.get("text", "")) for one in parts)}
+        sizes["pixels"] = sum(image.width * image.height for image in images)
+        for unit, size in sizes.items():
+            most = getattr(limits, f"max_tool_{unit}")
+            require(size <= most, f"the answer's number of {unit}", size, f"{most} or less")
+        return parts, [(image, *processor.image_processor(image)) for image in images], True
+    except (
+        Exception,
+        SystemExit,
+        Overtime,
+    ) as error:  # a tool may raise anything: the model reads it
+        text = f"error: {str(error) or type(error).__name__}"
+        return [part(text[: limits.max_tool_characters])], [], False
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt a block (Overtime); in another thread than the main one nothing can."""
+
+    def stop(*_):
+        raise Overtime(f"it took over {seconds:g} seconds")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def call(tools: dict[str, Callable], name: str, inside: str) -> object:
@@ -54,10 +95,16 @@ def call(tools: dict[str, Callable], name: str, inside: str) -> object:
 
 
 def part(result: object) -> dict:
-    """Make a part of a message of what a tool returned: a picture, a part (TRL's), or text."""
-    if isinstance(result, Image):
-        return {"type": "image", "image": result}
-    return result if isinstance(result, dict) else {"type": "text", "text": str(result)}
+    """Make a part of a message of what a tool returned: a picture, a part (TRL's), or text.
+
+    All that a tool says comes through here, and can be encoded: half a surrogate is "?".
+    """
+    kind = part_kind(result)
+    shown = result.get("image") if kind == "image" else result
+    if isinstance(shown, Image):
+        return {"type": "image", "image": shown}
+    text = result["text"] if kind == "text" else str(result)
+    return {"type": "text", "text": text.encode(errors="replace").decode()}
 
 
 def lay_out(answers: list[list[dict]], ended: bool) -> list[str]:

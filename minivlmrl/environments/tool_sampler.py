@@ -3,6 +3,7 @@
 Draws still go by key; what is trained on are the ids, positions and patches of here.
 """
 
+import re
 from collections import deque
 from itertools import chain
 
@@ -12,17 +13,17 @@ from torch import Tensor
 from minivlmrl.chat import IMAGE
 from minivlmrl.data.boxes import extent
 from minivlmrl.decoder import place_images
-from minivlmrl.environments.environment import get_environment, tools_of
+from minivlmrl.environments.environment import copied, get_environment, limits_of, tools_of
 from minivlmrl.environments.tool_calls import answer, find_calls, lay_out
 from minivlmrl.generate import Choose, Decode
+from minivlmrl.hub.checker import naming
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Completion, Prompt
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
-
-MAX_TOOL_CALLS = 8  # of a completion, where its environment says no other; more go unanswered
 
 
 def build_sampler(model, processor, sampling, *rest, **options) -> RunSampler:
@@ -36,7 +37,10 @@ class Play:
 
     def __init__(self, environment: object):
         self.environment, self.tools = environment, tools_of(environment)
-        self.calls_left = getattr(environment, "max_tool_calls", MAX_TOOL_CALLS)
+        self.limits, self.called, self.failed = limits_of(environment), 0, 0
+        self.closing = re.compile(
+            f"</({'|'.join(self.tools)})>".encode()
+        )  # longer than what it finds
         self.text = b""  # since the last answer
         self.written, self.pictures, self.cut, self.ended = [], [], False, False
         self.shift, self.moved = 0, [0] * 3  # position, less the tokens before it: next and last
@@ -51,20 +55,24 @@ class Play:
             return token, 0.0, False
         token, logp, ends = drawn
         self.moved = [self.shift] * 3
+        before = max(0, len(self.text) - len(self.closing.pattern))
         self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
         calls = []
-        if self.calls_left > 0 and (ends or b">" in self.text[-16:]):
+        if ends or self.closing.search(self.text, before):
             calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
+            calls = calls[: self.limits.max_tool_calls - self.called]
         self.ended = self.answer(calls, ends, left, sampler) if calls else ends
         return token, logp, self.ended
 
     def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
         """Queue the answers of calls; True: they do not fit, and the row ends."""
         processor = sampler.processor
-        answers = [answer(self.tools, *one, processor) for one in calls]
-        pictures = [picture for _, shown in answers for picture in shown]
+        answers = [answer(self.tools, *one, processor, self.limits) for one in calls]
+        self.called += len(calls)
+        self.failed += sum(not done for *_, done in answers)
+        pictures = [picture for _, shown, _ in answers for picture in shown]
         grids = [grid for *_, grid in pictures]
-        pieces = processor.encode(lay_out([parts for parts, _ in answers], ended), grids)
+        pieces = processor.encode(lay_out([parts for parts, *_ in answers], ended), grids)
         ids = torch.tensor([*chain(*pieces)])
         self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
         if not self.cut:
@@ -72,7 +80,7 @@ class Play:
             moved = position - torch.arange(len(ids)) + self.shift
             self.queue.extend(zip(ids.tolist(), moved.T.tolist(), strict=True))
             self.shift += int(position.max()) + 1 - len(ids)
-            self.text, self.calls_left = b"", self.calls_left - len(calls)
+            self.text = b""
             self.pictures += pictures
             self.unseen += pictures
         return self.cut
@@ -141,10 +149,13 @@ class ToolSampler(RunSampler):
         resized = [(patch * w, patch * h) for _, h, w in grids]
         extents = [extent(space, *of) for of in zip((i.size for i in images), resized, strict=True)]
         columns = row.columns | {"images": images, "extents": extents, "prompt": row.messages}
-        plays = [Play(self.make()) for _ in range(count)]
-        for play in plays:
-            if (text := play.environment.reset(**columns)) is not None:
-                raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
+        where = row.where or f"row {row.index}"
+        with naming(f"{where}: sampling.environment {self.sampling.environment}"):
+            plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
+            for play in plays:
+                reset = play.environment.reset
+                if (text := guarded("reset", reset, **copied(columns))) is not None:
+                    raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
         return plays
 
     def decode(self) -> Decode:

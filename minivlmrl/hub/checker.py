@@ -115,7 +115,7 @@ def load_name(target: str) -> Any:
         if module.endswith(".py"):
             return runpy.run_path(module)[name]
         return getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{target}: it cannot be loaded ({type(error).__name__}: {error})"
         ) from error
@@ -303,7 +303,8 @@ def _read(hint, value, name: str, json: bool):
     if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
         with suppress(ValueError, OverflowError):
             value = float(value)
-    require(origin is None and type(value) is hint, name, value, f"of type {type_text(hint)}")
+    fits = origin is None and (hint is Any or type(value) is hint)
+    require(fits, name, value, f"of type {type_text(hint)}")
     return value
 
 

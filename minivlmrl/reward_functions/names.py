@@ -100,7 +100,7 @@ class Reward:
             columns["prompts"] = [Text("".join(map(text_of, one[-1:])), "user") for one in asked]
         try:
             values = _call(self.function, columns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._blamed(texts, rows, columns, error) from error
         values = iter(checked_values(self.name, values, texts, rows))
         return [next(values) if asked else math.nan for asked in judged]
@@ -111,7 +111,7 @@ class Reward:
         for i, text in enumerate(texts):
             try:
                 _call(self.function, {name: [values[i]] for name, values in columns.items()})
-            except Exception as alone:
+            except (Exception, SystemExit) as alone:
                 row, about, error = rows[i], f"the completion {text!r:.80}", alone
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
@@ -162,10 +162,20 @@ def checked_values(name: str, values, completions: list[str], rows: list[str]) -
 
 def line_of(function: Callable, error: Exception) -> str:
     """Say which line of the file that a reward is in has raised an error: " in mine.py:7"."""
-    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    code = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(code.__init__ if inspect.isclass(code) else code, "__code__", None)
     file = code and code.co_filename
     lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == file]
     return f" in {file}:{lines[-1]}" if lines else ""
+
+
+def guarded(what: str, function: Callable, /, *arguments, **options):
+    """Call a user's function or class (ValueError: it has raised anything, with its line)."""
+    try:
+        return function(*arguments, **options)
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}{line_of(function, error)}"
+        raise ValueError(f"{what} raised {why}") from error
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:

@@ -17,3 +17,13 @@ def larger(row):
     messages = copy.deepcopy(row.messages)
     messages[-1]["content"][0]["max_pixels"] = 56 * 56
     return replace(row, messages=messages)
+
+
+def breaks(row):
+    """It asks for a column that no row has."""
+    return row.columns["gone"]
+
+
+def answers(row):
+    """It returns no row."""
+    return "a hint"
