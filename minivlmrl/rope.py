@@ -94,7 +94,7 @@ def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor,
         cos, sin: each (P, 1, D) float32 for apply_rotary.
     """
     merge, count = config.spatial_merge_size, config.hidden_size // config.num_heads // 4
-    inv_freq, frames = _inverse_frequencies(count, 10000.0, "cpu"), []
+    inv_freq, frames = _inverse_frequencies(count, config.rope_theta, "cpu"), []
     for t, h, w in image_grid_thw.tolist():
         row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)
         blocks = row_col.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)

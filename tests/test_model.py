@@ -47,12 +47,15 @@ def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, t
     assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
 
 
-def test_random_weights_on_rows_of_ones_own(home, rows):
+@pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
+def test_random_weights_on_rows_of_ones_own(home, rows, sizes):
     """The tokenizer is trained on what the rows say, and learns their words whole."""
+    (home / "model.json").write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
     config = load_config(home / "recipe.yaml", ["--data.task=null", f"--data.train_file={rows}"])
     datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
     model, processor = build_model(config, ONE, datasets)
-    assert len(processor.tokenizer) == model.config.vocab_size
+    assert model.config.vocab_size == (512 if "text_config" in sizes else len(processor.tokenizer))
+    assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
     with pytest.raises(ValueError, match=r"model\.config needs an embedded task or rows to train on"):

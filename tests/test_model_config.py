@@ -1,6 +1,7 @@
 """config.json of the hub's models and of transformers, old and new: what is read, what is written, what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
 
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.scale import checkpoint
+from minivlmrl.scale.checkpoint import random_model
 
 import tiny
 
@@ -148,8 +152,33 @@ def changed(path: str, value) -> dict:
     ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
     ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
     ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
+    ("vision_config.window_size", 27, "vision_config.window_size is 27, it must be 28 or more"),
 ])  # fmt: skip
 def test_what_no_model_of_ours_computes_is_named(path, value, says):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_dict(changed(path, value), "FOLDER/config.json")
     assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
+
+
+def keys(config: dict, before: str = ""):
+    for name, value in config.items():
+        yield before + name
+        if isinstance(value, dict):
+            yield from keys(value, f"{before}{name}.")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_any_value_of_any_key_is_read_or_refused_in_one_line(model_type):
+    """Without gigabytes for a huge one."""
+    build = partial(random_model, tokenizer=train_tokenizer([], 0), seed=0)
+    for key in keys(tiny_config(model_type, tied=False)):
+        for value in (-1, 0, 10**12, 10**400, 1e308, 1.5, None, "x", [], [[1]], {"a": None}):
+            config = changed(f"{model_type}/{key}", value)
+            if key == "text_config.full_attention_interval":
+                del config["text_config"]["layer_types"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(checkpoint, "read_json", lambda _, config=config: config)
+                try:
+                    build("config.json")
+                except ValueError as error:
+                    assert str(error).startswith("config.json") and "\n" not in str(error)

@@ -94,7 +94,7 @@ FAMILIES = {
         qwen3_vl.TEXT | ALL_ATTEND,
         qwen3_vl.TEXT_DEFAULTS,
         "gelu_pytorch_tanh",
-        qwen3_vl.read_vision,
+        lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision,
         qwen3_vl.write_config,
         memory_names=True,
         model=partial(Qwen2_5_VL, tower=qwen3_vl.Qwen3VisionTransformer),
@@ -110,7 +110,7 @@ FAMILIES["qwen3_5"] = replace(
     tower=qwen3_5.TOWER,
     text=qwen3_vl.TEXT,
     defaults=qwen3_5.TEXT_DEFAULTS,
-    read_vision=lambda vision, where: qwen3_vl.read_vision(vision | qwen3_5.NO_DEEPSTACK, where),
+    read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | qwen3_5.NO_DEEPSTACK,
     write=qwen3_5.write_config,
     unread=("mtp.",),  # a layer that predicts the token after the next
     model=partial(FAMILIES["qwen3_vl"].model, layer=qwen3_5.Layer, norm=qwen3_5.CentredRMSNorm),

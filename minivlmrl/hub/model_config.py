@@ -1,12 +1,13 @@
 """The architecture as numbers: config.json of a Hugging Face folder, read and written."""
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.family import FAMILIES
 
-Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
+Size, TokenId = Annotated[int, "[1, 1e9]"], Annotated[int, "[0, 1e9]"]
 # more would take minutes to build, before the weights are seen to be missing
 Depth = Annotated[int, "[1, 1000]"]
 
@@ -29,10 +30,21 @@ class VisionConfig:
     fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)  # attend to the whole frame
     tokens_per_second: Size | None = 4  # M-RoPE positions; None: one a time step (Qwen2-VL)
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # of the 2-D rotary
     # learned positions, a square that is stretched over each image; None: there are none
     num_position_embeddings: Size | None = None
     # blocks whose output is added to the decoder's first layers too (Qwen3-VL's DeepStack)
     deepstack_visual_indexes: tuple[TokenId, ...] = ()
+
+    def __post_init__(self):
+        count, deep = self.num_position_embeddings or 0, self.deepstack_visual_indexes
+        square = math.isqrt(count) ** 2 == count
+        require(square, "num_position_embeddings", count, "a square number")
+        known = len(set(deep)) == len(deep) and all(i < self.depth for i in deep)
+        needed = "different blocks of the tower, counted from 0"
+        require(known, "deepstack_visual_indexes", list(deep), needed)
+        least, window = self.patch_size * self.spatial_merge_size, self.window_size
+        require(window is None or window >= least, "window_size", window, f"{least} or more")
 
     @property
     def patch_dim(self) -> int:
@@ -106,8 +118,8 @@ class ModelConfig:
         if self.full_attention_interval is None:
             return
         if not self.layer_types:
-            every = ["linear_attention"] * (self.full_attention_interval - 1) + ["full_attention"]
-            self.layer_types = tuple((every * layers)[:layers])
+            kinds, every = ("linear_attention", "full_attention"), self.full_attention_interval
+            self.layer_types = tuple(kinds[i % every == every - 1] for i in range(layers))
         known = len(self.layer_types) == layers and "full_attention" in self.layer_types
         words = f"the types of {layers} layers, of which one at least is full_attention"
         require(known, "layer_types", list(self.layer_types), words)
@@ -135,9 +147,10 @@ class ModelConfig:
         text = _section(config, "text_config", where)
         family = FAMILIES[model_type]
         flat = {**config, **text, "model_type": model_type}
-        rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
+        rope = _rope(flat, where)
         flat.pop("mrope_section", None)  # only the rope's own counts
-        flat = family.defaults | flat
+        # null is missing
+        flat |= {name: value for name, value in family.defaults.items() if flat.get(name) is None}
         turned = "rope_theta", "mrope_section", "partial_rotary_factor"
         flat |= {name: rope[name] for name in turned if name in rope}
         dtypes = config.get("torch_dtype"), config.get("dtype"), flat.get("dtype"), "float32"
@@ -146,6 +159,7 @@ class ModelConfig:
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         vision = _section(config, "vision_config", where)
+        axial = _rope(vision, f"{where}: vision_config")
         turns = rope.get("mrope_interleaved"), family.text["mrope_interleaved"]
         only = {  # key: what the file says, and what is computed
             "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
@@ -155,11 +169,13 @@ class ModelConfig:
             "use_sliding_window": (flat.get("use_sliding_window"), False),
             "attn_output_gate": (flat.get("attn_output_gate"), True),
             "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
+            "vision_config.rope_type": (axial.get("rope_type"), "axial", "default"),
         }
         for name, (value, *known) in only.items():
             needed = f"{known[0]!r}; no other is supported"
             require(value in (None, *known), f"{where}: {name}", value, needed)
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
+        vision |= {name: axial[name] for name in {"rope_theta"} & axial.keys()}
         flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
         known = {field.name for field in fields(cls)}
         known |= {"text_config", "rope_parameters", "rope_scaling", "dtype"}
@@ -179,6 +195,10 @@ class ModelConfig:
         out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}
         out = {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
         return family.write(out | {"vision_config": vision})
+
+
+def _rope(config: dict, where: str) -> dict:
+    return _section(config, "rope_parameters", where) or _section(config, "rope_scaling", where)
 
 
 def _section(config: dict, name: str, where: str) -> dict:

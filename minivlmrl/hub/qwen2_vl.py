@@ -31,8 +31,8 @@ TOWER |= {"fullatt_block_indexes": (), "tokens_per_second": None}
 class Tower:
     """Qwen2-VL's own names in vision_config."""
 
-    embed_dim: Annotated[int, ">= 1"] = 1280  # hidden_size of VisionConfig
-    mlp_ratio: Annotated[float, "(0, inf)"] = 4.0  # of intermediate_size to it
+    embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size of VisionConfig
+    mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # of intermediate_size to it
     hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size
 
 

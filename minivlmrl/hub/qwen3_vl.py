@@ -110,19 +110,6 @@ IMAGES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
 IMAGES["size"] = {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32}
 
 
-def read_vision(vision: dict, where: str) -> dict:
-    """Complete the vision_config of a config.json."""
-    vision = VISION_DEFAULTS | vision
-    count, deep = vision["num_position_embeddings"], vision["deepstack_visual_indexes"]
-    square = isinstance(count, int) and round(count**0.5) ** 2 == count
-    require(square, f"{where}: vision_config.num_position_embeddings", count, "a square number")
-    known = isinstance(deep, list | tuple) and len(set(deep)) == len(deep)
-    known = known and all(i in range(vision["depth"]) for i in deep)
-    needed = "different blocks of the tower, counted from 0"
-    require(known, f"{where}: vision_config.deepstack_visual_indexes", deep, needed)
-    return vision
-
-
 def write_config(config: dict) -> dict:
     """Nest a flat config, as every transformers with this family reads it (4.57 on)."""
     vision, text = dict(config["vision_config"]), {**config}

@@ -88,7 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
     options = {"initial_alphabet": sorted(byte_level.alphabet()), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(SPECIAL_TOKENS), **options)
+    trainer = trainers.BpeTrainer(vocab_size=max(0, vocab_size - len(SPECIAL_TOKENS)), **options)
     backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens(list(SPECIAL_TOKENS))
     return Tokenizer(backend)

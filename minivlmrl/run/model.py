@@ -12,6 +12,7 @@ from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.hub.folder import ASKED, read_json
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Processor
@@ -43,7 +44,8 @@ def build_model(
         if data.task:
             tokenizer = get_task(data.task).tokenizer()
         else:
-            size = read_json(Path(section.config)).get("vocab_size", 0)
+            values = read_json(Path(section.config))
+            size = ModelConfig.from_dict(values, section.config).vocab_size
             tokenizer = train_tokenizer(_texts(datasets), size)
         model, processor = random_model(section.config, tokenizer, config.seed, *bounds)
         config.adapter.place(model.to(world.device, dtype))

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -67,12 +68,8 @@ def load_model(
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
-    try:
-        with torch.device("meta"):
-            model = FAMILIES[config.model_type].model(config)
-            model = model.to(dtype or DTYPES[config.torch_dtype])
-    except (RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(f"{folder}/config.json: no model has these sizes ({error})") from error
+    with torch.device("meta"):
+        model = _make(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
     if adapt is not None:
         adapt(model)
     if sharding is not None:
@@ -80,6 +77,14 @@ def load_model(
     part = sharding.part if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, part, device))
     return model
+
+
+def _make(config: ModelConfig, where: str | Path) -> nn.Module:
+    try:
+        return FAMILIES[config.model_type].model(config)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{where}: no model has these sizes ({reason})") from error
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -142,10 +147,11 @@ def random_model(
 ) -> tuple[nn.Module, Processor]:
     """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
-    family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
+    config = ModelConfig.from_dict(values, str(config_file))
     ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    config = ModelConfig.from_dict(values | ids, str(config_file))
-    model = family.model(config)
+    size = max(len(tokenizer), config.vocab_size)  # that of a text_config may be larger
+    config = replace(config, vocab_size=size, **ids)
+    family, model = FAMILIES[config.model_type], _make(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
     settings = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
     smallest = (settings["patch_size"] * settings["merge_size"]) ** 2  # one merged token
