@@ -3,11 +3,15 @@
 import csv
 import json
 import math
+from datetime import date, time
+from decimal import Decimal
 
 import pytest
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
+from minivlmrl.hub.folder import find_folder
+from minivlmrl.run.config import load_config
 
 ROWS = [
     {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
@@ -154,6 +158,7 @@ def test_a_number_that_is_none_is_missing(tmp_path):
 @pytest.mark.parametrize(("state", "message"), [
     ({"_data_files": [{"filename": "../rows.arrow"}]}, "_data_files is '../rows.arrow', it must be a file beside it"),
     ([], r"state.json: it must hold a JSON object, not \[\]"),
+    ({"_data_files": []}, r"filename of _data_files is \[\], it must be a file beside it"),
 ])  # fmt: skip
 def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
     folder = tmp_path / "saved"
@@ -161,3 +166,37 @@ def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match=message):
         open_rows(folder)
+
+
+def test_what_json_does_not_have_is_text(tmp_path):
+    """A date as a solution would end a run where its first completions are logged."""
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    row = {"date": date(2020, 1, 2), "inside": [{"at": time(3, 4)}], "price": Decimal("1.50"), "image": b"bytes"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    plain = {"date": "2020-01-02", "inside": [{"at": "03:04:00"}], "price": "1.50", "image": b"bytes"}
+    assert list(open_rows(tmp_path / "rows.parquet")) == [plain]
+    pq.write_table(pa.table({"date": pa.array([10**8], pa.date32())}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 0: cannot be read \(date value out of range\)"):
+        list(open_rows(tmp_path / "rows.parquet"))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table([[1], [2]], ["a", "a"]), tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("a,b, a,,\n1,2,3\n")
+    for name in ("rows.parquet", "rows.csv"):
+        with pytest.raises(ValueError, match=rf"{name}: has two columns 'a'; rename one"):
+            open_rows(tmp_path / name)
+
+
+def test_a_path_that_no_file_system_takes_is_no_file(home):
+    for name in ("image_root", "train_file"):
+        path = load_config(home / "recipe.yaml", [f"--data.{name}={'x' * 3000}"]).data
+        with pytest.raises(ValueError, match="no such file of rows"):
+            open_rows(getattr(path, name))
+    with pytest.raises(ValueError, match="no such folder"):
+        find_folder("x" * 3000)

@@ -10,6 +10,9 @@ import io
 import itertools
 import json
 import re
+from datetime import date, time, timedelta
+from decimal import Decimal
+from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.hub.checker import extra, naming, require
@@ -25,9 +28,9 @@ CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "r
 def open_rows(path: str | Path) -> "Lines | Arrow":
     """Find the rows of a file, or of a folder of a dataset or of classes (ValueError: none)."""
     path = Path(path)
-    if path.is_dir():
+    if isdir(path):  # a name that is too long is none, and no OSError as with pathlib
         return _open_folder(path)
-    if not path.is_file():
+    if not isfile(path):
         cure = "data.train_file and data.eval_file (null: none) name them"
         raise ValueError(f"{path}: no such file of rows; {cure}")
     if path.suffix in (".parquet", ".arrow"):
@@ -39,7 +42,7 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open a folder of save_to_disk, of parquet files, with one file of rows, or of classes."""
     if (state := folder / "state.json").is_file():
         saved = read_json(state).get("_data_files")
-        saved = saved if isinstance(saved, list) else [saved]
+        saved = saved if isinstance(saved, list) and saved else [saved]
         names = [part.get("filename") if isinstance(part, dict) else part for part in saved]
         for name in names:
             field = f"{state}: filename of _data_files"
@@ -124,6 +127,7 @@ class Cells(Lines):
         dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
         reader = csv.reader(io.StringIO(content, newline=""), dialect)
         self.names = [name.strip() for name in next(reader, ())]
+        _check_names(self.path, self.names)
         # the line that a row begins with; a cell in quotes may have line breaks
         return [(reader.line_num - str.count("".join(x), "\n"), x) for x in reader if x]
 
@@ -170,13 +174,16 @@ class Arrow:
                 if path.suffix == ".arrow":
                     table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
                     sizes, load = [table.num_rows], [lambda table=table: table]
+                    names = table.column_names
                 else:
                     file = pq.ParquetFile(path)
+                    names = file.schema_arrow.names
                     groups = range(file.num_row_groups)
                     sizes = [file.metadata.row_group(i).num_rows for i in groups]
                     load = [functools.partial(file.read_row_group, i) for i in groups]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
+            _check_names(path, names)
             self.groups += [(path, self.firsts[-1], read) for read in load]
             self.firsts += [self.firsts[-1] + n for n in itertools.accumulate(sizes)]
         self.table = functools.lru_cache(4)(lambda group: self.groups[group][2]())
@@ -194,4 +201,22 @@ class Arrow:
             raise IndexError(index)
         group = bisect.bisect_right(self.firsts, index) - 1
         with naming(self.where(index)):
-            return self.table(group).slice(index - self.firsts[group], 1).to_pylist()[0]
+            try:
+                row = self.table(group).slice(index - self.firsts[group], 1).to_pylist()[0]
+            except (OverflowError, OSError) as error:  # such as a date that Python does not have
+                raise ValueError(f"cannot be read ({error})") from error
+            return _plain(row)
+
+
+def _plain(value):
+    """Return what JSON has: dates, times and decimals are text, as in a CSV file."""
+    if isinstance(value, dict):
+        return {name: _plain(inside) for name, inside in value.items()}
+    if isinstance(value, list):
+        return [_plain(inside) for inside in value]
+    return str(value) if isinstance(value, date | time | timedelta | Decimal) else value
+
+
+def _check_names(path: Path, names: list[str]):
+    if twice := [name for name in names if name and names.count(name) > 1]:
+        raise ValueError(f"{path}: has two columns {twice[0]!r:.60}; rename one")

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from os.path import isdir
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -34,14 +35,14 @@ def find_folder(name: str | Path) -> Path:
     A folder wins over a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch".
     """
     folder = Path(name)
-    if folder.is_dir():
+    if isdir(folder):
         return folder
     replaced = Path(f"{folder.resolve()}.replaced")
-    if replaced.is_dir():
+    if isdir(replaced):
         warnings.warn(f"{folder}: the last save was killed; reading {replaced}", stacklevel=2)
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
-    if not repository or (folder.parent.is_dir() and not repository["revision"]):
+    if not repository or (isdir(folder.parent) and not repository["revision"]):
         ids = "the id of a repository, NAME@main where its first part is a folder here"
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
     try:

@@ -223,12 +223,12 @@ def _located(hint, value, beside: Path, overrides: list[str]):
         file += is_code
         said = re.compile(rf"(?<![\w./-]){re.escape(file)}")
         folders = [beside, Path()][:: -1 if any(map(said.search, overrides)) else 1]
-        found = filter(Path.exists, (folder / file for folder in folders))
+        found = filter(os.path.exists, (folder / file for folder in folders))
         path = os.path.abspath(next(found, folders[0] / file))
         near = os.path.relpath(path)
         short = RewardName in types and not file.startswith("/") and not near.startswith("..")
         return f"{near if short else path}{name}"
-    if FilePath in types and Path(value).exists():
+    if FilePath in types and os.path.exists(value):
         return str(Path(value).resolve())
     return value
 
