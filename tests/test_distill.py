@@ -1,10 +1,13 @@
 """On-policy distillation: the divergence of a step against its definition, and teachers with prompts of their own."""
 
 import copy
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 from runs import metrics
+from safetensors.torch import load_file, save_file
 from teachers import hint
 
 from minivlmrl import train
@@ -12,6 +15,10 @@ from minivlmrl.batch import pack
 from minivlmrl.kernels.linear_divergence import divergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Row
+from minivlmrl.scale.checkpoint import random_model, save_model
+from minivlmrl.tasks import shapes
+
+import tiny
 
 HINT = ["--reference.teacher_prompt=teachers:hint", "--grpo.num_generations=3"]
 
@@ -19,7 +26,8 @@ HINT = ["--reference.teacher_prompt=teachers:hint", "--grpo.num_generations=3"]
 def log_probs(model, prompt, completion, temperature):
     """(T, V) of one completion alone, in a batch without others."""
     group = pack([prompt], [[completion]], model.config)
-    return (model.lm_head(completion_states(model, group)) / temperature).log_softmax(-1)
+    words = len(shapes.tokenizer())
+    return (model.lm_head(completion_states(model, group))[:, :words] / temperature).log_softmax(-1)
 
 
 def by_hand(run, teacher, shown, rollout):
@@ -72,6 +80,52 @@ def test_a_teacher_prompt_that_fails_ends_the_run_with_one_line(stage, name, err
     run = stage("distill", f"--reference.teacher_prompt=teachers:{name}")
     with pytest.raises(ValueError, match=error):
         run.go(1)
+
+
+@pytest.fixture
+def teacher(folder, tmp_path):
+    """(change of its config) -> a model of another seed in a folder, and the option that names this."""
+
+    def teacher(**changes):
+        (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+        model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 1)
+        model = tiny.model_of(replace(model.config, **changes))
+        save_model(tmp_path / "teacher", model, processor)
+        return model.double(), f"--reference.teacher={tmp_path / 'teacher'}"
+
+    return teacher
+
+
+def test_a_teacher_may_have_more_rows_than_the_student(stage, samples, teacher):
+    """As Qwen2.5-VL-7B has beside a student of 3B: rows of its head that have no token."""
+    model, option = teacher(vocab_size=368)
+    run = stage("distill", *HINT, option)
+    loss = sum(run.algorithm.loss(batch)[0] for batch in run.next())
+    assert loss.item() == pytest.approx(by_hand(run, model, hint, samples[-1]).item(), rel=1e-9)
+    with pytest.raises(ValueError, match="vocab_size is 359, the student's 360; take a larger teacher"):
+        stage("distill", *HINT, teacher(vocab_size=359)[1])
+
+
+def test_a_teacher_whose_tokens_mean_something_else_is_refused(stage, teacher, tmp_path):
+    _, option = teacher()
+    file = tmp_path / "teacher" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"2 tokens of the student are others here, such as '[ab]'; a teacher has"):
+        stage("distill", option)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name):
+    """Not a learning rate."""
+    file, (_, option) = tmp_path / "teacher" / "model.safetensors", teacher()
+    weights = load_file(file)
+    weights[name].view(-1)[-1] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"reference\.teacher: .*/teacher computes numbers that are not finite"):
+        stage("distill", option).next()
 
 
 def test_what_makes_no_sense_is_refused(home):

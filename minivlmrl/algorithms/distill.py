@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl.adapters.lora import AdapterCopy
@@ -18,6 +19,8 @@ from minivlmrl.algorithms.reference import computing
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.checker import Code, FilePath, load_name, require
+from minivlmrl.hub.folder import find_folder
+from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.reward_functions.names import guarded
@@ -59,16 +62,23 @@ class Distill(GRPOStage):
 
     def __init__(self, run, model, processor, world):
         super().__init__(run, model, processor, world)
-        name, path = run.reference.teacher_prompt, run.reference.teacher
+        name, self.path = run.reference.teacher_prompt, run.reference.teacher
         self.shown = load_name(name) if name else lambda row: row
         self.computed = self.reference.model
-        if path is not None:
-            self.reference = None
+        if self.path is not None:
+            self.reference, path = None, self.path
             options = model.lm_head.weight.dtype, world.device, getattr(model, "sharding", None)
             self.computed = load_model(path, *options).requires_grad_(False)
+            ours = processor.tokenizer.backend.get_vocab()
+            theirs = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
+            if others := [text for text in ours if theirs.get(text) != ours[text]]:
+                cause = f"{len(others)} tokens of the student are others here, such as {others[0]!r}"
+                raise ValueError(f"{path}: {cause}; a teacher has the student's tokenizer")
+            rows = [one.config.vocab_size for one in (self.computed, model)]
+            if rows[0] < rows[1]:
+                cause = f"vocab_size is {rows[0]}, the student's {rows[1]}"
+                raise ValueError(f"{path}: {cause}; take a larger teacher")
         self.teacher = model if isinstance(self.computed, AdapterCopy) else self.computed
-        if self.teacher.config.vocab_size != model.config.vocab_size:
-            raise ValueError(f"{path}: this model has another vocabulary than the policy")
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
@@ -96,12 +106,16 @@ class Distill(GRPOStage):
         group = pack(prompts, completions, self.teacher.config, self.world.device)
         with computing(self.computed, self.policy) as teacher:
             batch.teacher_states = completion_states(teacher, group)
+            logits = F.linear(batch.teacher_states[:1], teacher.lm_head.weight)
+        if not (batch.teacher_states.isfinite().all() and logits.isfinite().all()):
+            raise ValueError(f"reference.teacher: {self.path} computes numbers that are not finite")
         batch.advantages = torch.zeros(len(rows), device=self.world.device)
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = completion_states(self.policy, batch.group)
         # after the forward, which has gathered a sharded head
         ours, theirs = self.policy.lm_head.weight, self.teacher.lm_head.weight.detach()
+        theirs = theirs[: len(ours)]  # rows after these have no token
         weights = batch.group.written.to(torch.promote_types(states.dtype, torch.float32))
         options = self.run.reference.teacher_beta, self.sample.sampling.temperature
         tensors = states, ours, batch.teacher_states, theirs, weights / batch.counts.tokens
