@@ -72,7 +72,9 @@ class Distill(GRPOStage):
             ours = processor.tokenizer.backend.get_vocab()
             theirs = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
             if others := [text for text in ours if theirs.get(text) != ours[text]]:
-                cause = f"{len(others)} tokens of the student are others here, such as {others[0]!r}"
+                cause = (
+                    f"{len(others)} tokens of the student are others here, such as {others[0]!r}"
+                )
                 raise ValueError(f"{path}: {cause}; a teacher has the student's tokenizer")
             rows = [one.config.vocab_size for one in (self.computed, model)]
             if rows[0] < rows[1]:
