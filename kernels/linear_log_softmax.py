@@ -43,7 +43,8 @@ TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB o
 class Pieces:
     """How logits of hidden (M, D) and head (V, D) are cut: by `rows` and by tiles of the head."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor):
+    def __init__(self, hidden: Tensor, weight: Tensor, mask: Tensor):
+        self.mask = mask
         self.triton = backend_for(hidden) == "triton"
         self.rows, width = rows_of_piece(len(hidden), len(weight), hidden.device.type), len(weight)
         if self.triton:
@@ -56,11 +57,33 @@ class Pieces:
         # one for all pieces, as page faults cost: logits, and for torch their exponentials
         self.memory = hidden.new_empty(2 - self.triton, self.rows * width, dtype=wide)
 
-    def logits(self, h: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, h: Tensor, factor: Tensor, row: int, first: int) -> tuple[Tensor, Tensor]:
         """Compute h @ factor.T in memory; returns it, and memory of its shape (torch alone)."""
         shape = len(h), len(factor)
         memory = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
-        return float32_matmul(h, factor.T, out=memory[0]), memory[-1]
+        z = float32_matmul(h, factor.T, out=memory[0])
+        if self.mask.numel():
+            keep_(z, self.mask[0] - row, self.mask[1] - first)
+        return z, memory[-1]
+
+
+def keep_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Overwrite logits z (m, width) but for these; what is outside of z is passed over."""
+    m, width = z.shape
+    inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
+    cells = torch.where(inside, rows * width + columns, m * width)  # one beyond the last
+    dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
+    z.masked_fill_(dropped.index_fill_(0, cells, False)[:-1].view(m, width), float("-inf"))
+
+
+def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Number the tokens ids (M,) of completions with masks (counts, kept): (2, K), see below."""
+    if not masks:
+        return ids.new_empty(2, 0)
+    counts, kept = map(torch.cat, zip(*masks, strict=True))
+    numbers = torch.arange(len(ids))  # each token is kept itself, also a forced one
+    numbers = torch.cat([numbers, numbers.repeat_interleave(counts)])
+    return torch.stack([numbers, torch.cat([ids, kept])])
 
 
 def rows_of_piece(rows: int, vocab: int, device_type: str) -> int:
@@ -79,13 +102,16 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def score(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
+def score(
+    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
+) -> list[Tensor]:
     """logp, H, top and s, each (M,)."""
-    pieces, scored = Pieces(hidden, weight), []
-    for h, y in zip(hidden.split(pieces.rows), ids.split(pieces.rows), strict=True):
+    pieces, scored = Pieces(hidden, weight, mask), []
+    for start in range(0, len(hidden), pieces.rows) or [0]:
+        h, y = (x[start : start + pieces.rows] for x in (hidden, ids))
         parts = torch.empty(4, len(h), dtype=torch.float32, device=h.device)  # of tiles so far
         for first, tile, factor in pieces.tiles:
-            z, scratch = pieces.logits(h, factor)
+            z, scratch = pieces.logits(h, factor, start, first)
             if pieces.triton:
                 last = first + len(tile) == len(weight)
                 columns = fold_(z, y, parts, temperature, first, last)
@@ -99,8 +125,8 @@ def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
     """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
-    (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
-    pieces = Pieces(hidden, weight)
+    (hidden, weight, ids, mask), (grad_hidden, grad_weight) = inputs, grads
+    pieces = Pieces(hidden, weight, mask)
     for first, tile, factor in pieces.tiles:
         if grad_weight is not None:
             written = grad_weight[first : first + len(tile)]
@@ -108,7 +134,7 @@ def differentiate(
         for start in range(0, len(hidden), pieces.rows):
             rows = slice(start, start + pieces.rows)
             h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
-            z, scratch = pieces.logits(h, factor)
+            z, scratch = pieces.logits(h, factor, start, first)
             if pieces.triton:
                 out = z if z.dtype == h.dtype else torch.empty_like(z, dtype=h.dtype)
                 dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, out, first)
@@ -126,13 +152,13 @@ def differentiate(
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _op(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(score(hidden, weight, ids, temperature))
+    return tuple(score(hidden, weight, ids, mask, temperature))
 
 
 @_op.register_fake
-def _(hidden, weight, ids, temperature):
+def _(hidden, weight, ids, mask, temperature):
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return tuple(hidden.new_empty(ids.shape, dtype=wide) for _ in range(4))
 
@@ -147,15 +173,16 @@ def _backward_op(
     needed: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and weight, empty where they are not needed."""
-    hidden, weight, ids = inputs
+    hidden, weight, ids, mask = inputs
     # on a GPU the host would wait for the number of these rows; its kernels skip the others
-    index = ids if hidden.is_cuda else has_gradient(g, e).nonzero()[:, 0]
+    some = not hidden.is_cuda and not mask.numel()  # a mask counts all rows
+    index = has_gradient(g, e).nonzero()[:, 0] if some else ids
     # no copies where all rows have a gradient
     rows = slice(None) if len(index) == len(ids) else index
     h, kept, upstream = hidden[rows], take_rows(saved, rows), take_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
     grad_weight = torch.zeros_like(weight) if needed[1] else None
-    differentiate([h, weight, ids[rows]], kept, upstream, temperature, [grad_h, grad_weight])
+    differentiate([h, weight, ids[rows], mask], kept, upstream, temperature, [grad_h, grad_weight])
     grad_hidden = hidden.new_empty(0)
     if needed[0]:
         grad_hidden = torch.zeros_like(hidden)
@@ -179,19 +206,20 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, g, e, *_):
-    inputs, saved = list(ctx.saved_tensors[:3]), list(ctx.saved_tensors[3:])
+    inputs, saved = list(ctx.saved_tensors[:4]), list(ctx.saved_tensors[4:])
     g = torch.zeros_like(saved[0]) if g is None else g
     needed = list(ctx.needs_input_grad[:2])
     grads = _backward_op(inputs, saved, g, e, ctx.temperature, needed)
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 3
 
 
 _op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_log_softmax(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0,
+    sampling_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Score chosen tokens under softmax(hidden @ weight.T / temperature).
 
     Args:
@@ -199,12 +227,15 @@ def linear_log_softmax(
         weight: (V, D), the head, of the same dtype.
         ids: (M,) int64, the chosen tokens.
         temperature: divides the logits, > 0.
+        sampling_mask: (2, K) int64, a token and an id that it was drawn from, its own among them:
+            the softmax of each token is over its ids alone. Without, over the vocabulary.
     Returns:
         logps (M,) and entropies (M,), nats, float32 (float64 for float64 inputs); both are
         differentiable.
     Raises:
         ValueError: shapes or dtypes do not fit, or the temperature is not positive.
-    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
+    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature; the mask
+    is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """
     fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
     if not fits or hidden.dtype != weight.dtype:
@@ -212,7 +243,8 @@ def linear_log_softmax(
         raise ValueError(f"hidden (M, D), weight (V, D) of its dtype, ids (M,) are needed: {given}")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
-    logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), temperature)
+    mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
+    logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies
 
 

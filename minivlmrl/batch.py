@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minivlmrl.attention import GroupLayout
 from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.linear_log_softmax import join_masks
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Completion, Prompt
 
@@ -26,6 +27,7 @@ class GroupBatch:
     vision_index: Tensor  # (merged tokens,) where images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     written: Tensor  # (M,) float32: 1 for those that the policy wrote, 0 for those that were forced
+    sampling_mask: Tensor  # (2, K) int64: a token, an id that filters kept; (2, 0): no filters
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
     vision_embeds: Tensor | None = None  # of all of them, if all prompts have theirs
@@ -71,11 +73,10 @@ def pack(
         pixels.append(prompt.pixel_values)
         grids.append(prompt.image_grid_thw)
         seconds = prompt.second_per_grid_ts
-        position_ids = get_rope_index(prompt.input_ids, grids[-1], config, seconds)  # (3, P)
-        next_position = int(position_ids.max()) + 1
+        positions.append(get_rope_index(prompt.input_ids, grids[-1], config, seconds))  # (3, P)
+        next_position = int(positions[-1].max()) + 1
         ids.append(prompt.input_ids)
         masked.append(prompt.input_ids)
-        positions.append(position_ids)
         for c in group:
             ids.append(c.ids[:-1])
             masked.append(c.ids.masked_fill(c.written, -1)[:-1])  # a written <|image_pad|> is text
@@ -89,14 +90,17 @@ def pack(
     flat = [completion for group in groups for completion in group]
     embeds = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
+    scored = torch.cat([nothing, *(c.ids for c in flat)])
+    mask = join_masks(scored, [c.sampling_mask for c in flat if c.sampling_mask])
     return GroupBatch(
         input_ids=to_device(torch.cat(ids), device),
         position_ids=to_device(torch.cat(positions, dim=1), device),
         pixel_values=to_device(torch.cat(pixels), device),
         image_grid_thw=torch.cat(grids),
         vision_index=to_device(vision_index, device),
-        completion_ids=to_device(torch.cat([nothing, *(c.ids for c in flat)]), device),
+        completion_ids=to_device(scored, device),
         written=to_device(torch.cat([nothing, *(c.written for c in flat)]).float(), device),
+        sampling_mask=to_device(mask, device),
         layout=layout,
         prompts=prompts,
         vision_embeds=torch.cat(embeds) if len(embeds) == len(pixels) else None,

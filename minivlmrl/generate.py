@@ -75,8 +75,7 @@ class Decode:
 
     def __call__(self, model, ids: Tensor, position: Tensor, attention: DecodeAttention) -> Tensor:
         """Run the decoder on a new token of each row: ids, position (r,) -> logits (r, V)."""
-        x = model.model.embed_tokens(ids)  # (r, hidden_size)
-        hidden = model.model(x, position.expand(3, -1), attention)
+        hidden = model.model(model.model.embed_tokens(ids), position.expand(3, -1), attention)
         attention.advance()
         return float32_matmul(hidden, model.lm_head.weight.T)
 
@@ -149,13 +148,11 @@ def chooser(
     sampling: SamplingConfig, stop: Sequence[int], draw: Callable, warp: Callable | None = None,
     device="cpu",
 ) -> Choose:  # fmt: skip
-    """Make a `choose` for generate.
+    """Make a `choose` for generate, where ids of `stop` end a completion.
 
-    Args:
-        stop: ids that end a completion.
-        draw: (probs (r, V), rows, step) -> ids (r,), see draw_by.
-        warp: (logits (r, V), rows, step) -> scores (r, V), whose softmax is drawn from; default
-            logits / temperature. Filters are such functions; they change no log-probability.
+    draw(probs (r, V), rows, step) -> ids (r,), see draw_by. warp(logits (r, V), rows, step) ->
+    scores (r, V), whose softmax is drawn from; default logits / temperature. Filters are such
+    functions: log-probabilities are of what they keep, that is, do not set to -inf.
     """
     stop = to_device(torch.tensor(stop, dtype=torch.long), device)
 
@@ -163,9 +160,9 @@ def chooser(
         logits = logits.float()
         scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
         scores = scaled if warp is None else warp(logits, rows, step)
-        greedy = sampling.temperature == 0
-        ids = scores.argmax(-1) if greedy else draw(scores.softmax(-1), rows, step)
-        logps = scaled.gather(-1, ids[:, None])[:, 0] - scaled.logsumexp(-1)
+        ids = draw(scores.softmax(-1), rows, step) if sampling.temperature else scores.argmax(-1)
+        kept = scaled if warp is None else torch.where(scores.isneginf(), scores, scaled)
+        logps = kept.gather(-1, ids[:, None])[:, 0] - kept.logsumexp(-1)
         return ids, logps, torch.isin(ids, stop)
 
     return choose

@@ -11,15 +11,14 @@ def plain_per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Te
     logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
     log_probs = logits.log_softmax(-1)
     logps = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
-    entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return logps, entropies
+    return logps, -(log_probs.exp() * log_probs).sum(-1)
 
 
 def per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of every completion token, given its prompt and those before it.
 
-    Logits are made and dropped a block at a time, and once more in the backward: a batch never
-    holds its (M, vocab_size) logits.
+    Logits are made a block at a time, and again in the backward: never all (M, vocab_size). Where
+    filters left ids out, batch.sampling_mask, probabilities are of the others alone.
 
     Args:
         model: a Qwen2_5_VL.
@@ -41,4 +40,5 @@ def logps_of_states(
     model, states: Tensor, batch: GroupBatch, temperature=1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps from states that are needed for something else too."""
-    return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature)
+    head, ids = model.lm_head.weight, batch.completion_ids
+    return linear_log_softmax(states, head, ids, temperature, batch.sampling_mask)

@@ -38,6 +38,7 @@ class Completion:
     logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature (greedy: 1)
     stopped: bool = True  # by a stop token or stop string; False: cut at max_new_tokens
     written: Tensor | None = None  # (C,) bool: by the policy; others are forced; None: all are
+    sampling_mask: tuple[Tensor, Tensor] | None = None  # how many ids filters kept, (C,), and which
     pictures: Sequence[tuple] = ()  # forced ones in order: PIL image, its patches, image_grid_thw
     environment: object = None  # what forced them, see environments/
 

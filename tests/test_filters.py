@@ -3,10 +3,15 @@
 import pytest
 import torch
 
+from minivlmrl.batch import pack
 from minivlmrl.hub.checker import build
+from minivlmrl.logprobs import completion_states, per_token_logps
+from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 
-from draws import SETTINGS, logits
+import tiny
+from draws import SETTINGS, logits, options, prompts, sample
+from stages import drawn, folder, lively, samples, stage  # noqa: F401 (fixtures)
 
 EXTREMES = [
     dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),
@@ -59,3 +64,55 @@ def test_each_option_asks_for_the_filters(setting):
 def test_settings_out_of_bounds_are_refused(bad, says):
     with pytest.raises(ValueError, match=f"recipe.yaml: sampling.{next(iter(bad))}.* must be .*{says}"):
         build(SamplingOptions, bad, "recipe.yaml", "sampling.")
+
+
+def every_completion(model, prompt, sampling, words=4):
+    """All completions that these options can draw, as the sampler records them."""
+    wanted = torch.cartesian_prod(*[torch.arange(words)] * sampling.max_new_tokens)
+
+    def draw(probs, rows, step):
+        possible = probs.gather(1, wanted[rows, step, None])[:, 0] > 0
+        return torch.where(possible, wanted[rows, step], probs.argmax(-1))
+
+    [group] = sample(model, [prompt], len(wanted), sampling, (), draw)
+    return list({tuple(c.ids.tolist()): c for c in group}.values())
+
+
+@pytest.mark.parametrize("setting", [dict(top_p=0.8), dict(top_k=2, temperature=0.7), dict(min_p=0.3)], ids=str)
+def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
+    """Enumerated, against all logits; a constant reward without a baseline teaches nothing."""
+    model, prompt, sampling = tiny.model(dtype=torch.float64), prompts(1)[0], options(max_new_tokens=4, **setting)
+    model.lm_head = torch.nn.Linear(64, 4, bias=False).double()
+    weights = [*tiny.telling_weights(model).parameters()]
+    completions = every_completion(model, prompt, sampling)
+    batch = pack([prompt], [completions], model.config)
+    scores = filter_logits(model.lm_head(completion_states(model, batch)), sampling)
+    logps = scores.log_softmax(-1).gather(1, batch.completion_ids[:, None])[:, 0]
+    chances = batch.pad(logps).sum(1).exp()
+    assert len(completions) < 200 and chances.sum().item() == pytest.approx(1, abs=1e-12)
+
+    def gradient(value):
+        parts = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+        return torch.cat([part.flatten() for part in parts if part is not None])
+
+    def expected(rewards):
+        trained = batch.pad(per_token_logps(model, batch, sampling.temperature)[0])
+        options, counts = PolicyLoss("dr_grpo"), Counts(1, 1, 1)
+        loss, _ = grpo_loss(trained, chances.detach() * rewards, batch.completion_mask, options, counts=counts)
+        return -gradient(loss)
+
+    rewards = torch.rand(len(completions), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact = gradient(chances @ rewards)
+    assert (expected(rewards) - exact).norm() < 1e-10 * exact.norm()
+    assert expected(torch.ones_like(rewards)).norm() < 1e-10 * exact.norm()
+
+
+@pytest.mark.parametrize("name, option", [("grpo", "beta=0.1"), ("grpo", "loss_type=rloo"), ("ppo", "kl_coef=0.1")])
+def test_every_score_is_of_what_was_drawn_from(stage, samples, name, option):  # noqa: F811
+    """Trainer and sampler agree, and so do policy and reference before the first step."""
+    more = ["--grpo.beta=0.1"] if name == "grpo" else []
+    run = stage(name, "--sampling.top_p=0.5", "--sampling.max_tokens_at_once=200", *more, f"--{name}.{option}")
+    [metrics] = run.go()
+    assert metrics["rollout/logp_mismatch"] < 1e-5 and metrics.get("kl", 0) == 0
+    counts = torch.cat([c.sampling_mask[0] for c in drawn(samples[0])])
+    assert 1 <= counts.min() < counts.max() < run.model.config.vocab_size / 2

@@ -5,7 +5,7 @@ import torch
 from interpreter import INTERPRETED
 
 from minivlmrl.kernels import linear_log_softmax as kernel
-from minivlmrl.kernels.linear_log_softmax import linear_log_softmax, linear_log_sum_sq_probs
+from minivlmrl.kernels.linear_log_softmax import join_masks, linear_log_softmax, linear_log_sum_sq_probs
 
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
 # the kernels compute in float32, the torch path in float64 for float64 inputs
@@ -30,17 +30,17 @@ def naive(hidden, weight, ids, temperature=1.0):
     return log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def exact(hidden, weight, ids, upstream, temperature):
+def exact(hidden, weight, ids, upstream, temperature, kept=None):
     """Values and both gradients in float64; logits are not rounded."""
     z = (hidden.detach().double() @ weight.detach().double().T).requires_grad_()
-    log_p = (z / temperature).log_softmax(-1)
+    log_p = (z / temperature if kept is None else (z / temperature).masked_fill(~kept, -1e30)).log_softmax(-1)
     logps, entropies = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     [dz] = torch.autograd.grad((upstream * torch.stack([logps, entropies])).sum(), z)
     return logps, entropies, dz @ weight.detach().double(), dz.T @ hidden.detach().double()
 
 
-def scored(hidden, weight, ids, upstream, temperature):
-    outputs = linear_log_softmax(hidden, weight, ids, temperature)
+def scored(hidden, weight, ids, upstream, temperature, *mask):
+    outputs = linear_log_softmax(hidden, weight, ids, temperature, *mask)
     upstream = upstream.to(outputs[0].dtype)
     return *outputs, *torch.autograd.grad(outputs, (hidden, weight), list(upstream))
 
@@ -67,6 +67,20 @@ def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtyp
     assert_exact(actual[:2], exact(*arguments, temperature)[:2], min(TOLERANCE[dtype], 2e-6))
     assert_exact(actual[2:], exact(*arguments, temperature)[2:], 2 * TOLERANCE[dtype])
     assert (actual[0] <= 0).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_a_sampling_mask_leaves_out_ids(small_pieces, share):
+    """Rows with the chosen id alone too."""
+    hidden, weight, ids, upstream = inputs()
+    upstream[:, ::3] = 0
+    kept = torch.rand(ROWS, 31, generator=torch.Generator().manual_seed(1)) < share
+    mask = join_masks(ids, [(part.sum(1), part.nonzero()[:, 1]) for part in kept.split(5)])
+    kept[torch.arange(ROWS), ids] = True
+    expected = exact(hidden, weight, ids, upstream, 0.7, kept)
+    actual = scored(hidden, weight, ids, upstream, 0.7, mask)
+    for mine, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine.double(), reference, atol=10 * TOLERANCE[EXACT], rtol=0)
 
 
 @pytest.mark.parametrize("every", [2, 70], ids="every {}th left".format)
@@ -107,7 +121,10 @@ def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
     hidden, weight, ids, _ = inputs(rows=700)
     linear_log_softmax(hidden, weight, ids)[0].sum().backward()
     assert max(sizes) == 256 and sum(sizes) == 2 * 700  # each row once forward, once again backward
-    assert kernel.Pieces(torch.empty(4096, 1), torch.empty(151936, 1)).memory.shape == (2, 32 * 151936)
+    assert kernel.Pieces(torch.empty(4096, 1), torch.empty(151936, 1), torch.empty(2, 0)).memory.shape == (
+        2,
+        32 * 151936,
+    )
 
 
 def test_what_does_not_fit_is_said():
@@ -129,7 +146,8 @@ def test_log_of_the_sum_of_squared_probabilities():
 @only_torch
 def test_the_operators_keep_pytorchs_rules():
     hidden, weight, ids, upstream = inputs(rows=4, dtype=torch.float32)
-    torch.library.opcheck(kernel._op, (hidden, weight, ids, 0.7))
-    saved = list(kernel._op(hidden.detach(), weight.detach(), ids, 0.7)[1:])
-    arguments = ([hidden.detach(), weight.detach(), ids], saved, upstream[0].float(), None, 0.7, [True, False])
+    mask = torch.stack([torch.arange(4), ids])
+    torch.library.opcheck(kernel._op, (hidden, weight, ids, mask, 0.7))
+    saved = list(kernel._op(hidden.detach(), weight.detach(), ids, mask, 0.7)[1:])
+    arguments = ([hidden.detach(), weight.detach(), ids, mask], saved, upstream[0].float(), None, 0.7, [True, False])
     torch.library.opcheck(kernel._backward_op, arguments)

@@ -1,6 +1,6 @@
 """Filters on the distribution that a token is drawn from: penalty, top_k, top_p, min_p."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minivlmrl.generate import Choose, SamplingConfig
 from minivlmrl.hub.checker import Code, require
+from minivlmrl.rows import Completion
 
 
 @dataclass
@@ -34,6 +35,11 @@ class SamplingOptions(SamplingConfig):
         require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
 
     @property
+    def truncates(self) -> bool:
+        """Tell whether some tokens cannot be drawn."""
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+
+    @property
     def filtered(self) -> bool:
         """Tell whether draws need Filters."""
         return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
@@ -44,6 +50,7 @@ class Filters:
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling, self.prompts, self.num_generations = sampling, prompts, num_generations
+        self.kept = [[] for _ in range(len(prompts) * num_generations)]  # by row: each token's ids
         self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
@@ -55,7 +62,19 @@ class Filters:
                 row[ids.to(row.device)] = True
             self.seen = seen.repeat_interleave(self.num_generations, 0)
         seen = None if self.seen is None else self.seen[rows]
-        return filter_logits(logits, self.sampling, seen)
+        scores = filter_logits(logits, self.sampling, seen)
+        if self.sampling.truncates:
+            keeps = ~scores.isneginf()
+            ids = keeps.nonzero()[:, 1].int().cpu().split(keeps.sum(1).tolist())
+            for row, kept in zip(rows.tolist(), ids, strict=True):
+                self.kept[row].append(kept)
+        return scores
+
+    def tell(self, completions: Iterable[Completion]):
+        """Tell completions from what their tokens were drawn: training scores them on it."""
+        for kept, completion in zip(self.kept, completions, strict=True):
+            if kept := kept[: len(completion.ids)]:
+                completion.sampling_mask = torch.tensor([*map(len, kept)]), torch.cat(kept)
 
     def remembering(self, choose: Choose) -> Choose:
         """Make a `choose` that remembers what each row has drawn."""

@@ -1,6 +1,7 @@
 """The sampler of a recipe: filters, stop strings, sharded weights, decoding as a CUDA graph."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 
@@ -34,6 +35,7 @@ class RunSampler(Sampler):
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
         on_gpu = world.device.type == "cuda" and not by_layer
         self.captured = sampling.graph == "auto" and on_gpu
+        self.filters = None  # of the present call
 
     def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt; all ranks call this."""
@@ -49,7 +51,10 @@ class RunSampler(Sampler):
                 choose = in_lockstep(choose, limit, model, self.world)
             if self.keeps_vision:
                 keep_vision(model, prompts, self.device)
-            return generate(model, prompts, num_generations, limit, choose, decode, self.device)
+            groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
+        if self.filters is not None:
+            self.filters.tell(chain(*groups))
+        return groups
 
     def decode(self) -> Decode:
         """Make what computes a decode step; environments/ has one that feeds pictures."""
@@ -62,10 +67,10 @@ class RunSampler(Sampler):
     def chooser(self, prompts, num_generations, keys) -> Choose:
         """Make the function that chooses tokens: the book's, with filters and stop strings."""
         ids, filtered = [prompt.input_ids for prompt in prompts], self.sampling.filtered
-        filters = Filters(self.sampling, ids, num_generations) if filtered else None
-        choose = self.forcing(super().chooser(prompts, num_generations, keys, filters))
-        if filters is not None:
-            choose = filters.remembering(choose)
+        self.filters = Filters(self.sampling, ids, num_generations) if filtered else None
+        choose = self.forcing(super().chooser(prompts, num_generations, keys, self.filters))
+        if self.filters is not None:
+            choose = self.filters.remembering(choose)
         if texts := self.sampling.stop_strings:
             rows = [prompt for prompt in ids for _ in range(num_generations)]
             choose = StopStrings(texts, self.processor.tokenizer, rows).ending(choose)

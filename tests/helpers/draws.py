@@ -50,7 +50,10 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     choose = chooser(sampling, stop, draw, filters, device)
     choose = filters.remembering(choose) if filters else choose
     choose = wrap(choose) if wrap else choose
-    return generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
+    groups = generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
+    if filters:
+        filters.tell(itertools.chain(*groups))
+    return groups
 
 
 def logits(rows=6, vocab=40, seed=0):
