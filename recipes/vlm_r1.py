@@ -1,14 +1,23 @@
-"""Rewards to copy: VLM-R1's sum for objects with labels, and the average precision of one picture.
+"""Rewards to copy for objects with labels: IoU, VLM-R1's sum, the average precision of one picture.
 
 In a recipe, from the folder where the command runs:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
-Solutions and answers are those of the reward `detection`.
+Solutions and answers are lists as Qwen2.5-VL writes them, maybe empty:
+[{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
 """
 
+import json
 from itertools import product
 
 from minivlmrl.data import boxes
-from minivlmrl.reward_functions.box_rewards import LABELLED, Objects, judge_boxes, overlap
+from minivlmrl.data.boxes import Box
+from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, mean, overlap
+
+
+def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
+    """Mean IoU over best-matched objects of one label, missing and extra ones as 0: as in iou."""
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("detection", LABELLED, mean(overlap), *columns)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
@@ -62,3 +71,16 @@ def average_precision(answered: Objects, true: Objects) -> float:
             hits = len(true) - len(left)
             curve.append((hits * 100 // len(true), hits / number))
     return sum(max((p for r, p in curve if r >= level), default=0.0) for level in range(101)) / 101
+
+
+def read_objects(text: str, extent: tuple[float, float]) -> Objects:
+    """Read a list of labelled boxes, maybe in a code fence; none if it is no such list."""
+    try:
+        items = ((item["label"], boxes.value_of(item)) for item in json.loads(boxes.unfenced(text)))
+        return [(label.strip().casefold(), Box(*map(float, four), extent)) for label, four in items]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return []
+
+
+WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
+LABELLED = read_objects, read_objects, WRONG

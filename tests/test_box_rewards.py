@@ -9,9 +9,10 @@ import torch
 
 from minivlmrl.data.video import Video
 from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions.box_rewards import acc_0_5, box_columns, box_format, giou, iou, point
+from minivlmrl.reward_functions.box_rewards import acc_0_5, box_columns, box_format, giou, iou
 from minivlmrl.rows import Processor, Row
 from recipes import localisation
+from recipes.point import point
 
 from earnings import earnings
 

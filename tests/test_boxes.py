@@ -10,8 +10,9 @@ from functools import partial
 
 import pytest
 
-from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes, parse_points
+from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes
 from minivlmrl.image import smart_resize
+from recipes.point import parse_points
 
 IMAGE = (100.0, 80.0)
 

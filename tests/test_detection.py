@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from links import ROOT
 
-from minivlmrl.reward_functions.box_rewards import read_objects
+from recipes.vlm_r1 import read_objects
 
 from earnings import earnings
 
 RECIPE = f"{ROOT}/recipes/vlm_r1.py"
-NAMES = ["detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]
+NAMES = [f"{RECIPE}:detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]
 CAT, OTHER_CAT, DOG = ([0, 0, 20, 20], "cat"), ([60, 0, 80, 20], "cat"), ([0, 40, 20, 60], "dog")
 HALF = ([0, 0, 20, 10], "cat")  # of the cat: IoU 0.5
 NOWHERE = ([80, 80, 90, 90], "cat")
@@ -81,7 +81,7 @@ def test_weights_of_the_sum():
 def test_a_wrong_solution_is_named(solution):
     given = {"solution": [solution], "image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
     with pytest.raises(ValueError, match=r"^reward detection: solution .* says no objects; it needs a list of "):
-        earnings(["detection"], ["[]"], given)
+        earnings(NAMES[:1], ["[]"], given)
 
 
 def test_without_solution_or_image():

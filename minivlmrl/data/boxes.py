@@ -23,10 +23,7 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
-POINT = rf"(?:\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]|{PAIR})"
-POINTS = re.compile(rf"{NUMBER}{COMMA}{NUMBER}|{POINT}(?:\s*(?:,\s*)?{POINT})*", re.ASCII)
 KEYS = ("bbox_2d", "bbox", "Position")  # of an object in JSON, where its box may be
-POINT_KEYS = ("point_2d", "point")
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
@@ -154,19 +151,10 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     group that is no box. The numbers are finite; corners may be out of order or of the image, see
     Box.valid. Source: the cookbook of Qwen2.5-VL for "bbox_2d".
     """
-    return _parse(text, KEYS, 4, GROUPS)
+    return parse(text, KEYS, 4, GROUPS)
 
 
-def parse_points(text: str) -> list[tuple[float, float]]:
-    """Read the points of a text, as parse_boxes does boxes.
-
-    {"point_2d": [1, 2], "label": "cat"} as Qwen3-VL writes it, or "point"; a JSON list of such or
-    of lists of two; (1, 2) or several; 1 2. Source: the cookbook of Qwen3-VL for "point_2d".
-    """
-    return _parse(text, POINT_KEYS, 2, POINTS)
-
-
-def _parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
+def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
     """Read groups of `count` numbers, in JSON maybe under one of the keys, or as plain text."""
     text = unfenced(QWEN2.sub(" ", text))
     try:

@@ -9,7 +9,6 @@ too many. The sum over pairs is divided by the number of boxes on the longer sid
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 
 from minivlmrl.data import boxes
@@ -62,29 +61,6 @@ def giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list
     measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
     columns = answer_texts, solution, image_sizes, answer_extents
     return judge_boxes("giou", BOXES, measure, *columns, nothing=-1.0)
-
-
-def point(answer_texts, solution, image_sizes, answer_extents, within=None, **columns) -> list:
-    """Share of points inside best-matched true boxes, missing and extra ones as 0: see iou.
-
-    Example: one true box and a point in it: 1; a second point as well: 1/2; a box as answer: 0.
-
-    Args:
-        solution: also true points, [x, y] or a list of such, for the pixel around each.
-        within: earn 1 at a box's centre, and linearly less to 0 at this share of the diagonal.
-    """
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("point", POINTS, mean(lambda a, b: nearness(a[1], b[1], within)), *columns)
-
-
-def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Mean IoU over best-matched objects of one label, missing and extra ones as 0: see iou.
-
-    Solution and answer are lists as Qwen2.5-VL writes them, [{"bbox_2d": [x1, y1, x2, y2], "label":
-    "cat"}, ...], maybe empty.
-    """
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("detection", LABELLED, mean(overlap), *columns)
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
@@ -167,35 +143,5 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
-def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Objects:
-    """Read points as boxes of twice `half` a side."""
-    points = boxes.parse_points(find_answer(text) or text)
-    return [("", Box(x - half, y - half, x + half, y + half, extent)) for x, y in points]
-
-
-def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Read a list of labelled boxes, maybe in a code fence; none if it is no such list."""
-    try:
-        items = ((item["label"], boxes.value_of(item)) for item in json.loads(boxes.unfenced(text)))
-        return [(label.strip().casefold(), Box(*map(float, four), extent)) for label, four in items]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        return []
-
-
-def nearness(point: Box, box: Box, within: float | None) -> float:
-    """Tell whether a point is in a box; with `within` how near its centre it is, see point."""
-    x, y = box.x1 + box.x2 - 2 * point.x1, box.y1 + box.y2 - 2 * point.y1  # twice as far as it is
-    if within is None:
-        return float(abs(x) <= box.x2 - box.x1 and abs(y) <= box.y2 - box.y1)
-    return max(0.0, 1 - math.hypot(x, y) / 2 / math.hypot(*box.extent) / within)
-
-
 NEEDED = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
 BOXES = read_boxes, read_boxes, f"is no box; {NEEDED} a list of such, or []"
-POINTS = (
-    lambda text, extent: read_points(text, extent, half=0.5) or read_boxes(text, extent),
-    read_points,
-    f"is no box or point; {NEEDED} or [x, y], a list of such, or []",
-)
-WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-LABELLED = read_objects, read_objects, WRONG

@@ -27,7 +27,7 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.reward_functions.judges": "choice yes_no class=class_name",
     "minivlmrl.reward_functions.number": "number",
     "minivlmrl.reward_functions.math_answer": "math",
-    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou point detection box_format",
+    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
     "minivlmrl.algorithms.reward_model": "reward_model",
 }
 NAMES = [(file, name.split("=")) for file, names in FILES.items() for name in names.split()]
@@ -50,6 +50,11 @@ class Text(str):
             return super().__getitem__(at)
         letter = super().__getitem__(slice(at, at + 1 or None))  # "" of an empty text
         return Text(letter, **self.message)
+
+
+def question(prompt: Text | list[dict]) -> Text:
+    """Make a text of a prompt's last turn; a reward that asks another one hands it on."""
+    return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
 class RewardFailed(ValueError):
@@ -96,8 +101,8 @@ class Reward:
         texts = columns["completions"]
         rows = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         columns["completions"] = [Text(text) for text in texts]
-        if asked := columns.get("prompts"):  # the question: text of the last turn
-            columns["prompts"] = [Text("".join(map(text_of, one[-1:])), "user") for one in asked]
+        if asked := columns.get("prompts"):
+            columns["prompts"] = [question(prompt) for prompt in asked]
         try:
             values = _call(self.function, columns)
         except (Exception, SystemExit) as error:

@@ -12,14 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from inspect import signature
 from itertools import compress
 
 import torch
 
 from minivlmrl.advantages import combine, group_std, nanstd
 from minivlmrl.algorithms.table import find_algorithms
-from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
+from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
@@ -232,18 +231,12 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
 
 def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator[str]:
     """Answers with boxes in a notation that no reward knows."""
-    judges = [
-        reward.name
-        for reward in online_rewards(config)
-        if "answer_extents" in signature(reward.function).parameters
-    ]
+    names = ("iou", "acc_0_5", "giou", "box_format")
+    judges = [reward.name for reward in online_rewards(config) if reward.name in names]
     answers = [find_answer(text, processor.answer) for text in texts]
-    read, form = parse_boxes, '{"bbox_2d": [x1, y1, x2, y2]}'
-    if judges and judges[0].startswith("point"):
-        read, form = parse_points, '{"point_2d": [x, y]}'
-    unread = [said for said in answers if said and not (read(said) or says_none(said))]
+    unread = [said for said in answers if said and not (parse_boxes(said) or says_none(said))]
     if judges and len(unread) > 0.2 * len(texts):
-        cure = f"ask for {form}, or write a reward that reads them"
+        cure = 'ask for {"bbox_2d": [x1, y1, x2, y2]}, or write a reward that reads them'
         what = f"such as {unread[0]!r:.80}, hold nothing that {judges[0]} reads"
         yield f"{len(unread)} of {len(texts)} answers, {what}; {cure}"
 
