@@ -1,7 +1,4 @@
-"""Messages -> control tokens and text: the chat template of Qwen2-VL and Qwen2.5-VL.
-
-hub/tokenizer.py turns the pieces into ids, with the library `tokenizers`.
-"""
+"""Messages -> control tokens and text: the chat template of Qwen2-VL and Qwen2.5-VL."""
 
 from itertools import groupby
 

@@ -41,6 +41,7 @@ class Completion:
     sampling_mask: tuple[Tensor, Tensor] | None = None  # how many ids filters kept, (C,), and which
     pictures: Sequence[tuple] = ()  # forced ones in order: PIL image, its patches, image_grid_thw
     environment: object = None  # what forced them, see environments/
+    calls: tuple = (0, 0, False)  # of tools, how many failed, whether an answer did not fit
 
     def __post_init__(self):
         if self.written is None:
@@ -56,6 +57,7 @@ class Processor:
     template: object = None  # the folder's own, data/template.py; None: Qwen's of chat.py
     answer: str = "tags"  # where a completion says its answer, see rewards.find_answer
     box_space: str = "resized"  # units of the boxes in it, see data/boxes.py
+    tools: tuple = ()  # names of what completions may call, see environments/
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

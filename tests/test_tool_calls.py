@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Literal
 
 import PIL.Image
 import pytest
@@ -39,6 +40,10 @@ def look(left: float, place: str = "here") -> str:
     return f"{left} {place}"
 
 
+def turn(way: Literal["left", "right"], times: int = 1) -> str:
+    return f"{way} {times}"
+
+
 def name(it: str) -> str:
     return it
 
@@ -48,12 +53,14 @@ def name(it: str) -> str:
     [
         ("look", "1", "1.0 here"),
         ("look", '2.5, "there"', "2.5 there"),
-        ("name", 'a "cat", 3', 'a "cat", 3'),
+        ("name", '\na "cat", 3 ', 'a "cat", 3'),
+        ("turn", "left", "left 1"),
+        ("turn", '"right", 2', "right 2"),
         ("", '{"name": "look", "arguments": {"place": "x", "left": 1}}', "1.0 x"),
     ],
 )
 def test_arguments(tool, said, result):
-    assert call({"look": look, "name": name}, tool, said) == result
+    assert call({"look": look, "name": name, "turn": turn}, tool, said) == result
 
 
 @pytest.mark.parametrize(

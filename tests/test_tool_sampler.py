@@ -12,10 +12,11 @@ import pytest
 import torch
 from links import ROOT
 from runs import metrics
-from talk import IMAGE_PART, text, user
+from talk import IMAGE_PART, assistant, text, user
 
 from minivlmrl import generate
 from minivlmrl.batch import pack
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.environments import tool_sampler
 from minivlmrl.environments.tool_sampler import ToolSampler, build_sampler
 from minivlmrl.hub.tokenizer import train_tokenizer
@@ -147,7 +148,7 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type):
         ("<look>2, 1</look>", "(2)", "ok"),
         ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
         ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
-        ("<look>two</look>", "<result>error: Expecting value: line 1 column 2 (char 1)</result>", "ok"),
+        ("<look>two</look>", "<result>error: look: columns is 'two', it must be of type int</result>", "ok"),
         ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
     ],
 )  # fmt: skip
@@ -156,6 +157,36 @@ def test_a_call_in_tags(monkeypatch, words, answer, after):
     assert said(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
     assert PROCESSOR.decode(completion.ids[completion.written]) == words + after
     assert (completion.logps[~completion.written] == 0).all()
+
+
+def picture(columns):
+    return PIL.Image.radial_gradient("L").resize((28 * columns, 28))
+
+
+TOLD, LAST = "P left (56, 84)", {"role": "assistant", "content": "<answer>a</answer>"}
+DEMONSTRATED = {
+    "a turn of a tool": [assistant("<read>left</read>\n"), {"role": "tool", "content": TOLD}, LAST],
+    "its text": [assistant(f"<read>left</read><result>{TOLD}</result><answer>a</answer>")],
+    "a tool's picture": [
+        assistant("<look>2</look>"), {"role": "tool", "content": [text(""), IMAGE_PART | {"image": picture(2)}]}, LAST,
+    ],
+    "a picture": [assistant([text("<look>2</look>"), IMAGE_PART | {"image": picture(2)}, text(LAST["content"])])],
+    "both": [
+        assistant("<both></both>"),
+        {"role": "tool", "content": [text("a"), IMAGE_PART | {"image": Eye().both()[1]}, text("b")]}, LAST,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEMONSTRATED)
+def test_a_demonstrated_call_is_what_the_sampler_makes(monkeypatch, name):
+    """In the forms in which one writes it first: the same ids are written and read."""
+    turns = DEMONSTRATED[name]
+    demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
+    words = PROCESSOR.decode(demonstrated.ids[demonstrated.written]).replace("\n", "")
+    [[completion]], _, _ = play(monkeypatch, words)
+    assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
+    assert said(demonstrated).replace("\n", "") == said(completion)
 
 
 WRONG = 'error: a call is {"name": ..., "arguments": {...}}; there are the tools both, look, read'
@@ -188,6 +219,9 @@ def test_limits(monkeypatch):
         [[completion]], _, _ = play(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
         assert not completion.stopped and len(completion.pictures) == fits
         assert len(completion.ids) == (tokens if fits else long) and completion.written[-1]
+        assert completion.calls == (1, 0, not fits)
+    [[completion]], _, _ = play(monkeypatch, "<look>two</look>end")
+    assert completion.calls == (1, 1, False)
 
 
 def test_what_an_environment_cannot_have(monkeypatch):
@@ -277,4 +311,6 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
         begins = [text for text in forced if text.endswith("<|vision_start|>")]  # after half a character, too
         assert len(begins) == len(one.get("pictures", ()))
         assert all((whole / path).is_file() for path in one.get("pictures", ()))
-    assert all(line["rollout/logp_mismatch"] < 1e-4 for line in metrics(whole))
+    for line in metrics(whole):
+        assert line["rollout/logp_mismatch"] < 1e-4 and line["tools/call_frequency"] > 1
+        assert line["tools/failure_frequency"] == line["tools/cut_ratio"] == 0

@@ -1,5 +1,7 @@
 """The book's GRPO as a stage of a recipe: its parts, rewards and logs are those of the recipe."""
 
+from itertools import chain
+
 from torch import Tensor
 
 from minivlmrl.advantages import group_std, nanstd
@@ -54,10 +56,11 @@ class GRPOStage(Algorithm, GRPO):
         if rewards.isnan().all():
             names = ", ".join(self.run.rewards)
             raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions")
-        local = [(int(c.written.sum()), c.stopped) for group in rollout.completions for c in group]
+        completions = chain(*rollout.completions)
+        local = [(int(c.written.sum()), c.stopped, c.calls) for c in completions]
         drawn = [one for rank in self.world.gather_objects(local) for one in rank]
-        lengths = [length for length, _ in drawn]
-        ended = [length for length, stopped in drawn if stopped]
+        lengths = [length for length, *_ in drawn]
+        ended = [length for length, stopped, _ in drawn if stopped]
         # sums that do not depend on the order of the ranks
         rewards, total = rewards.double(), total.double()
         metrics = super().metrics(rollout, rewards, total)
@@ -69,6 +72,11 @@ class GRPOStage(Algorithm, GRPO):
             for of, value in (("mean", mean), ("min", min(some)), ("max", max(some))):
                 metrics[f"completions/{of}_{kind}"] = value
         metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
+        if self.run.sampling.environment:
+            made, failed, cut = map(sum, zip(*(calls for *_, calls in drawn), strict=True))
+            metrics["tools/call_frequency"] = made / len(drawn)
+            metrics["tools/failure_frequency"] = failed / max(made, 1)
+            metrics["tools/cut_ratio"] = cut / len(drawn)
         if self.compares_groups:
             std = group_std(total, self.config.num_generations)
             metrics["reward_std"] = std.nanmean().item()

@@ -35,7 +35,7 @@ def read_conversation(
             if not isinstance(value, FORMS[column]):
                 words = " or ".join(WORDS[kind] for kind in FORMS[column])
                 raise ValueError(f"must be {words}, it is {value!r:.40}")
-            check_messages(turns := as_turns(value))
+            check_messages(turns := as_turns(value), tool_calls=True)
             roles = [turn["role"] for turn in turns]
             if not turns or not set(roles) <= ROLES.keys():
                 raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")
@@ -49,7 +49,8 @@ def read_conversation(
         with naming(f"column {(name if name in written else source)!r}"):
             turns = as_turns(answer)
             check_ends(turns)
-            if not all(text_of(turn).strip() for turn in turns if turn["role"] == "assistant"):
+            assistant = [turn for turn in turns if turn["role"] == "assistant"]
+            if not all(text_of(turn).strip() or turn.get("tool_calls") for turn in assistant):
                 raise ValueError("an answer is empty or blank; write it or drop the row")
             others = [text_of(turn) for turn in turns if turn["role"] != "assistant"]
             # <image> in a text of the assistant is text

@@ -1,5 +1,7 @@
 """Answers as tokens, for what is trained on demonstrations."""
 
+import re
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 
 import torch
@@ -18,12 +20,13 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     They are the text, then <|im_end|>; of several turns also what is between them. What the
     assistant's turns say is written; other turns, and pictures wherever they are, are forced.
     """
-    turns = as_turns(completion)
-    check_ends(turns)
+    check_ends(turns := as_turns(completion))
+    turns = in_one_turn(turns, processor.tools)
     if processor.template is None:
         pieces = render_completion(turns)
     else:
         pieces = processor.template.render_completion(messages, turns)
+    pieces = [pair for pair in without_answers(pieces, processor.tools) if pair[0]]
     if pieces[-1][0] not in ENDS:
         closes = f"closes a turn with {pieces[-1][0]!r}, at which no completion stops"
         raise ValueError(f"the chat template {closes}")
@@ -35,6 +38,36 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     written = [flag for ids, flag in zip(encoded, flags, strict=True) for _ in ids]
     ids = torch.tensor([*chain(*encoded)])
     return Completion(ids, written=torch.tensor(written), pictures=pictures)
+
+
+def in_one_turn(turns: list[dict], tools: Sequence[str]) -> list[dict]:
+    """Put what answers a call in tags into the assistant's turn, as environments do."""
+    joined, answered, tags = [], False, tuple(f"</{name}>" for name in tools)
+    for turn in turns:
+        parts = content_parts(turn)
+        if turn["role"] == "tool" and joined and text_of(joined[-1]).rstrip().endswith(tags):
+            parts = [part for part in parts if part.get("text") != ""]
+            for i, part in enumerate(parts):
+                if part_kind(part) == "text":
+                    parts[i] = {"text": f"<result>{part['text']}</result>"}
+        elif turn["role"] != "assistant" or not answered:
+            joined, answered = [*joined, turn], False
+            continue
+        answered = turn["role"] == "tool"
+        joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
+    return joined
+
+
+def without_answers(
+    pieces: list[tuple[str, bool]], tools: Sequence[str]
+) -> Iterator[tuple[str, bool]]:
+    """Cut <result>...</result> after a call in tags from what the assistant writes: it is read."""
+    ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
+    answer = re.compile(rf"((?:{ends})\s*<result>.*?</result>)", re.DOTALL)
+    for piece, flag in pieces:
+        is_text = tools and not isinstance(piece, Control)
+        for i, text in enumerate(answer.split(piece) if is_text else [piece]):
+            yield text, flag and i % 2 == 0
 
 
 def as_turns(answer: str | list[dict], role: str = "assistant") -> list[dict]:

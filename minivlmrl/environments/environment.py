@@ -3,7 +3,7 @@
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated
 
 from PIL.Image import Image
@@ -11,6 +11,7 @@ from PIL.Image import Image
 from minivlmrl.environments.schema import type_schema
 from minivlmrl.hub.checker import build, find_named, naming, with_options
 from minivlmrl.reward_functions.names import guarded
+from minivlmrl.rows import Processor
 
 
 @dataclass
@@ -45,6 +46,11 @@ def get_environment(name: str) -> Callable[[], object]:
         for tool in tools.values():
             arguments_of(tool)
     return make
+
+
+def with_tools(processor: Processor, name: str) -> Processor:
+    """Tell a processor the tools of an environment: their answers are not demonstrated."""
+    return replace(processor, tools=(*tools_of(get_environment(name)()),))
 
 
 def limits_of(environment: object) -> Limits:

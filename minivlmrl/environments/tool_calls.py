@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 
 from PIL.Image import Image
@@ -81,7 +81,10 @@ def call(tools: dict[str, Callable], name: str, inside: str) -> object:
     """Call a tool with arguments that fit its types (ValueError: they do not)."""
     if name:
         known = fields(arguments_of(tools[name]))
-        values = [inside] if [one.type for one in known] == [str] else json.loads(f"[{inside}]")
+        values = [inside.strip()]  # bare text is a str
+        if [one.type for one in known] != [str]:
+            with suppress(ValueError):
+                values = json.loads(f"[{inside}]")
         arguments = {one.name: value for one, value in zip(known, values, strict=False)}
         if len(values) > len(known):
             raise ValueError(f"{name} takes {len(known)} argument(s), not {len(values)}")

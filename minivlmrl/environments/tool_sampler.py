@@ -136,6 +136,7 @@ class ToolSampler(RunSampler):
             completion.written, completion.pictures = torch.tensor(play.written), play.pictures
             completion.stopped &= not play.cut
             completion.environment = play.environment
+            completion.calls = play.called, play.failed, play.cut
         return groups
 
     def begin(self, prompt: Prompt, count: int) -> list[Play]:

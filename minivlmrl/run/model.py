@@ -11,6 +11,7 @@ from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.data.turns import as_turns, text_of
+from minivlmrl.environments.environment import with_tools
 from minivlmrl.hub.folder import ASKED, read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import RESIZE
@@ -65,7 +66,10 @@ def build_model(
     processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
     space = data.box_space or processor.box_space
     options = {"image_processor": images, "answer": data.answer, "box_space": space}
-    return model, replace(processor, **options)
+    processor = replace(processor, **options)
+    if config.sampling.environment:
+        processor = with_tools(processor, config.sampling.environment)
+    return model, processor
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
