@@ -38,6 +38,14 @@ def no_waiting_for_the_disk():
         yield
 
 
+@pytest.fixture
+def poisoned():
+    """Uninitialised memory holds NaN, so that what a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_deselected(items):
     """Remember the slow tests that pyproject.toml's `-m "not slow"` leaves out."""
     SLOW_FILES.update({item.nodeid: item.path.name for item in items if item.get_closest_marker("slow")})

@@ -85,13 +85,10 @@ def test_weights_without_a_gradient_are_named():
     assert list(alarms(model=model).untouched()) == []
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "metric", "bound", "said"),
-    [
-        (("float32", None), "rollout/logp_mismatch", 1.0, "a token"),
-        (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1, r"tokens \(root mean square\)"),
-    ],
-)
+@pytest.mark.parametrize(("dtypes", "metric", "bound", "said"), [
+    (("float32", None), "rollout/logp_mismatch", 1.0, "a token"),
+    (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1, r"tokens \(root mean square\)"),
+])  # fmt: skip
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound, said):
     """In 16 bits single tokens may: of 30,000 one is off by more than a nat now and then."""
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
@@ -136,15 +133,12 @@ def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
     assert looks_away([{"sampled": 0.1}, *AWAY], 256) == said  # evaluations before it was asked for
 
 
-@pytest.mark.parametrize(
-    "healthy",
-    [
-        AWAY[:2],
-        seen((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
-        seen((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, the picture is worth the same
-        seen((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
-    ],
-)
+@pytest.mark.parametrize("healthy", [
+    AWAY[:2],
+    seen((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
+    seen((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, the picture is worth the same
+    seen((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
+])  # fmt: skip
 def test_other_curves_say_nothing(healthy):
     assert looks_away(healthy, 256) is None
     assert looks_away(AWAY, 9) is None  # of few rows

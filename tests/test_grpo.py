@@ -85,6 +85,8 @@ FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 @pytest.mark.parametrize("options", [
     ["--grpo.loss_type=grpo"], ["--grpo.loss_type=dr_grpo"],
     ["--grpo.importance_sampling_level=sequence", "--grpo.num_iterations=2"],
+    *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "vespo")),
+    ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
 ], ids=str)  # fmt: skip
 def test_the_gradient_is_that_of_all_completions(stage, script, options):
     some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)

@@ -80,13 +80,10 @@ def test_a_copy_shares_the_packed_base(pair):
 NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
 
 
-@pytest.mark.parametrize(
-    ("stages", "options"),
-    [
-        ("[sft, grpo]", []), ("[ppo]", []),
-        shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stages", "options"), [
+    ("[sft, grpo]", []), ("[ppo]", []),
+    shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
+])  # fmt: skip
 def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
     small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
     folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}", "--data.eval_rows=1")

@@ -341,13 +341,10 @@ def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
     assert Path(ATTACKED).exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', it must be of type float"),
-        ([], "it must hold a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', it must be of type float"),
+    ([], "it must hold a JSON object"),
+])  # fmt: skip
 def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, capsys, change, message):
     state = copy / "states" / "000003"
     values = json.loads((state / "run.json").read_text())
@@ -408,14 +405,11 @@ def test_going_back_to_a_state_gives_up_the_later_ones_of_its_own_folder(recipe,
     assert outcome(new) | {"completions": ""} == outcome(finished) | {"completions": ""}  # its pictures are not there
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--resume=/gone"], "/gone: no such state; give 'auto', 'never' or the folder of a state, RUN"),
-        (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
-        (["--resume=auto", "--grpo.beta=0"], "of another model or recipe; only one of the two has reference."),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--resume=/gone"], "/gone: no such state; give 'auto', 'never' or the folder of a state, RUN"),
+    (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
+    (["--resume=auto", "--grpo.beta=0"], "of another model or recipe; only one of the two has reference."),
+])  # fmt: skip
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):
         resume(recipe, copy, *options)

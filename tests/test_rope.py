@@ -24,13 +24,6 @@ def test_positions_equal_those_of_transformers_4_51(model_type):
         assert digest(found) == expected, (grids, seconds)
 
 
-def test_positions_of_an_image():
-    config = tiny.config()
-    ids = torch.tensor([5, 6, *[tiny.IMAGE] * 6, 7])
-    positions = rope.get_rope_index(ids, torch.tensor([[1, 4, 6]]), config)
-    assert positions.tolist() == [[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]]
-
-
 @pytest.mark.parametrize("ids, grids", [([5, *[tiny.IMAGE] * 5], [(1, 4, 6)]), ([*[tiny.IMAGE] * 7], [(1, 4, 6)]),
                                         ([5, 6], [(1, 4, 6)]), ([tiny.IMAGE], []), ([tiny.VIDEO], [])])  # fmt: skip
 def test_image_and_video_tokens_that_do_not_fit_the_grids_are_refused(ids, grids):

@@ -255,9 +255,3 @@ def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
 def test_ranks_must_be_a_multiple_of_the_replicas():
     with pytest.raises(ValueError, match=r"sharding\.replicas is 2, 3 ranks are no multiple of it"):
         Sharding(ShardingSection(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
-
-
-def test_offloading_needs_sharding(folder):
-    message = "sharding.cpu_offload is True, it must be False unless enabled"
-    with pytest.raises(ValueError, match=message):
-        load_config(folder / "recipe.yaml", ["--sharding.cpu_offload=true"])

@@ -52,6 +52,7 @@ def test_adapters_of_frozen_parts_are_frozen_too():
     (["--adapter.dropout=0.1"], "adapter.dropout is 0.1, it needs adapter.r"),
     (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
     (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
+    (["--sharding.cpu_offload=true"], "sharding.cpu_offload is True, it must be False unless enabled"),
 ])  # fmt: skip
 def test_what_is_refused(folder, options, says):
     with pytest.raises(ValueError, match=says):

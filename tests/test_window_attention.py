@@ -47,14 +47,6 @@ def assert_close(actual, expected, dtype):
     assert difference <= TOLERANCE[dtype], f"{difference:.1e}"  # false for NaN too
 
 
-@pytest.fixture
-def poisoned():
-    """torch.empty gives NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("dtype", [EXACT, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
 def test_equals_a_block_diagonal_mask(lengths, heads, head_dim, dtype, poisoned):

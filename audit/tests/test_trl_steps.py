@@ -114,16 +114,13 @@ def forced(trainer):
     trainer._generate = masked
 
 
-@pytest.mark.parametrize(
-    ("kind", "theirs", "ours"),
-    [
-        ("grpo", {"beta": 0.1, "late": forced}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}),
-        pytest.param("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}, marks=SLOW),
-        pytest.param("dpo", {"beta": 0.3}, {"beta": 0.3}, marks=SLOW),
-        pytest.param("grpo", {"loss_type": "grpo", "scale_rewards": "none"},
-         {"loss_type": "grpo", "scale_rewards": "none", "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "theirs", "ours"), [
+    ("grpo", {"beta": 0.1, "late": forced}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}),
+    pytest.param("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}, marks=SLOW),
+    pytest.param("dpo", {"beta": 0.3}, {"beta": 0.3}, marks=SLOW),
+    pytest.param("grpo", {"loss_type": "grpo", "scale_rewards": "none"},
+     {"loss_type": "grpo", "scale_rewards": "none", "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
+])  # fmt: skip
 def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypatch):
     """Same weights, completions and rewards: parameters after the step agree within 1e-6; they moved by 3e-4.
 
