@@ -1,15 +1,18 @@
 """The memory plan against tensors that are really there, on the CPU."""
 
+import contextlib
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from minivlmrl import attention
+from minivlmrl import attention, train
 from minivlmrl.adapters.lora import dropout
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
+from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
@@ -197,3 +200,21 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
     memory.check_memory(load_config(home / "recipe.yaml", [*given, "--check_memory=false"]), gpus(2, 2))
     memory.check_memory(load_config(home / "recipe.yaml", []), gpus(2, 2))  # random weights are as small as one likes
     memory.check_memory(run, World())
+
+
+def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_path, monkeypatch):
+    """Before the first step; as many bytes as a state has, the earlier ones' room is taken as free."""
+    folder = tmp_path / "run"
+    given = ["--model.config=null", "--stages=[sft]", "--state_steps=2", f"--output_dir={folder}"]
+    run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
+    train.start(run)
+    size = memory.state_bytes(run, "sft", Costs(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
+    for state in folder.glob("states/*"):
+        assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
+    sizes = r"sft saves 3 states of \S+ GB, and \S+ GB are free for \S+/new/run: make room"
+    refused = pytest.raises(ValueError, match=sizes)
+    for free, output, fits in ((3.5, "new/run", True), (2.9, "new/run", False), (1.5, "run", True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * size))
+        run.output_dir = str(tmp_path / output)
+        with contextlib.nullcontext() if fits else refused:
+            memory.check_memory(run, World())

@@ -8,8 +8,10 @@ evaluations.
 
 import copy
 import math
+import shutil
 import weakref
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -31,6 +33,7 @@ from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig
+from minivlmrl.run.resume import KEPT
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
@@ -259,12 +262,36 @@ def most(phases: dict[str, dict]) -> float:
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
+def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
+    """Bytes of a state on the disk."""
+    model = costs.build(run)
+    items = held(run, stage, model, costs)
+    items["weights"] = bytes_of(adapter_parameters(model)) or items["weights"]
+    return sum(items.get(name, 0) for name in ("weights", "optimizer", "reference", "policy"))
+
+
+def check_disk(run: RunConfig, stage: str, costs: Costs):
+    """Refuse a run (ValueError) whose states do not fit the disk, where earlier ones will go."""
+    folder = Path(run.output_dir).absolute()
+    earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free, size = shutil.disk_usage(there).free + earlier, state_bytes(run, stage, costs)
+    if (run.state_steps or run.state_minutes) and (KEPT + 1) * size > free:
+        sizes = f"{KEPT + 1} states of {size / GB:.2g} GB, and {free / GB:.2g} GB are free for"
+        cure = "make room, or take another output_dir; --check_memory=false starts it as it is"
+        raise ValueError(f"{stage} saves {sizes} {run.output_dir}: {cure}")
+
+
 def check_memory(run: RunConfig, world: World):
-    """Refuse a run (ValueError) that does not fit the GPUs of its ranks, at data.max_pixels."""
-    if not run.check_memory or not run.model.path or world.device.type != "cuda":
+    """Refuse a run (ValueError) that fits neither disk nor GPUs, of images of data.max_pixels."""
+    if not run.check_memory or not run.model.path:
+        return
+    costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
+    for stage in run.stages:
+        check_disk(run, stage, costs)
+    if world.device.type != "cuda":
         return
     gpus, memory = world.size, torch.cuda.get_device_properties(world.device).total_memory
-    costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
     vision = costs.config.vision_config
     token = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of it
     image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // token)

@@ -12,12 +12,20 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from minivlmrl.adapters.lora import adapter_parameters
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
-from minivlmrl.run.memory import GB, IMAGE_TOKENS, RESERVE, TEXT_TOKENS, Costs, bytes_of, most, plan
+from minivlmrl.run.memory import (
+    GB,
+    IMAGE_TOKENS,
+    RESERVE,
+    TEXT_TOKENS,
+    Costs,
+    most,
+    plan,
+    state_bytes,
+)
 from minivlmrl.run.resume import KEPT
 from minivlmrl.scale.checkpoint import DTYPES
 
@@ -125,10 +133,7 @@ def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) 
     """Say what a stage needs beside the memory of its GPUs: of the host, of the disk."""
     kept = replace(run, sharding=replace(run.sharding, cpu_offload=False))
     moved, items = (plan(r, stage, costs, gpus, *lengths)["train"] for r in (run, kept))
-    shards = gpus // run.sharding.replicas if run.sharding.enabled else 1
-    weights = bytes_of(adapter_parameters(costs.build(run))) or items["weights"] * shards
-    others = "optimizer", "reference", "policy"
-    state = weights + shards * sum(items.get(name, 0) for name in others)
+    state = state_bytes(run, stage, costs)
     host = (sum(items.values()) - sum(moved.values())) / GB
     said = f"{host:.1f} GB of host memory for each GPU; " * (host > 0)
     return f"{said}{state / GB:.1f} GB of disk for each of {KEPT + 1} states"
