@@ -51,14 +51,42 @@ def test_the_command(tmp_path, capsys):
     assert "does not fit: take more GPUs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "passes"), [([], 6), (LORA, 4), (["--model.activation_checkpointing=true"], 8)])
-def test_the_least_seconds_of_a_step_by_hand(options, passes):
-    """A card of 1 FLOP and 1 byte a second; 3 prompts of 7 tokens with 2 answers of 5, decoded for two steps."""
+OFFLOAD = ["--sharding.enabled=true", "--sharding.cpu_offload=true", "--grpo.micro_batch_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "passes", "moves"),
+    [
+        ([], 6, 0),
+        (LORA, 4, 0),
+        (["--model.activation_checkpointing=true"], 8, 0),
+        (OFFLOAD, 6, 2 * 3 + 1 / 2),
+        ([*OFFLOAD, "--rollout.gather_weights=false"], 6, 2 * 3 + 5 / 2),
+    ],
+)
+def test_the_least_seconds_of_a_step_by_hand(options, passes, moves):
+    """A card of 1 FLOP and 1 byte a second; 3 prompts of 7 tokens with 2 answers of 5, decoded for two steps.
+
+    Weights in host memory come for each forward and each backward, and gradients go; for a rollout once, or each token.
+    """
     sizes = ["--grpo.prompts_per_step=3", "--grpo.num_generations=2", "--grpo.steps_per_generation=2"]
     run = load_config("recipes/own_data.yaml", ["--model.activation_checkpointing=false", *sizes, *BFLOAT16, *options])
     run.sampling.max_new_tokens, costs = 5, Costs(ModelConfig.from_dict(tiny.RUN_MODEL))
-    seconds = least_seconds(run, "grpo", costs, 1, 7, 1, 1)
-    assert seconds == costs.backbone * (3 * (passes * (7 + 10) + 2 * 7) + 5 * 2 / 2)
+    seconds = least_seconds(run, "grpo", costs, 1, 7, 1, 1, 1)
+    expected = costs.backbone * (3 * (passes * (7 + 10) + 2 * 7) + 5 * 2 / 2) + moves * costs.parameters * 2
+    assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_lora_is_offered_with_its_learning_rate_before_weights_in_host_memory(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(real_config("Qwen2.5-VL-3B")))
+    start(["plan", "--model", str(tmp_path), "--gpu_memory", "24", "recipes/own_data.yaml"])
+    lines = capsys.readouterr().out.splitlines()
+    seconds = [float(line.split()[1]) for line in lines if line.startswith("over ")]
+    lora, moved = (line for line in lines if "fits with" in line)
+    assert lora.startswith("LoRA fits with --adapter.r=16 ") and lora.endswith(" --grpo.learning_rate=1e-05")
+    assert moved.startswith("or it fits with ") and "--sharding.cpu_offload=true" in moved
+    assert seconds[2] > max(seconds[:2])
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Of the model only config.json is read; run/memory.py says what is counted.
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -41,8 +42,13 @@ SAVINGS = (
 # what LoRA asks for besides, of which the second packs the base
 LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
 LORA = (LORA, [*LORA, "--adapter.quantize=nf4"])
-# by GB of memory: a card, its bytes and FLOPs a second by the data sheet (bfloat16, dense)
-CARDS = {24: ("L4", 0.3e12, 121e12), 48: ("L40S", 0.86e12, 362e12), 80: ("H100", 3.35e12, 989e12)}
+# by GB of memory, of the data sheet: a card, its bytes a second, those of its bus to the host one
+# way, and FLOPs a second (bfloat16, dense)
+CARDS = {
+    24: ("L4", 0.3e12, 32e9, 121e12),
+    48: ("L40S", 0.86e12, 32e9, 362e12),
+    80: ("H100", 3.35e12, 64e9, 989e12),
+}
 
 
 def main(arguments: list[str]):
@@ -90,21 +96,24 @@ def main(arguments: list[str]):
         show([])
         if needed([]) <= memory:
             continue
-        if (saving := smallest_saving(needed, stage, memory)) is None:
+        rate = f"--{stage}.learning_rate={10 * getattr(config, stage).learning_rate:.2g}"
+        lora = ([*way, rate] for way in LORA if not config.adapter.r and needed(way) <= memory)
+        kept = smallest_saving(needed, stage, memory, SAVINGS[:-1])
+        moved = None if kept else smallest_saving(needed, stage, memory)
+        ways = {"fits with": kept, "LoRA fits with": next(lora, None), "or it fits with": moved}
+        for said, way in ways.items():
+            if way:
+                print(f"{said} {' '.join(way)}")
+                show(way)
+        if not any(ways.values()):
             print("does not fit: take more GPUs, shorter prompts or a smaller model")
-        else:
-            print(f"fits with {' '.join(saving)}")
-            show(saving)
-        fitting = (lora for lora in LORA if not config.adapter.r and needed(lora) <= memory)
-        if lora := next(fitting, None):
-            print(f"LoRA fits with {' '.join(lora)}: {needed(lora) / GB:.1f} GB")
 
 
 def smallest_saving(
-    needed: Callable[[list[str]], float], stage: str, memory: float
+    needed: Callable[[list[str]], float], stage: str, memory: float, savings=SAVINGS
 ) -> list[str] | None:
-    """The fewest of SAVINGS, cheap ones first, whose bytes fit; None if all are not enough."""
-    savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
+    """The fewest of `savings`, cheap ones first, whose bytes fit; None if all are not enough."""
+    savings = [f"--{saving.format(stage=stage)}" for saving in savings]
     for count in range(len(savings) + 1):
         for overrides in map(list, combinations(savings, count)):
             with suppress(ValueError):  # an option that needs another one, which is left out here
@@ -140,9 +149,13 @@ def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) 
 
 
 def least_seconds(
-    run: RunConfig, stage: str, costs: Costs, gpus: int, prompt: int, bandwidth: float, peak: float
+    run: RunConfig, stage: str, costs: Costs, gpus: int, prompt: int, *speeds: float
 ) -> float:
-    """Seconds of a step with this peak of products and this bandwidth, by which decoding reads."""
+    """Seconds of a step, of which decoding reads weights and offloading moves them.
+
+    Args:
+        speeds: bytes a second of the memory, and of the bus to the host, and FLOPs a second.
+    """
     config, algorithm, new = getattr(run, stage), find_algorithm(stage, run), 0
     G, passes = len(algorithm.answers), 4 if run.adapter.r else 6
     passes += 2 * run.model.activation_checkpointing
@@ -150,5 +163,13 @@ def least_seconds(
         G, new = config.num_generations, run.sampling.max_new_tokens / config.steps_per_generation
     tokens = passes * (prompt + G * run.sampling.max_new_tokens) + 2 * prompt * (new > 0)
     size = DTYPES[run.model.compute_dtype or run.model.dtype].itemsize
-    products = costs.backbone * tokens * config.prompts_per_step / gpus
-    return products / peak + new * costs.backbone * size / bandwidth
+    share, (memory, bus, peak) = config.prompts_per_step / gpus, speeds
+    seconds = costs.backbone * (tokens * share / peak + new * size / memory)
+    if run.sharding.cpu_offload:
+        # of a micro-batch to forward and backward, and gradients; of a rollout once or each token
+        moves = 3 * math.ceil(share / config.micro_batch_size)
+        if new:
+            moves += 1 / config.steps_per_generation if run.rollout.gather_weights else new
+        shards = gpus // run.sharding.replicas
+        seconds += moves * costs.parameters * DTYPES[run.model.dtype].itemsize / shards / bus
+    return seconds
