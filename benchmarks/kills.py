@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "audit"), str(ROOT / "tests" / "helpers")]
 
 from minivlmrl import train  # noqa: E402
 from minivlmrl.run import report  # noqa: E402
-from minivlmrl.tools.difference import difference  # noqa: E402
+from minivlmrl_audit.difference import difference  # noqa: E402
 
 import tiny  # noqa: E402
 

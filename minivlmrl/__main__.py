@@ -17,7 +17,7 @@ TOOLS = {  # name: (module:function, what it does)
     "check": ("minivlmrl.tools.check:main", "say what of a recipe will go wrong"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "replay": ("minivlmrl.tools.replay:main", "train a step of a run again, and show it"),
-    "verify": ("minivlmrl.tools.verify:main", "train a run again, and compare every file"),
+    "verify": ("minivlmrl_audit.verify:main", "train a run again, and compare every file"),
     "audit": ("minivlmrl_audit.audit:main", "check a step of any trainer, and name its bugs"),
 }
 
@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if name in ("-h", "--help") else 2
     module, _, function = TOOLS[name][0].partition(":")
     try:
-        if name == "audit" and importlib.util.find_spec("minivlmrl_audit") is None:
+        package = module.split(".")[0]
+        if package == "minivlmrl_audit" and importlib.util.find_spec(package) is None:
             cure = "pip install ./audit, in a clone"
             raise ValueError(f"it is a distribution of its own, minivlmrl-audit: {cure}")
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0

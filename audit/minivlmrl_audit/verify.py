@@ -11,8 +11,8 @@ from minivlmrl.hub.folder import json_text
 from minivlmrl.run.completions import COMPLETIONS
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.resume import state_folders
-from minivlmrl.tools.difference import content, difference, distance
 from minivlmrl.tools.replay import is_first, run_config, train_again
+from minivlmrl_audit.difference import content, difference, distance
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minivlmrl.tools.difference import difference, distance
+from minivlmrl_audit.difference import difference, distance
 
 
 @pytest.mark.parametrize(
