@@ -12,7 +12,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-from minivlmrl.data.fetch import read_reply
+from minivlmrl.data.fetch import Web, read_reply
 from minivlmrl.hub.folder import parse_json
 
 URL = "http://localhost:8000/v1"
@@ -34,7 +34,7 @@ def judge(
         template: what is asked; {answer} is the answer, {problem}, {solution} and others are
             columns of the row.
         concurrency: answers that are asked about at a time.
-        timeout: seconds for the whole reply.
+        timeout: seconds for a whole call, from its first look at the name of the server.
     """
 
     def ask(row: int) -> float | None:
@@ -50,7 +50,7 @@ def judge(
         content, where = json.dumps(body).encode(), f"{url}/chat/completions"
         request = urllib.request.Request(where, content, headers)
         try:
-            reply = parse_json(read_reply(request, timeout, LARGEST, NoRedirect))
+            reply = parse_json(read_reply(request, timeout, LARGEST, Server(private=True)))
             text = reply["choices"][0]["message"]["content"]
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return None  # no server, too slow, no JSON
@@ -61,8 +61,8 @@ def judge(
         return list(pool.map(ask, range(len(answer_texts))))
 
 
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follow nobody: the key is for the server that the recipe names."""
+class Server(Web):
+    """The one that the recipe names: the key follows no redirect."""
 
     def redirect_request(self, *_):
         return None

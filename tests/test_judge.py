@@ -26,9 +26,9 @@ REPLIES = {
 
 
 class Server(BaseHTTPRequestHandler):
-    """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow` and `dripping` do as they say."""
+    """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow`, `dripping` and `headers` (dripping ones) do as they say."""
 
-    asked, running, most, lock = [], 0, 0, threading.Lock()
+    asked, running, most, lock, hung_up = [], 0, 0, threading.Lock(), threading.Event()
 
     def do_POST(self):
         cls = type(self)
@@ -41,6 +41,12 @@ class Server(BaseHTTPRequestHandler):
         time.sleep(1 if "slow" in text else 0.02)
         with cls.lock:
             cls.running -= 1
+        try:
+            for _ in range(400 if "headers" in text else 0):
+                self.wfile.write(b"X: y")
+                time.sleep(0.05)
+        except (BrokenPipeError, ConnectionResetError):
+            return cls.hung_up.set()
         self.send_response(500 if "failing" in text else 302 if "elsewhere" in text else 200)
         if "elsewhere" in text:
             self.send_header("Location", f"http://localhost:{self.server.server_port}/v1/other")
@@ -108,6 +114,16 @@ def test_a_slow_server_and_none_at_all(url):
     """One that drips, a byte each twentieth of a second for two, is slow too: no single read times out."""
     assert judge(["slow", "right dripping", "right"], url=url, timeout=0.6) == [None, None, 1.0]
     assert judge(["right"], url="http://127.0.0.1:9/v1", timeout=1) == [None]
+
+
+def test_the_time_of_a_call_begins_before_headers_and_before_the_server_has_an_address(url, monkeypatch):
+    """A server that sends headers without an end is hung up on; one of names that never answers holds nobody."""
+    assert judge(["right headers", "right"], url=url, timeout=0.6) == [None, 1.0]
+    assert Server.hung_up.wait(10)
+    asked, answered = threading.Event(), []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: (asked.wait(20), answered.append(1), 1 / 0))
+    assert judge(["right"], url="http://nowhere.example/v1", timeout=0.3) == [None] and not answered
+    asked.set()
 
 
 def test_the_key_follows_no_redirect(url, monkeypatch):

@@ -11,7 +11,9 @@ import time
 import urllib.parse
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 import PIL.Image
@@ -89,7 +91,7 @@ def open_source(
             if not allow_url:
                 raise ValueError("URLs are not downloaded unless data.allow_urls: true")
             try:
-                web = _Web(private=allow_url == "private")
+                web = Web(private=allow_url == "private")
                 return name, io.BytesIO(read_reply(url, TIMEOUT, MAX_DOWNLOAD, web))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise ValueError(f"cannot be downloaded ({error})") from error
@@ -102,23 +104,43 @@ def open_source(
     return str(path) if len(str(path)) <= 400 else name, path
 
 
-def read_reply(request: str | Request, seconds: float, limit: int, *handlers) -> bytes:
-    """Read what a server replies, by urllib's handlers (ValueError: too large, slow, or cut off)."""
-    content, deadline = io.BytesIO(), time.monotonic() + seconds
-    with build_opener(*handlers).open(request, timeout=seconds) as response:
+def read_reply(request: str | Request, seconds: float, limit: int, web: "Web") -> bytes:
+    """Read what a server replies (ValueError: too large, cut off, or not all within `seconds`)."""
+    future, deadline = Future(), time.monotonic() + seconds
+
+    def work():
+        try:
+            future.set_result(_read(request, deadline, limit, web))
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()  # nothing ends the wait for a server of names
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        if web.connection and web.connection.sock:  # its headers still come
+            web.connection.sock.shutdown(socket.SHUT_RDWR)
+        raise ValueError(f"not finished after {seconds} seconds") from error
+
+
+def _read(request: str | Request, deadline: float, limit: int, web: "Web") -> bytes:
+    content, seconds = io.BytesIO(), deadline - time.monotonic()
+    with build_opener(web).open(request, timeout=seconds) as response:
         while chunk := response.read1(2**20):
             content.write(chunk)
             if content.tell() > limit:
                 raise ValueError(f"over {limit} bytes")
             if time.monotonic() > deadline:  # a byte now and then, and no read times out
-                raise ValueError(f"not finished after {seconds} seconds")
+                raise TimeoutError
         if response.length:
             raise ValueError(f"the connection ended {response.length} bytes early")
     return content.getvalue()
 
 
-class _Web(HTTPHandler, HTTPSHandler, HTTPRedirectHandler):
+class Web(HTTPHandler, HTTPSHandler, HTTPRedirectHandler):
     """http and https to checked addresses, also after redirects; private: all addresses."""
+
+    connection = None  # the last that was made
 
     def __init__(self, private: bool):
         super().__init__()
@@ -126,9 +148,9 @@ class _Web(HTTPHandler, HTTPSHandler, HTTPRedirectHandler):
 
     def do_open(self, http_class, req, **options):
         def connection(*args, **more):
-            made = http_class(*args, **more)
-            made._create_connection = self.connect
-            return made
+            self.connection = http_class(*args, **more)
+            self.connection._create_connection = self.connect
+            return self.connection
 
         return super().do_open(connection, req, **options)
 
