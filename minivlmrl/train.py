@@ -93,6 +93,7 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
     parts, world, max_grad_norm = [], algorithm.world, algorithm.run.optimizer.max_grad_norm
     for index, batch in enumerate(step.micro_batches):
+        world.leave()
         with algorithm.dropout(number, index):
             loss, metrics = algorithm.loss(batch)
             loss.backward()

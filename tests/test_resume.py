@@ -236,6 +236,23 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
     assert outcome(tmp_path) == straight(ranks=2)
 
 
+@pytest.mark.parametrize(("options", "backward", "kept"), [
+    (["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", "--keep_best=sampled"], 5, "000002"),
+    (["--grpo.micro_batch_size=1"], 9, "000004"),
+    (["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"], 3, "000002"),
+], ids=["sft", "a rollout of four steps", "the first of a stage"])  # fmt: skip
+def test_a_signal_within_a_step_is_obeyed_after_its_micro_batch(
+    recipe, straight, tmp_path, options, backward, kept
+):
+    """Of two in a step; with weights as at the step's begin. What was evaluated with these is there once."""
+    signalled = {"after": lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
+    PLACES["signal"] = (torch.Tensor, "backward", signalled)
+    assert attempt(recipe, tmp_path, *options, ranks=2, die="signal", number=backward, rank=1) == [PREEMPTED] * 2
+    assert [path.name for path in (tmp_path / "states").iterdir()] == [kept]
+    assert attempt(recipe, tmp_path, "--resume=auto", *options, ranks=2) == [0, 0]
+    assert outcome(tmp_path) == straight(*options, ranks=2)
+
+
 ASKED = []
 
 

@@ -118,8 +118,8 @@ def read_reply(request: str | Request, seconds: float, limit: int, web: "Web") -
     try:
         return future.result(seconds)
     except TimeoutError as error:
-        if web.connection and web.connection.sock:  # its headers still come
-            web.connection.sock.shutdown(socket.SHUT_RDWR)
+        if sock := getattr(web.connection, "sock", None):  # its headers still come
+            sock.shutdown(socket.SHUT_RDWR)
         raise ValueError(f"not finished after {seconds} seconds") from error
 
 

@@ -65,6 +65,11 @@ class MetricsLog(ExitStack):
         bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
         self.begin, self.last = time.perf_counter() - seconds, seconds
+        self.mark()
+
+    def mark(self):
+        """Note what the files hold after a step, or before the first of a stage."""
+        self.ends = {name: file.tell() for name, file in self.files.items()}
 
     @property
     def seconds(self) -> float:
@@ -72,8 +77,12 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin
 
     def written(self) -> dict[str, str]:
-        """What the files hold, and the alarms know, for the state of the run."""
-        logs = {name: Path(file.name).read_text() for name, file in self.files.items()}
+        """What the files held at the last mark, and the alarms know, for the state of the run.
+
+        A resumed run makes evaluations since then again.
+        """
+        texts = ((name, Path(file.name).read_bytes()) for name, file in self.files.items())
+        logs = {name: text[: self.ends[name]].decode() for name, text in texts}
         return logs | ({"alarms": self.alarms.state()} if logs and self.alarms else {})
 
     def step(self, number: int, metrics: dict[str, float], step):
@@ -98,6 +107,7 @@ class MetricsLog(ExitStack):
         for warning in self.alarms.step(metrics, step.rollout):
             self.write(WARNINGS, line | {"warning": warning})
             tqdm.write(f"step {number + 1}: {warning}", file=sys.stderr)
+        self.mark()
 
     def show(self, number: int, metrics: dict[str, float], took: float):
         """Advance the bar; without a terminal print a line, in a notebook one in ten steps."""

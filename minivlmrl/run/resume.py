@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic as clock
@@ -42,7 +43,7 @@ from minivlmrl.reward_functions.names import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
-from minivlmrl.run.signals import Preempted, StopSignals
+from minivlmrl.run.signals import StopSignals
 from minivlmrl.run.state_files import blocks, find_pieces, read_into, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
@@ -154,17 +155,23 @@ class States:
         """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
         config, stage = self.config, progress.stages[progress.stage]
         stage_ends = progress.step == getattr(config, stage).max_steps
-        self.signals.saved = False
-        if not ends_rollout and not stage_ends:
+        whole = ends_rollout or stage_ends
+        self.signals.save = partial(self.keep, progress, log) if whole else lambda: None
+        if not whole:
             return
-        every, minutes, stop = config.state_steps, config.state_minutes, self.signals.asked()
+        every, minutes = config.state_steps, config.state_minutes
         late = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.time)[0]
         late = late or (every and progress.steps // every > self.saved // every)
-        if stop or late or (stage_ends and (every or minutes)):
+        if late or (stage_ends and (every or minutes)):
+            self.keep(progress, log)
+        self.signals.leave()
+
+    def keep(self, progress: Progress, log: MetricsLog) -> Path:
+        """Save what was trained, if that is not done yet; returns the folder of its state."""
+        if self.saved != progress.steps:
             progress.logs = log.written()
-            path = self.save(progress)
-        if stop:
-            raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
+            self.save(progress)
+        return self.path(progress)
 
     def saved_before_mistakes(
         self, steps: Iterator[Step], results, progress: Progress, log: MetricsLog
@@ -186,11 +193,8 @@ class States:
                 diverged = isinstance(error.__cause__, FloatingPointError)
                 if alone or diverged or not between or not progress.steps:
                     raise
-                if not (path := self.path(progress)).exists():
-                    progress.logs = log.written()
-                    self.save(progress)
-                cure = "mend it, then --resume=auto"
-                raise ValueError(f"{error}; the state is in {path}: {cure}") from error
+                cure = f"the state is in {self.keep(progress, log)}: mend it, then --resume=auto"
+                raise ValueError(f"{error}; {cure}") from error
             between = step.ends_rollout
             yield step
 
@@ -329,7 +333,7 @@ class States:
             kept = state_folders(self.folder)
             last = f"the last complete state is {kept[-1]}" if kept else "there is no earlier state"
             raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
-        self.saved, self.time, self.signals.saved = progress.steps, clock(), True
+        self.saved, self.time = progress.steps, clock()
         return path
 
 

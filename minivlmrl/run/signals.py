@@ -1,9 +1,10 @@
-"""SIGTERM, SIGUSR1, SIGINT (Ctrl-C), SIGHUP (a lost terminal): finish the rollout, save, leave."""
+"""SIGTERM, SIGUSR1, SIGINT (Ctrl-C), SIGHUP (a lost terminal): save and leave soon."""
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from minivlmrl.scale.ranks import World
@@ -29,7 +30,8 @@ class StopSignals:
         self.world = replace(world, leave=self.leave)
         self.first: float | None = None  # when the first signal came
         self.exit_code = 0  # of the run: PREEMPTED if a signal ended it
-        self.saved = True  # all that was trained is in a state
+        # name where all that was trained is saved, now if need be; None: the next rollout has begun
+        self.save: Callable[[], object] = lambda: "the last state, if there is one"
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
@@ -65,13 +67,13 @@ class StopSignals:
             self.first = now
             if self.world.is_main:  # print is not safe in a handler
                 name = signal.Signals(number).name
-                said = f"\n{name}: the state is saved after this rollout; again: end now\n"
+                said = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
                 os.write(2, said.encode())
 
     def leave(self):
         """After a signal end long work (Preempted) if nothing is lost; all ranks call it."""
-        if self.saved and self.asked():
-            raise Preempted("preempted: --resume=auto goes on from the last state, if there is one")
+        if self.asked() and (where := self.save()):
+            raise Preempted(f"preempted: --resume=auto goes on from {where}")
 
     def asked(self) -> bool:
         """Whether any rank was signalled; all ranks call this, to stop after the same step."""
