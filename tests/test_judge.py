@@ -26,7 +26,7 @@ REPLIES = {
 
 
 class Server(BaseHTTPRequestHandler):
-    """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow`, `dripping` and `headers` (dripping ones) do as they say."""
+    """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow`, dripping bodies or `headers` as they say."""
 
     asked, running, most, lock, hung_up = [], 0, 0, threading.Lock(), threading.Event()
 
