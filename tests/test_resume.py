@@ -241,9 +241,7 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
     (["--grpo.micro_batch_size=1"], 9, "000004"),
     (["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"], 3, "000002"),
 ], ids=["sft", "a rollout of four steps", "the first of a stage"])  # fmt: skip
-def test_a_signal_within_a_step_is_obeyed_after_its_micro_batch(
-    recipe, straight, tmp_path, options, backward, kept
-):
+def test_a_signal_within_a_step_is_obeyed_after_its_micro_batch(recipe, straight, tmp_path, options, backward, kept):
     """Of two in a step; with weights as at the step's begin. What was evaluated with these is there once."""
     signalled = {"after": lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
     PLACES["signal"] = (torch.Tensor, "backward", signalled)
