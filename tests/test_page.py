@@ -83,6 +83,23 @@ def test_recipe_model_warnings_and_results_come_first(trained, home, tmp_path):
     assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")  # the best completion comes first
 
 
+@pytest.mark.slow
+def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(trained, tmp_path):
+    """1 of 4 rows: two standard errors end at 1/4 + 2 (3/64)^1/2 = .683, and below at 0; what hardly moves is flat."""
+    other = shutil.copytree(trained, tmp_path / "other")
+    with (other / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"stage": "dpo", "step": i, "loss": 1.0}) + "\n" for i in range(2))
+    evaluations = ({"stage": "grpo", "step": 3 * i, "sampled": 0.25, "loss": 1 + i / 1e6} for i in range(2))
+    (trained / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    page.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
+    html = browse(tmp_path / "ab.html", "", tmp_path)
+    charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}
+    assert "reward by step" in charts  # dpo is the last stage of one of them
+    sampled, flat = charts["eval/sampled by step"], charts["eval/loss by step"]
+    assert '<path class="error" d="M46.0 112.0L46.0 46.4"></path>' in sampled and ">1</text>" in sampled
+    assert 'd="M46.0 64.0L294.0 64.0"' in flat and "error" not in flat
+
+
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give the output_dir of a run"):
         page.main([str(tmp_path)])
