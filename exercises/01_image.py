@@ -24,6 +24,10 @@ WRONG = {
         "round(height / factor) * factor, round(width / factor) * factor",
         "math.floor(height / factor + 0.5) * factor, math.floor(width / factor + 0.5) * factor",
     ),
+    "a half goes to the even multiple, as Python's round has it; yours goes down": (
+        "round(height / factor) * factor, round(width / factor) * factor",
+        "math.ceil(height / factor - 0.5) * factor, math.ceil(width / factor - 0.5) * factor",
+    ),
     "you round up; the nearest multiple is asked for, as long as the area fits": (
         "round(height / factor) * factor, round(width / factor) * factor",
         "math.ceil(height / factor) * factor, math.ceil(width / factor) * factor",
@@ -56,7 +60,17 @@ WRONG = {
 
 
 def tries(smart_resize):
-    sizes = [(1092, 1568), (100, 130), (30, 40), (70, 126), (5000, 29), (1001, 1001), (1015, 1008), (20, 300)]
+    sizes = [
+        (1092, 1568),
+        (100, 130),
+        (30, 40),
+        (70, 126),
+        (98, 154),
+        (5000, 29),
+        (1001, 1001),
+        (1015, 1008),
+        (20, 300),
+    ]
     for height, width in sizes:
         asked = f"height {height}, width {width}, factor 28, area from 3136 to 1003520"
         yield asked, smart_resize(height, width, 28, 3136, 1003520)

@@ -1,8 +1,8 @@
 TASK = """
-Inside the loop, for one prompt and its completions: add their ids to `ids`, and their (3, n) positions to `positions`;
-those of the prompt are position_ids. Add to `masked` the ids too, but -1 for what the policy wrote (c.written, bool for
-each token of c.ids): image tokens are looked for there. The last token of a completion is predicted but predicts
-nothing: it is not in the run. What the book does with pictures of completions may be left out.
+Inside the loop, for one prompt and its completions: add their ids to `ids`, and the completions' (3, n) positions to
+`positions`, whose last ones are the prompt's. Add to `masked` the ids too, but -1 for what the policy wrote (c.written,
+bool for each token of c.ids): image tokens are looked for there. The last token of a completion is predicted but
+predicts nothing: it is not in the run. What the book does with pictures of completions may be left out.
 """
 
 HINT = """
@@ -24,12 +24,12 @@ WRONG = {
         "ids.append(c.ids[1:])",
     ),
     "positions are not token counts: an image takes fewer, so look for the largest position": (
-        "int(position_ids.max()) + 1",
+        "int(positions[-1].max()) + 1",
         "len(prompt.input_ids)",
     ),
     "a completion begins one past its prompt's largest position": (
-        "int(position_ids.max()) + 1",
-        "int(position_ids.max())",
+        "int(positions[-1].max()) + 1",
+        "int(positions[-1].max())",
     ),
     "all completions of a prompt begin at the same position; yours follow one another": (
         "positions.append(next_position + offsets)",

@@ -1,6 +1,6 @@
 TASK = """
-Score completions: `logps` (M,), the log-probability in nats of each token of batch.completion_ids, and `entropies`
-(M,), of the distributions that predicted them. completion_states gives the state from which each was predicted,
+Score completions: return `logps` (M,), the log-probability in nats of each token of batch.completion_ids, and their
+`entropies` (M,), of the distributions that predicted them. completion_states gives the state that predicted each,
 model.lm_head makes logits (M, vocab_size) of it, and the policy is softmax(logits / temperature).
 """
 
@@ -34,6 +34,11 @@ WRONG = {
         "-(log_probs.exp() * log_probs).sum(-1)",
         "(log_probs.exp() * log_probs).sum(-1)",
     ),
+    "the entropy is in nats, of the natural logarithm; yours is in bits": (
+        "-(log_probs.exp() * log_probs).sum(-1)",
+        "-(log_probs.exp() * log_probs).sum(-1) / torch.tensor(2.0).log()",
+    ),
+    "the log-probability of a token is negative; yours is its cost": ("logps = log_probs", "logps = -log_probs"),
     "that is the surprise of the drawn token, not the entropy of the distribution": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "-logps",

@@ -27,6 +27,15 @@ WRONG = {
     ),
     "EPSILON is missing: groups that differ by a hair get advantages as large as any": ("(std + EPSILON)", "std"),
     "you take the larger of the deviation and EPSILON; it is added": ("(std + EPSILON)", "std.clamp(min=EPSILON)"),
+    "EPSILON is added to the standard deviation; yours is added to the variance": (
+        "(std + EPSILON)",
+        "(std.square() + EPSILON).sqrt()",
+    ),
+    "an advantage is the reward less the mean; yours is the mean less the reward": (
+        "centred = rewards - mean.repeat_interleave(num_generations)",
+        "centred = mean.repeat_interleave(num_generations) - rewards",
+    ),
+    "the baseline is the mean of the group; yours is its median": (").nanmean(1)", ").nanmedian(1).values"),
     "you divide by the variance: the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
     "`repeat` tiles the groups' numbers one after the other; each belongs to neighbours: repeat_interleave": [
         ("mean.repeat_interleave(", "mean.repeat("),

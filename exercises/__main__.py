@@ -12,12 +12,14 @@ answers all tries as the edited book does. Where a try answers several things, a
 
 import argparse
 import ast
+import math
 import runpy
 import sys
 import textwrap
 import traceback
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ import yaml
 
 FOLDER = Path(__file__).resolve().parent
 BOOK = FOLDER.parent / "minivlmrl"
+DRAWS = "asked twice, it answers differently: all that is drawn is in the arguments, such as `uniform`; draw nothing"
 LINES = 1_000_000  # that a filled-in file may run; the book's own need some hundreds
 
 
@@ -172,13 +175,15 @@ def needed(tree: ast.Module, function: ast.FunctionDef, module: str) -> list[str
 def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
     """Whether a filled-in file is right, and what to say of it."""
     try:
-        given = exercise.answers(text, where)
+        given, *others = (exercise.answers(text, where) for _ in range(4))
     except Exception as error:  # a reader's code may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
         line = getattr(error, "lineno", None) or (lines or [None])[-1]
         place = f"{where}, line {line}" if line else where
         return False, f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}"
     right = exercise.right
+    if any(not same(given[kind], again[kind]) for again in others for kind in given):
+        return False, f"not yet: {DRAWS}"
     left = {kind for kind in right if not same(given[kind], right[kind])}
     if not left:
         tries = max(map(len, right.values()))
@@ -207,8 +212,48 @@ def shown(exercise: Exercise, given: list, kind: str) -> str:
     first = next(place for place, answer in enumerate(right) if not same(given[place], answer))
     (asked, expected), (_, got) = right[first], given[first]
     wrong = [says for says, answers in exercise.known if same(given[first], answers[kind][first])]
-    lines = [form(got, expected), f"asked: {asked}", f"expected{kind and f' {kind}'}: {expected}", f"got: {got}"]
+    said = form(got, expected) or difference(got, expected)
+    lines = [said, f"asked: {asked}", f"expected{kind and f' {kind}'}: {expected}", f"got: {got}"]
     return "\n".join([*filter(None, lines), *(f"perhaps: {says}" for says in dict.fromkeys(wrong))])
+
+
+def difference(got, expected) -> str:
+    """Say where two answers of one form differ, by how much, and what all differences have in common."""
+    pairs = list(zip(leaves(got), leaves(expected), strict=True))
+    off = [(place, a, b) for (place, a), (_, b) in pairs if not same(a, b)]
+    place, a, b = max(off, key=lambda one: abs(one[1] - one[2]) if is_number(one[1]) and one[1] == one[1] else math.inf)
+    by = f", by {abs(a - b):.3g}" if is_number(a) and is_number(b) and math.isfinite(a - b) else ""
+    most = f", most at {place.removesuffix('[]')}" if place else ""
+    a, b = (f"{x:.8g}" if isinstance(x, float) else repr(x) for x in (a, b))
+    said = f"{len(off)} of {len(pairs)} values differ{most}: {a} where {b} is right{by}"
+    return f"{said}{common([(a, b) for (_, a), (_, b) in pairs])}"
+
+
+def common(pairs: list[tuple]) -> str:
+    """Say whether all numbers are those that are right in another order, or times or plus one number."""
+    if len(pairs) < 3 or not all(is_number(x) and math.isfinite(x) for pair in pairs for x in pair):
+        return ""
+    got, right = (torch.tensor(numbers, dtype=torch.float64) for numbers in zip(*pairs, strict=True))
+    factor, more = (got @ right / (right @ right)).item() if right.any() else 0.0, (got - right).mean().item()
+    if abs(factor - 1) > 1e-3 and len(set(right.tolist())) > 1 and same(got, factor * right):
+        return f"; each is {factor:.4g} times what is right"
+    if same(got.sort().values, right.sort().values):
+        return "; the numbers are right, their order is not"
+    return f"; each is {abs(more):.4g} too {'large' if more > 0 else 'small'}" if same(got, right + more) else ""
+
+
+def leaves(value, place: str = "") -> list[tuple[str, object]]:
+    """List the numbers and texts in an answer with their indices: [("[0, 2]", 0.5)]."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return [(f"{place}{list(index)}", value[index].item()) for index in product(*map(range, value.shape))]
+    if isinstance(value, list | tuple):
+        return [leaf for index, inside in enumerate(value) for leaf in leaves(inside, f"{place}[{index}]")]
+    return [(place, value)]
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float)
 
 
 def form(got, expected) -> str:
