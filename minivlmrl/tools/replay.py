@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged, groups, is_pa
 from minivlmrl.run.config import check_found, load_config
 from minivlmrl.run.resume import RUN, Progress, state_folders
 from minivlmrl.scale import ranks
+from minivlmrl.tools.lines import Film
 
 
 def main(arguments: list[str]) -> int:
@@ -41,6 +42,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stage", help="by default the last one")
     parser.add_argument("--step", type=int, default=0, help="of the stage, from 0")
     parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
+    lines = "write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too"
+    parser.add_argument("--lines", metavar="FILE.html", help=lines)
     options, overrides = parser.parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     changed = [word for word in overrides if not word.startswith("--num_threads=")]
@@ -48,9 +51,14 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {changed[0]}")
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stages][-1]
-    algorithm, optimizer, step, rows = go_to(config, stage, number)
+    page, *words = options.lines.split(",") if options.lines else [None]
+    film = Film(words, stage, number) if page else None
+    algorithm, optimizer, step, rows = go_to(config, stage, number, film)
     show(algorithm, step, rows, options.prompt)
-    metrics = train.optimizer_step(algorithm, step, optimizer, number)
+    with film or nullcontext():
+        metrics = train.optimizer_step(algorithm, step, optimizer, number)
+    if film:
+        film.write(Path(page), f"{options.run}, {stage} step {number}")
     ranks.shutdown()
     same = compare(folder, algorithm, step, number, metrics)
     other = "something else: another CPU, number of threads or ranks, or version of torch?"
@@ -74,7 +82,7 @@ class Reached(Exception):
     """The step that was asked for comes next; its arguments are what train.start shows of it."""
 
 
-def go_to(config, stage: str, number: int) -> tuple:
+def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     """Train until a step is next: algorithm, optimizer, Step, rows (ValueError: there is none).
 
     A copy of the run, cut back to its nearest state before the step, is resumed by train itself.
@@ -92,14 +100,19 @@ def go_to(config, stage: str, number: int) -> tuple:
 
     def see(algorithm, optimizer, step, done, batches):
         if (algorithm.stage, done) == (stage, number):
+            if film:
+                film.pause(algorithm, step)
             rows = Batches(batches.dataset, algorithm, batches.draws - 1)
             rows = step.rollout.rows if step.rollout else next(rows)
             raise Reached(algorithm, optimizer, step, rows)
 
     with TemporaryDirectory() as scratch:
         less = {"eval_steps": 0, "save_steps": 0, "data": replace(config.data, eval_rows=1)}
+        if film:
+            less["data"].image_workers = 0  # a row is made in the step that trains on it
         try:
-            train_again(replace(config, **less), begin, Path(scratch) / "run", see)
+            with film or nullcontext():
+                train_again(replace(config, **less), begin, Path(scratch) / "run", see)
         except Reached as reached:
             return reached.args
     raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
