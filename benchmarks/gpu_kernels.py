@@ -318,11 +318,12 @@ def decode_table(run: Run) -> None:
         prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
         new = [torch.randn(R, heads, D, device=CARD, dtype=torch.bfloat16) for heads in (H, K, K)]
         prefill.keys.append([new[0].new_empty(prompts * P, K, D).normal_() for _ in range(2)])
-        static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(slots), C)
+        start = torch.zeros(prompts, dtype=torch.long, device=CARD)
+        static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(slots), C, start)
         for x in static.row_kv[0]:
             x[:, :, :done] = torch.randn_like(x[:, :, :done])
-        static.length.fill_(done)
-        static.mask[:, : done + 1] = 0
+        static.lengths.fill_(done)
+        static.row_bias[..., : done + 1] = 0
         # each row with keys of its own, as where prompts are not shared
         of_rows = [
             torch.cat([static.slots.spread(x), y], 2)
@@ -330,7 +331,7 @@ def decode_table(run: Run) -> None:
         ]
         for x, y in zip(of_rows, new[1:], strict=True):
             x[:, :, P + done] = y
-        hidden = torch.cat([static.prompt_bias[:1], static.row_bias], 1)
+        hidden = torch.cat([static.prompt_bias[:1], static.row_bias[0, 0]], 1)
         ways = [
             Way("ours", partial(decode_way, static, new)),
             Way("ours, torch path", partial(decode_way, static, new, DecodeAttention.__call__)),

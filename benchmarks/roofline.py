@@ -162,19 +162,19 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     with torch.no_grad(), on_card(card) as prefill:
         model.lm_head(model(prompts, keys, prompts.layout.last_index))
     prompt_index, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
-    given = keys, prompt_index, work.completion_tokens
+    given = keys, prompt_index, work.completion_tokens, ids[: work.prompts]
     eager, static = DecodeAttention(*given), captured.StaticDecodeAttention(*given)
-    eager.length = work.completion_tokens // 2
+    eager.grow(work.completion_tokens // 2 + 1)
     counts = []
     for attention in (eager, static):
         with torch.no_grad(), on_card(card) as count:
-            logits = generate.Decode()(model, ids, ids, attention)
+            logits = generate.Decode()(model, ids, attention)
         counts.append(count)
     step, static = counts
     draw = generate.draw_by(torch.empty(R, 1, device="meta").double(), "meta")
     choose = generate.chooser(generate.SamplingConfig(), [0], draw, device="meta")
     with torch.no_grad(), on_card(card) as draw:
-        choose(logits, ids, 0)
+        choose(logits, ids, ids)
     if recompute:
         recompute_blocks(model)
     batch = meta_batch(config, Work(micro, work.num_generations, *lengths, work.completion_tokens))

@@ -70,8 +70,9 @@ def _part(
 
 @triton.jit
 def _parts_kernel(
-    q, k, v, hidden, own_k, own_v, unseen, outs, ends, lines, slots, programs, P, size, C, own_size, scale,
-    K: constexpr, h: constexpr, D: constexpr, TILE: constexpr, OWN: constexpr, BLOCK: constexpr,
+    q, k, v, hidden, own_k, own_v, unseen, outs, ends, lines, slots, programs, P, size, C, S,
+    own_size, scale, K: constexpr, h: constexpr, D: constexpr, TILE: constexpr, OWN: constexpr,
+    BLOCK: constexpr,
 ):  # fmt: skip
     """The first programs compute parts of prompts; then a row is a group of its own keys."""
     n = tl.program_id(0)
@@ -80,7 +81,7 @@ def _parts_kernel(
     else:
         n, done = n - programs, tl.cdiv(P, size) * lines
         outs, ends, k, v = outs + done.to(tl.int64) * D, ends + done, own_k, own_v
-        _part(n, q, k, v, unseen, 0, outs, ends, lines, 1, C, own_size, scale, K, h, D, OWN, BLOCK)
+        _part(n, q, k, v, unseen, S, outs, ends, lines, 1, C, own_size, scale, K, h, D, OWN, BLOCK)
 
 
 @triton.jit
@@ -119,8 +120,8 @@ def decode_attention(
     Args:
         q: (R, H, D), R / B rows of each prompt, one prompt after the other.
         k, v: (B, K, P, D) of prompts. own_k, own_v: (R, K, C, D) of rows. All contiguous.
-        hidden: (B, P), 0 or -inf for keys that are not there, which come last; unseen: (1, C), the
-            same of own keys, of which the first is there.
+        hidden: (B, P), 0 or -inf for keys that are not there, which come last; unseen: (R, C), its
+            lines S numbers apart, the same of own keys, of which the first is there.
     """
     (R, H, D), (B, K, P, _), C = q.shape, k.shape, own_k.shape[2]
     slots, h, lines, scale = R // B, H // K, R * H, D**-0.5 * math.log2(math.e)
@@ -130,7 +131,8 @@ def decode_attention(
     ends = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs, out = ends.new_empty(parts, lines, D), q.new_empty(q.shape)
     tensors = q.contiguous(), k, v, hidden, own_k, own_v, unseen, outs, ends
-    numbers = lines, slots, programs, P, size, C, own_size, scale, K, h, D, tile, own_tile, BLOCK
+    numbers = lines, slots, programs, P, size, C, unseen.stride(0), own_size, scale, K, h, D
+    numbers += tile, own_tile, BLOCK
     options = {"num_warps": WARPS[D], "num_stages": STAGES}
     with torch.cuda.device_of(q):  # Triton launches on the current device
         _parts_kernel[(programs + own_programs,)](*tensors, *numbers, **options)

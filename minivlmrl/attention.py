@@ -117,7 +117,7 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """The attention of generation: one new token for each running completion.
+    """The attention of generation: one new token for each running completion, at its own step.
 
     A prompt's keys are there once, however many completions read them; its memory is copied.
 
@@ -125,12 +125,12 @@ class DecodeAttention:
         prompts: of a prefill of prompts alone, GroupAttention(layout, keep_keys=True).
         prompt_index: (R,) prompt of each completion, ascending, on the host.
         capacity: most new tokens that a completion can get.
+        start: (B,) position of the first token after each prompt.
     """
 
     select_every = 1  # `generate` drops finished rows every so many steps
-    row_bias = None  # (1, C): -inf hides free slots of row_kv, of which only CUDA graphs have some
 
-    def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
+    def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         keys, lengths = prompts.keys, prompts.layout.prompt_lengths
         first, (_, K, D) = keys[0][0], keys[0][0].shape
         padded = ([pad_sequence(x.split(lengths), True) for x in layer] for layer in keys)
@@ -139,9 +139,13 @@ class DecodeAttention:
         self.prompt_bias = pad_sequence([first.new_zeros(n) for n in lengths], True, float("-inf"))
         shape = len(prompt_index), K, capacity, D
         self.row_kv = [[x.new_zeros(shape) for x in layer] for layer in keys]
-        self.length, self.device = 0, first.device  # length: tokens in row_kv
-        self.prompt_index = prompt_index
+        self.device, self.prompt_index = first.device, prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
+        self.rows = to_device(torch.arange(len(prompt_index)), self.device)  # which are left
+        self.start = start[self.slots.prompt_index]  # (R,) the next token is at start + length
+        self.lengths = torch.zeros_like(self.rows)  # (R,) tokens in row_kv; a bias hides the rest
+        self.row_bias = first.new_full((len(prompt_index), 1, 1, capacity), float("-inf"))
+        self.read = 0  # own keys that a step reads: of the longest row
         self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
 
     def select(self, going_on: Tensor) -> Tensor | None:
@@ -162,18 +166,25 @@ class DecodeAttention:
             self.prompt_bias = self.prompt_bias[prompts]
             for layer in self.prompt_kv:
                 layer[:] = [x[prompts] for x in layer]
+        state = self.rows, self.start, self.lengths, self.row_bias
+        self.rows, self.start, self.lengths, self.row_bias = (x[rows] for x in state)
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(prompts), self.device)
         return rows
 
+    def grow(self, tokens: int = 1):  # before a step
+        self.read += tokens
+        self.row_bias.scatter_(-1, self.lengths.view(-1, 1, 1, 1), 0.0)
+
     def advance(self):  # after all layers
-        self.length += 1
+        self.lengths.add_(1).clamp_(max=self.row_bias.shape[-1] - 1)  # of a row that has ended
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Add the new tokens' k, v (R, K, D) to those before: each (R, K, C, D)."""
+        each = torch.arange(len(k), device=self.device)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
-            keys[:, :, self.length] = new
-        return [keys[:, :, : self.length + 1] for keys in self.row_kv[layer_index]]
+            keys[each, :, self.lengths] = new
+        return [keys[:, :, : self.read] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (R, H, D), K = q.shape, k.shape[1]
@@ -183,7 +194,7 @@ class DecodeAttention:
         # all rows of a prompt are queries of one product with its keys
         bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, bias)
-        to_row = self.slots.by_prompt(attention_scores(q, row_k, self.row_bias))
+        to_row = self.slots.by_prompt(attention_scores(q, row_k, self.row_bias[..., : self.read]))
         weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)
         to_prompt, to_row = weights.split([prompt_k.shape[2], row_k.shape[2]], dim=-1)
         out = self.slots.by_row(to_prompt @ prompt_v) + self.slots.by_row(to_row) @ row_v

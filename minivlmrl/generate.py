@@ -22,8 +22,8 @@ from minivlmrl.kernels.running_sum import running_sum
 from minivlmrl.rows import Completion, Processor, Prompt, uniform_numbers
 
 UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
-# choose(logits (r, V), rows (r,), step) -> ids (r,), logps (r,) nats, ends (r,) bool: stopped
-Choose = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+# choose(logits (r, V), rows, counts of tokens so far) -> ids, logps, ends (bool): each (r,)
+Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass
@@ -73,9 +73,10 @@ class Decode:
 
     attention_type = DecodeAttention
 
-    def __call__(self, model, ids: Tensor, position: Tensor, attention: DecodeAttention) -> Tensor:
-        """Run the decoder on a new token of each row: ids, position (r,) -> logits (r, V)."""
-        hidden = model.model(model.model.embed_tokens(ids), position.expand(3, -1), attention)
+    def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
+        """Run the decoder on a new token of each row: ids (r,) -> logits (r, V)."""
+        position = (attention.start + attention.lengths).expand(3, -1)
+        hidden = model.model(model.model.embed_tokens(ids), position, attention)
         attention.advance()
         return float32_matmul(hidden, model.lm_head.weight.T)
 
@@ -88,58 +89,49 @@ def generate(
     """Sample completions: B lists of num_generations.
 
     Args:
-        prompts: B, of any lengths and numbers of images.
-        choose: takes logits and says each row's next token, and whether the row ends with it.
         decode: how a step is computed, default Decode(); both may force tokens, environments/.
         device: where to compute; default: where the head is (offloaded weights are elsewhere).
     """
     decode, device = decode or Decode(), device or model.lm_head.weight.device
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
-    logits, attention, position = prefill(model, batch, prompt_index, max_new_tokens, decode)
-    running = to_device(torch.arange(len(prompt_index)), device)
-    going_on = torch.ones_like(running, dtype=torch.bool)
-    steps = []  # of each: running rows, their tokens, log-probabilities, whether they end
-    for step in range(max_new_tokens):
-        ids, logps, ends = choose(logits, running, step)
-        steps.append((running, ids, logps, ends))
-        going_on = going_on & ~ends
-        if step + 1 == max_new_tokens:
-            break
-        if (step + 1) % attention.select_every == 0:
+    logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
+    going_on = torch.ones_like(attention.rows, dtype=torch.bool)
+    steps = []  # of each: which rows went on, rows, tokens, log-probabilities, whether they end
+    for step in range(1, max_new_tokens + 1):
+        ids, logps, ends = choose(logits, attention.rows, attention.lengths)
+        steps.append((going_on, attention.rows, ids, logps, ends))
+        going_on = going_on & ~ends & (attention.lengths + 1 < max_new_tokens)
+        if step % attention.select_every == 0 or step == max_new_tokens:
             on_host = going_on.cpu()  # a GPU is waited for here alone
             if not on_host.any():
                 break
             if (rows := attention.select(on_host)) is not None:  # finished rows were dropped
-                state = running, ids, position, going_on
-                running, ids, position, going_on = (x[rows] for x in state)
-        logits = decode(model, ids, position + step, attention)
+                ids, going_on = ids[rows], going_on[rows]
+        attention.grow()
+        logits = decode(model, ids, attention)
     return collect(steps, num_generations)
 
 
 def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode):
-    """Read the prompts once: logits (R, V) of first tokens, a DecodeAttention, positions (R,)."""
+    """Read the prompts once: logits (R, V) of first tokens, and a DecodeAttention."""
     attention = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
-    decoding = decode.attention_type(attention, prompt_index, capacity)
     ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
-    rows = decoding.slots.prompt_index  # (R,) on the device
+    decoding = decode.attention_type(attention, prompt_index, capacity, torch.stack(ends))
     logits = float32_matmul(hidden, model.lm_head.weight.T)
-    return logits[rows], decoding, torch.stack(ends)[rows]
+    return logits[decoding.slots.prompt_index], decoding
 
 
 def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     """Gather what was chosen step by step into a Completion for each row: B lists of G."""
-    rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    went_on, *columns = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    rows, ids, logps, ends = (column[went_on] for column in columns)  # an ended row may run on
     if not logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
     columns = (x[order].split(lengths) for x in (ids, logps, ends))  # a part for each row
-    completions = []
-    for row_ids, row_logps, row_ends in zip(*columns, strict=True):
-        ended = row_ends.tolist()  # between two calls of `select` a finished row goes on
-        length = ended.index(True) + 1 if True in ended else len(ended)
-        completions.append(Completion(row_ids[:length], row_logps[:length], ended[length - 1]))
+    completions = [Completion(i, p, bool(e[-1])) for i, p, e in zip(*columns, strict=True)]
     starts = range(0, len(completions), num_generations)
     return [completions[i : i + num_generations] for i in starts]
 
@@ -150,17 +142,17 @@ def chooser(
 ) -> Choose:  # fmt: skip
     """Make a `choose` for generate, where ids of `stop` end a completion.
 
-    draw(probs (r, V), rows, step) -> ids (r,), see draw_by. warp(logits (r, V), rows, step) ->
+    draw(probs (r, V), rows, counts) -> ids (r,), see draw_by. warp(logits (r, V), rows, counts) ->
     scores (r, V), whose softmax is drawn from; default logits / temperature. Filters are such
     functions: log-probabilities are of what they keep, that is, do not set to -inf.
     """
     stop = to_device(torch.tensor(stop, dtype=torch.long), device)
 
-    def choose(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits.float()
         scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
-        scores = scaled if warp is None else warp(logits, rows, step)
-        ids = draw(scores.softmax(-1), rows, step) if sampling.temperature else scores.argmax(-1)
+        scores = scaled if warp is None else warp(logits, rows, counts)
+        ids = draw(scores.softmax(-1), rows, counts) if sampling.temperature else scores.argmax(-1)
         kept = scaled if warp is None else torch.where(scores.isneginf(), scores, scaled)
         logps = kept.gather(-1, ids[:, None])[:, 0] - kept.logsumexp(-1)
         return ids, logps, torch.isin(ids, stop)
@@ -171,7 +163,7 @@ def chooser(
 def draw_by(uniforms: Tensor, device="cpu") -> Callable:
     """Make a `draw` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
     numbers = to_device(uniforms, device)
-    return lambda probs, rows, step: inverse_cdf(probs, numbers[rows, step])
+    return lambda probs, rows, counts: inverse_cdf(probs, numbers[rows, counts])
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

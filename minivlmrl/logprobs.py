@@ -8,8 +8,7 @@ from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 def plain_per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps by its definition, all logits in memory: for tests and exercise 7."""
-    logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
-    log_probs = logits.log_softmax(-1)
+    log_probs = (model.lm_head(completion_states(model, batch)) / temperature).log_softmax(-1)
     logps = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
     return logps, -(log_probs.exp() * log_probs).sum(-1)
 

@@ -78,10 +78,11 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
         found = prefill(index, *(x[prompt_index] for x in layer))
         torch.testing.assert_close(found, expected[index][prompt_index], atol=1e-12, rtol=1e-12)
     owner = torch.arange(3).repeat_interleave(3)
-    decode = DecodeAttention(prefill, owner, capacity=6)
+    decode = DecodeAttention(prefill, owner, 6, torch.tensor(prompts))
     running = list(range(9))
     for step in range(6):
         index = [rows[row][step] for row in running]
+        decode.grow()
         for number, layer in enumerate(layers):
             found = decode(number, *(x[index] for x in layer))
             torch.testing.assert_close(found, expected[number][index], atol=1e-12, rtol=1e-12)

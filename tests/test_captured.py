@@ -62,7 +62,7 @@ def test_rows_move_together_and_keys_grow(monkeypatch, shared):
         kept.append((len(self.prompt_bias), self.slots.slots, self.read))
         split.add(int(self.prompts.bincount().max()))
         assert all(x.shape[0] == len(self.prompt_bias) * self.slots.slots for x in self.row_kv[0])
-        assert all(x.shape[2] == self.read < 2 * max(self.steps, 2) for x in self.row_kv[0])
+        assert all(x.shape[2] == self.read < 2 * max(self.most, 2) for x in self.row_kv[0])
         return rows
 
     if not shared:

@@ -43,18 +43,18 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     hidden = torch.arange(P) >= torch.tensor(prompts)[:, None]
     for x in keys[:2]:
         x.copy_(x.masked_fill(hidden[:, None, :, None], 99))
+    there = (own - torch.arange(R) % 3).clamp(min=1)  # own keys of each row
+    unseen = torch.arange(C) >= there[:, None]
     for x in keys[2:]:
-        x[:, :, own:] = 99
-    masks = [
-        torch.zeros(x.shape, dtype=dtype).masked_fill(x, float("-inf")) for x in (hidden, torch.arange(C)[None] >= own)
-    ]
+        x.copy_(x.masked_fill(unseen[:, None, :, None], 99))
+    masks = [torch.zeros(x.shape, dtype=dtype).masked_fill(x, float("-inf")) for x in (hidden, unseen)]
     k, v, own_k, own_v = keys
     given = [x.to(DEVICE) for x in (q, k, v, masks[0], own_k, own_v, masks[1])]
     assert fits(given[0])
     found = decode_attention(*given).cpu()
     for row in range(R):
         group, n = row // slots, prompts[row // slots]
-        k, v = (torch.cat([x[group, :, :n], y[row, :, :own]], 1).double() for x, y in (keys[::2], keys[1::2]))
+        k, v = (torch.cat([x[group, :, :n], y[row, :, : there[row]]], 1).double() for x, y in (keys[::2], keys[1::2]))
         k, v = (x.repeat_interleave(H // K, 0) for x in (k, v))  # (H, keys, D)
         weights = (k @ q[row].double()[:, :, None] * D**-0.5).softmax(1)
         expected = (weights.mT @ v)[:, 0]
@@ -74,7 +74,8 @@ def test_on_a_gpu_or_interpreted_rows_move(monkeypatch):
         monkeypatch.setenv("MINIVLMRL_KERNELS", kernels)
         prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
         prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
-        decoding = StaticDecodeAttention(prefill, torch.arange(3).repeat_interleave(4), 7)
+        owner, start = torch.arange(3).repeat_interleave(4), torch.zeros(3, device=DEVICE)
+        decoding = StaticDecodeAttention(prefill, owner, 7, start)
         running, forms, results[kernels] = torch.arange(12), set(), []
         for step in range(1, 8):
             decoding.grow()

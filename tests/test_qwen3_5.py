@@ -105,7 +105,7 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
         assert batch.layout.prompt_lengths == [14] * 2
         owner = torch.arange(2).repeat_interleave(3)
         with torch.no_grad():
-            _, attention, _ = prefill(model, batch, owner, work.completion_tokens, Decode())
+            _, attention = prefill(model, batch, owner, work.completion_tokens, Decode())
             before = GroupAttention(batch.layout, keep_keys=True)
             model(batch, before)
         held = [x for memory in (attention, before) for layer in memory.memory.values() for x in layer]

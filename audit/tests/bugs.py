@@ -141,8 +141,9 @@ def round_weights(optimizer_step, algorithm, *given):
 
 
 def wrong_positions(prefill, model, batch, prompt_index, *rest):
-    logits, decoding, _ = prefill(model, batch, prompt_index, *rest)
-    return logits, decoding, torch.tensor(batch.layout.prompt_lengths)[prompt_index]
+    logits, decoding = prefill(model, batch, prompt_index, *rest)
+    decoding.start = torch.tensor(batch.layout.prompt_lengths)[prompt_index]
+    return logits, decoding
 
 
 # Patches of TRL. Most replace a piece of a method's source by what once was there, or is elsewhere.

@@ -92,7 +92,7 @@ class ToolDecode(Decode):
     def __init__(self, image_token: int, plays: list[Play]):
         self.image_token, self.plays = image_token, plays
 
-    def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
+    def __call__(self, model, ids: Tensor, attention) -> Tensor:
         plays, device = [play for play in self.plays if not play.ended], ids.device
         asked = [(play, picture) for play in plays for picture in play.unseen]
         if asked:
@@ -111,7 +111,9 @@ class ToolDecode(Decode):
             shown = torch.stack([plays[i].embeds.popleft() for i in shows])
             x, deep = place_images(x, shown, index)
         moved = to_device(torch.tensor([play.moved for play in plays]).T, device)  # (3, r)
-        hidden = model.model(x, position + moved, attention, None, index, deep)
+        hidden = model.model(
+            x, attention.start + attention.lengths + moved, attention, None, index, deep
+        )
         attention.advance()
         return float32_matmul(hidden, model.lm_head.weight.T)
 
@@ -163,11 +165,11 @@ class ToolSampler(RunSampler):
         return ToolDecode(self.processor.tokenizer.special_tokens[IMAGE], self.plays)
 
     def forcing(self, choose: Choose) -> Choose:
-        def force(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-            drawn = zip(*(x.tolist() for x in choose(logits, rows, step)), strict=True)
-            plays = zip(rows.tolist(), drawn, strict=True)
-            left = self.sampling.max_new_tokens - step - 1
-            now = [self.plays[row].step(token, left, self) for row, token in plays]
+        def force(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            drawn = zip(*(x.tolist() for x in choose(logits, rows, counts)), strict=True)
+            plays = zip(rows.tolist(), drawn, counts.tolist(), strict=True)
+            most = self.sampling.max_new_tokens - 1
+            now = [self.plays[row].step(token, most - n, self) for row, token, n in plays]
             return tuple(to_device(torch.tensor(x), rows.device) for x in zip(*now, strict=True))
 
         return force

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivlmrl.attention import DecodeAttention, GroupAttention
+from minivlmrl.attention import DecodeAttention
 from minivlmrl.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 
@@ -34,27 +34,20 @@ class StaticDecodeAttention(DecodeAttention):
 
     select_every = 16
 
-    def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
-        self.read, self.capacity = min(KEYS, capacity), capacity
-        super().__init__(prompts, prompt_index, self.read)
-        self.length = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.steps = 0
-        self.mask = self.prompt_bias.new_full((1, capacity + 1), float("-inf"))  # of own keys
-        self.mask[:, 0] = 0.0
+    def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
+        super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
+        self.most, self.read, self.capacity = 0, min(KEYS, capacity), capacity
+        self.row_bias = F.pad(self.row_bias, (0, capacity - self.read), value=float("-inf"))
         self.prompts = torch.arange(len(self.prompt_bias))  # of each group of slots
 
-    @property
-    def row_bias(self) -> Tensor:
-        """Mask own keys that are not there yet: (1, C), -inf for these."""
-        return self.mask[:, : self.read]
-
-    def grow(self):
-        """Count a step on the host, and make room for more own keys if it is full."""
-        if self.steps == self.read:
-            self.read = min(2 * self.read, self.capacity)
+    def grow(self, tokens: int = 1):
+        """Count tokens on the host, and make room for more own keys if it is full."""
+        self.most += tokens
+        self.row_bias.scatter_(-1, self.lengths.view(-1, 1, 1, 1), 0.0)
+        if self.read < min(self.most, self.capacity):
+            self.read = min(max(2 * self.read, self.most), self.capacity)
             for layer in self.row_kv:  # one after the other: never two copies of all keys
                 layer[:] = [F.pad(x, (0, 0, 0, self.read - x.shape[2])) for x in layer]
-        self.steps += 1
 
     def select(self, going_on: Tensor) -> Tensor | None:
         """Move rows together where a step then reads a quarter fewer keys: in slots of 1, 2, 4 or 8
@@ -78,20 +71,11 @@ class StaticDecodeAttention(DecodeAttention):
         """Count the keys that a step reads: a prompt's once in a group, own ones in each slot."""
         return groups * (self.prompt_bias.shape[1] + slots * self.read)
 
-    def advance(self):
-        self.length += 1
-        self.mask.index_fill_(1, self.length, 0.0)
-
-    def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
-            keys.index_copy_(2, self.length, new.unsqueeze(2))
-        return [keys[:, :, : self.read] for keys in self.row_kv[layer_index]]
-
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
         prompt_kv, kv = self.prompt_kv[layer_index], self.remember(layer_index, k, v)
-        return decode_attention(q, *prompt_kv, self.prompt_bias, *kv, self.row_bias)
+        return decode_attention(q, *prompt_kv, self.prompt_bias, *kv, self.row_bias[:, 0, 0])
 
 
 class CapturedDecode(Decode):
@@ -102,15 +86,13 @@ class CapturedDecode(Decode):
     def __init__(self):
         self.form = self.graph = None
 
-    def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
-        attention.grow()
+    def __call__(self, model, ids: Tensor, attention) -> Tensor:
         form = attention.slots, attention.read  # with others the graph would read other tensors
         first = form != self.form
         if first:
             self.form, self.graph = form, None
-            self.ids, self.position = ids.clone(), position.clone()
+            self.ids = ids.clone()
         self.ids.copy_(ids)
-        self.position.copy_(position)
         if self.graph is not None:
             self.graph.replay()
         elif first or ids.device.type != "cuda":  # prepares what a capture must not: workspaces
@@ -120,7 +102,7 @@ class CapturedDecode(Decode):
         return self.logits
 
     def step(self, model, attention):
-        self.logits = super().__call__(model, self.ids, self.position, attention)
+        self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
         """Record the kernels, which does not run them, and run them."""

@@ -53,7 +53,7 @@ class Filters:
         self.kept = [[] for _ in range(len(prompts) * num_generations)]  # by row: each token's ids
         self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
-    def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
+    def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         """Turn (r, V) logits of these rows into scores, whose softmax is drawn from."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             shape = len(self.prompts), logits.shape[-1]
@@ -79,8 +79,8 @@ class Filters:
     def remembering(self, choose: Choose) -> Choose:
         """Make a `choose` that remembers what each row has drawn."""
 
-        def remember(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-            ids, logps, ends = choose(logits, rows, step)
+        def remember(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            ids, logps, ends = choose(logits, rows, counts)
             if self.seen is not None:
                 self.seen[rows, ids] = True
             return ids, logps, ends

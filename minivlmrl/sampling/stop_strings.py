@@ -57,8 +57,8 @@ class StopStrings:
     def ending(self, choose: Choose) -> Choose:
         """Make a `choose` whose rows also end with one of the texts."""
 
-        def choose_and_look(logits: Tensor, rows: Tensor, step: int):
-            ids, logps, ends = choose(logits, rows, step)
+        def choose_and_look(logits: Tensor, rows: Tensor, counts: Tensor):
+            ids, logps, ends = choose(logits, rows, counts)
             return ids, logps, ends | self.completed(rows, ids)
 
         return choose_and_look

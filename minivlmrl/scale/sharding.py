@@ -202,9 +202,9 @@ def in_lockstep(choose: Callable, max_new_tokens: int, model: nn.Module, world: 
     after the last one runs steps on a meaningless token until all ranks have finished.
     """
 
-    def choose_together(logits: Tensor, rows: Tensor, step: int):
-        ids, logps, ends = choose(logits, rows, step)
-        if step + 1 < max_new_tokens and not ends.all():
+    def choose_together(logits: Tensor, rows: Tensor, counts: Tensor):
+        ids, logps, ends = choose(logits, rows, counts)
+        if not (ends | (counts + 1 == max_new_tokens)).all():
             world.sum(1)
             return ids, logps, ends
         device = world.device  # weights may be offloaded

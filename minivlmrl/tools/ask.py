@@ -70,8 +70,8 @@ class Stream:
     def listen(self, choose: Choose) -> Choose:
         """Make a `choose` that prints what is chosen."""
 
-        def choose_and_print(logits: Tensor, rows: Tensor, step: int):
-            ids, logps, ends = choose(logits, rows, step)
+        def choose_and_print(logits: Tensor, rows: Tensor, counts: Tensor):
+            ids, logps, ends = choose(logits, rows, counts)
             if ids.item() not in self.hidden:
                 text = token_bytes(self.tokenizer, ids.item())
                 print(self.decoder.decode(text), end="", flush=True)
