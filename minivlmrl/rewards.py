@@ -4,8 +4,7 @@
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
 None for a completion says "cannot judge": it counts neither in the group's mean nor in any
-advantage. A recipe says rewards by name, with their weights, {accuracy: 1.0}; the table of names
-is reward_functions/names.py.
+advantage. The names that a recipe gives weights, {accuracy: 1.0}, are in reward_functions/names.py.
 """
 
 import math
@@ -25,9 +24,8 @@ def tag_format(completions: list[str], **columns) -> list[float]:
     """1.0 for exactly <think>...</think><answer>...</answer>: each tag once, both filled."""
 
     def fits(completion: str) -> bool:
-        if not all(completion.count(tag) == 1 for tag in TAGS):
-            return False
-        match = THINK_ANSWER.fullmatch(completion.strip())
+        once = all(completion.count(tag) == 1 for tag in TAGS)
+        match = once and THINK_ANSWER.fullmatch(completion.strip())
         return bool(match and match[1].strip() and match[2].strip())
 
     return [float(fits(completion)) for completion in completions]
@@ -79,12 +77,12 @@ def reward_columns(
 ) -> dict[str, list]:
     """Collect the columns of rewards, n = B * G values each, None where a row lacks one.
 
-    `completions` are the texts that were written, `answer_texts` what they answer.
+    `completions` are the assistant's turns, see Processor.turn, `answer_texts` what they answer.
     """
     names = sorted(set().union(*(row.columns for row in rows)))
     rows = [row for row, group in zip(rows, completions, strict=True) for _ in group]  # n
     completions = [completion for group in completions for completion in group]
-    texts = [processor.decode(completion.ids[completion.written]) for completion in completions]
+    texts = [processor.turn(completion) for completion in completions]
     return {name: [row.columns.get(name) for row in rows] for name in names} | {
         "prompts": [row.messages for row in rows],
         "images": [row.images for row in rows],

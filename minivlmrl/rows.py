@@ -1,7 +1,4 @@
-"""Row -> Prompt, the only form in which a question reaches the model.
-
-data/file_dataset.py makes rows of files, tasks/ of pictures that it draws.
-"""
+"""Row, of data/file_dataset.py or tasks/ -> Prompt, the form in which questions reach the model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +104,11 @@ class Processor:
         """Return the text of a completion without its stop token."""
         ids = ids.tolist()
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
+
+    def turn(self, completion: Completion) -> str:
+        """Return the assistant's turn: the thought that the prompt opens, and what was written."""
+        opened = self.template.opened if self.template else ""
+        return opened + self.decode(completion.ids[completion.written])
 
 
 def shown_parts(

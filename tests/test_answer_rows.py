@@ -84,7 +84,8 @@ def test_the_pin_changes_with_prompt_pixels_decoding_and_weights_alone(evaluate,
     base = evaluate("--rows=2")[1]["pin"]
     copy = {"model": shutil.copytree(checkpoint, tmp_path / "copy")}
     for name, arguments, options in (
-        ("prompt", ["--data.prompt_template=Look. {problem}"], {}), ("pixels", ["--data.max_pixels=3136"], {}),
+        ("prompt", ["--data.prompt_template=Look. {problem}"], {}),
+        ("prompt", ["--data.template={add_vision_id: true}"], {}), ("pixels", ["--data.max_pixels=3136"], {}),
         ("decoding", ["--sampling.top_k=3"], {}), ("copied", [], copy),
         ("seed and rewards", ["--seed=1", "--data.eval_rewards=[format, accuracy]"], {}),
         ("rows", [], {"data": rows.parent / "other.jsonl"}),

@@ -10,11 +10,16 @@ from on_ranks import ONE
 from pytest import approx
 from runs import LETTERS, metrics
 
+from minivlmrl.data.template import ChatTemplate
+from minivlmrl.grpo import Rollout
+from minivlmrl.rewards import tag_format
 from minivlmrl.rows import Completion
-from minivlmrl.run.completions import CompletionsLog, tokens
+from minivlmrl.run.completions import CompletionsLog, describe, tokens
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_processor
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.tools import answer_rows
 
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", "--grpo.max_steps=2", LETTERS)
 completions = partial(metrics, name="completions.jsonl")
@@ -41,6 +46,27 @@ def test_a_line_says_what_the_step_trained_on(run):
         assert all(logp <= 0 for c in line["completions"] for _, logp in c["tokens"])
         [image] = line["images"]
         assert PIL.Image.open(folder / image).size == (56, 56)
+
+
+def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, published):
+    """By format, find_answer, the page's lines and evaluate's; what is trained on stays what was written."""
+    template, end = ChatTemplate(published("qwen3_5_think"), "t"), "</think>\n<answer>green square</answer>"
+    one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").algorithm
+    one.processor.template, row = template, Shapes(1, "rows")[0]
+    ids = torch.tensor(one.processor.tokenizer.encode(f"The square is green.\n{end}"))
+    group = [Completion(ids, torch.zeros(len(ids))), Completion(ids[:2], torch.zeros(2))]
+    prompt = row.prompt(one.processor)
+    assert one.processor.decode(prompt.input_ids).endswith("<|im_start|>assistant\n<think>\n")
+    columns = one.columns([row], [prompt], [group])
+    texts = columns["completions"]
+    assert texts == [f"<think>\nThe square is green.\n{end}", "<think>\n" + one.processor.decode(ids[:2])]
+    assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]
+    assert columns["completion_ids"] == [ids.tolist(), ids[:2].tolist()]
+    lines = describe(one, Rollout([row], [prompt], [group], torch.zeros(2, 1)), 0, [0.0, 0.0])["completions"]
+    assert [line["text"] for line in lines] == texts and "".join(t for t, _ in lines[0]["tokens"]) == texts[0]
+    assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
+    evaluated = answer_rows.line(one.processor, [], row, group, [[], []])["answers"]
+    assert [answer["text"] for answer in evaluated] == texts and evaluated[0]["answer"] == "green square"
 
 
 @pytest.mark.usefixtures("plain", "lively")

@@ -64,6 +64,19 @@ def test_the_first_rank_says_what_runs_where(home, capsys, monkeypatch):
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
 
 
+@pytest.mark.parametrize(
+    ("value", "says"), [("true", r"a thought, '<think>\n', and rewards read"), ("false", "no thought")]
+)
+def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
+    """A checkpoint keeps the values that its template was handed."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
+    options = [f"--model.path={model}", "--stages=[]", f"--data.template={{enable_thinking: {value}}}"]
+    folder = run(*own, *options)
+    assert f"\nprompts open {says}" in capsys.readouterr().out
+    assert load_config(folder / "checkpoint" / "minivlmrl.yaml").data.template == {"enable_thinking": value == "true"}
+
+
 def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()

@@ -6,8 +6,8 @@ import json
 import pytest
 from talk import CHATML, assistant, bracketed, renders_as_transformers
 
-from minivlmrl.chat import Control
-from minivlmrl.data.template import DEFAULT, ChatTemplate
+from minivlmrl.chat import Control, render
+from minivlmrl.data.template import DEFAULT, ChatTemplate, with_values
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 HI = [{"role": "user", "content": "hi"}]
@@ -32,6 +32,46 @@ def test_templates_with_tool_calls_render_as_in_transformers(load, name):
     renders_as_transformers(load(name), HI)
     renders_as_transformers(load(name), TOOL_TALK)
     renders_as_transformers(load(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
+
+
+THINK, OFF = "<think>\n", {"enable_thinking": False}
+ASKED = [*user({"type": "image"}, {"text": " Hi? "}), assistant("<think>\nhm\n</think>\n\nHi."), *HI]
+
+
+@pytest.mark.parametrize(("name", "values", "opened"), [
+    ("qwen2_5_vl", {}, ""), ("qwen2_5_vl", {"add_vision_id": True}, ""),
+    ("qwen3_vl", {}, ""), ("qwen3_vl", {"add_vision_id": True}, ""),
+    ("qwen3_5_think", {}, THINK), ("qwen3_5_think", OFF, ""), ("qwen3_5_nothink", {}, ""),
+    ("qwen3_5_nothink", {"enable_thinking": True}, THINK), ("qwen3_6", {}, THINK), ("qwen3_6", OFF, ""),
+    ("qwen3_8", {}, THINK), ("qwen3_8", OFF, ""), ("qwen3_8", {"add_vision_id": True}, THINK),
+])  # fmt: skip
+def test_a_published_template_takes_named_values_as_in_transformers(
+    published, transformers, tmp_path, name, values, opened
+):
+    """Qwen2-VL's is Qwen2.5-VL's. And what a prompt has opened of the assistant's turn."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    write(tmp_path, {"chat_template.jinja": published(name)})
+    template = with_values(ChatTemplate.from_folder(tmp_path), values)
+    rendered = (template.render if template else render)(ASKED)
+    options = {"chat_template": published(name), "add_generation_prompt": True}
+    assert "".join(rendered) == render_jinja_template([ASKED], **options, **values)[0][0]
+    assert (template.opened if template else "") == opened
+    message = r"chat template: it reads no 'enable_thinkin' of data.template; there are: .*add_vision_id"
+    with pytest.raises(ValueError, match=message):
+        with_values(template, {"enable_thinkin": False})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
+def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, name):
+    """Qwen3.8's template would write one that is in the text a second time; without one it is empty, or not written."""
+    thinks, no = with_values(load(name), {"enable_thinking": True}), with_values(load(name), OFF)
+    bare, told = assistant("<answer>b</answer>"), assistant("<think>\na\n</think>\n<answer>b</answer>")
+    for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
+        assert bracketed(thinks.render_completion(HI, [answer])) == f"[{thought}<answer>b</answer><|im_end|>]"
+    assert bracketed(no.render_completion(HI, [bare])) == "[<answer>b</answer><|im_end|>]"
+    with pytest.raises(ValueError, match="; leave out thoughts after a prompt without"):
+        no.render_completion(HI, [told])
 
 
 ATTACKS = {
@@ -74,14 +114,6 @@ def test_what_a_template_would_leave_out_is_refused():
         template.render([*HI, CALL])
     with pytest.raises(ValueError, match="no place for tool_calls"):
         template.render_completion([*HI, CALL], [assistant("a")])
-
-
-def test_a_line_before_the_template_numbers_pictures():
-    """docs/data.md: what data.add_vision_id did."""
-    template = ChatTemplate("{%- set add_vision_id = true -%}\n" + DEFAULT, "chat_template.jinja")
-    shown = "<|vision_start|><|image_pad|><|vision_end|>"
-    pieces = template.render(user({"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}))
-    assert f"user\nPicture 1: {shown}Picture 2: {shown}?<|im_end|>" in "".join(pieces)
 
 
 def test_messages_are_checked_as_in_chat_py():

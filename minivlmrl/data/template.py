@@ -7,10 +7,13 @@ Qwen3-VL's is chat.render without a default system message, but for tools.
 import hashlib
 import json
 import re
+from copy import copy
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -55,7 +58,7 @@ class ChatTemplate:
         source: the file, for errors.
         special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a
             folder's.
-        token_names: variables such as eos_token that the template may read.
+        token_names: variables such as eos_token that the template may read, and with_values'.
     """
 
     def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
@@ -113,6 +116,8 @@ class ChatTemplate:
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
+        if "reasoning_content" in self.text:
+            turns = list(map(_with_thought_apart, turns))
         whole = self._checked([*messages, *turns])
         text = self._lay_out(whole, False)
 
@@ -120,7 +125,10 @@ class ChatTemplate:
             beginning = self._lay_out(whole[:count], add_generation_prompt)
             if not text.startswith(beginning):
                 what = f"it lays out the first {count} messages in another way when more follow"
-                raise self._error(f"{what}; use one that only ever appends")
+                cure = (
+                    "leave out thoughts after a prompt without, or use one that only ever appends"
+                )
+                raise self._error(f"{what}; {cure}")
             return len(beginning)
 
         spans = []
@@ -132,6 +140,17 @@ class ChatTemplate:
         for i, (begin, end) in enumerate(cuts):  # not written, written, not written, ...
             flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
         return join_flagged(flagged)
+
+    @cached_property
+    def opened(self) -> str:
+        """Find the thought that a prompt opens, and does not close: "<think>\\n"; "" if there is none.
+
+        It is of the assistant's turn, though the model does not write it.
+        """
+        asked = [{"role": "user", "content": "?"}]
+        before, prompt = (self._lay_out(asked, flag) for flag in (False, True))
+        _, tag, thought = prompt.removeprefix(before).rpartition("<think>")
+        return tag + thought if tag and "</think>" not in thought else ""
 
     def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
@@ -182,6 +201,20 @@ class ChatTemplate:
         return ValueError(f"{self.source}: chat template: {reason}")
 
 
+def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
+    """Hand a template, None: chat.render's, named values, such as {"enable_thinking": False}."""
+    if not values:
+        return template
+    made = copy(template or ChatTemplate(DEFAULT, "the default template"))
+    read = jinja2.meta.find_undeclared_variables(made.template.environment.parse(made.text))
+    read -= {*made.template.environment.globals, "messages", "tools", "add_generation_prompt"}
+    if unknown := [name for name in values if name not in read]:
+        names = ", ".join(sorted(read)) or "none"
+        raise made._error(f"it reads no {unknown[0]!r} of data.template; there are: {names}")
+    made.token_names, made.is_qwen3 = made.token_names | values, False
+    return made
+
+
 def _is_known(text: str, ours: str, *published: str) -> bool:
     """Tell whether a template's text is ours or, by its hash, what Qwen publishes."""
     text = text.removesuffix("\n")
@@ -198,6 +231,13 @@ def _needs_jinja(messages: list[dict]) -> bool:
         raise ValueError(f"{late}; begin with it, or make it a user's")
     known = set(roles) <= {"system", "user", "assistant"}
     return not known or not shown <= {"user"} or any(m.get("tool_calls") for m in messages)
+
+
+def _with_thought_apart(turn: dict) -> dict:
+    """Say the thought of an answer, <think>...</think> in front of it, as templates are told it."""
+    text = turn["content"] if isinstance(turn.get("content"), str) else ""
+    thought = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", text, re.DOTALL)
+    return turn | dict(reasoning_content=thought[1], content=thought[2]) if thought else turn
 
 
 def _plain(value):

@@ -38,6 +38,7 @@ THEIRS = {
     "dataset_name": "data.train_file",
     "reward_funcs": "rewards",
     "reward_weights": "rewards",
+    "chat_template_kwargs": "data.template",
     "model_name_or_path": "model.path",
     "lora_r": "adapter.r",
     "load_in_4bit": "adapter.quantize=nf4",

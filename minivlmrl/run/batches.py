@@ -40,6 +40,7 @@ class DataSection(RowOptions):
     max_pixels: int | None = None  # upper bound of the area
     image_workers: Annotated[int, "[0, 64]"] = 2  # threads that prepare prompts; 0: steps wait
     skip_unreadable: bool = False  # leave out training rows whose image is broken, and count them
+    template: dict = field(default_factory=dict)  # values for its chat: {enable_thinking: false}
     # of coordinates in answers; None: as the model's family writes them
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     answer: Literal["tags", "whole", "last_line"] = "tags"  # where it is: docs/rewards.md

@@ -3,8 +3,8 @@
 A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the
 run's folder), truth (boxes), and completions: text, rewards by name, reward (their weighted sum),
 advantage, stopped, boxes, and tokens [[text, log-probability in nats], ...]. Boxes are [x1, y1, x2,
-y2] in shares of the image's width and height. A token that an environment forced has no
-log-probability, and a completion with pictures names them: pictures.
+y2] in shares of the image's width and height. What a prompt opened or an environment forced has
+no log-probability, and a completion with pictures names them: pictures.
 """
 
 import json
@@ -119,13 +119,14 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
     rewards = rollout.rewards[index * len(group) :][: len(group)]
     total = combine(rewards, torch.tensor(list(weights.values()))).tolist()
     [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
+    opened = [(text, None) for text in [processor.template and processor.template.opened] if text]
     solution, lines = row.columns.get("solution"), []
     truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
     for g, completion in enumerate(group):
-        text = processor.decode(completion.ids[completion.written])
+        text = processor.turn(completion)
         line = {"text": text, "rewards": dict(zip(weights, rewards[g].tolist(), strict=True))}
         line |= {"reward": total[g], "advantage": advantages[g], "stopped": completion.stopped}
-        line["tokens"] = list(tokens(completion, processor.tokenizer))
+        line["tokens"] = [*opened, *tokens(completion, processor.tokenizer)]
         line["boxes"] = boxes(text, extent) if truth else []
         if completion.pictures:
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"

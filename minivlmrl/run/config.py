@@ -32,7 +32,7 @@ from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 # what an answer depends on besides weights, and no file of a Hugging Face folder says
-PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "box_space"]
+PROMPTS = ["prompt_template", "system_prompt", "template", "resize", "video", "box_space"]
 KEPT = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]

@@ -10,6 +10,7 @@ from torch import nn
 from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
+from minivlmrl.data.template import with_values
 from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.environments.environment import with_tools
 from minivlmrl.hub.folder import ASKED, read_json
@@ -66,6 +67,7 @@ def build_model(
     processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
     space = data.box_space or processor.box_space
     options = {"image_processor": images, "answer": data.answer, "box_space": space}
+    options["template"] = with_values(processor.template, data.template)
     processor = replace(processor, **options)
     if config.sampling.environment:
         processor = with_tools(processor, config.sampling.environment)

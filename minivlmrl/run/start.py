@@ -35,6 +35,10 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
     describe_run(config, model, world)
+    if world.is_main and processor.template and "<think>" in processor.template.text:
+        opened = processor.template.opened
+        read = f"a thought, {opened!r}, and rewards read it with the completion"
+        print(f"prompts open {read if opened else 'no thought'}", flush=True)
     for note in notes(config, datasets) if world.is_main else ():
         print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)

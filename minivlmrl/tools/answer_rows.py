@@ -117,7 +117,7 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
     """Make a row's line of the results file."""
     answers = []
     for completion, worth in zip(completions, earned, strict=True):
-        text = processor.decode(completion.ids[completion.written])
+        text = processor.turn(completion)
         found = {"text": text, "answer": find_answer(text, processor.answer)}
         found |= {"tokens": len(completion.ids), "stopped": completion.stopped}
         judged = (None if math.isnan(value) else value for value in worth)  # as JSON has no NaN
@@ -164,7 +164,8 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 def pin(config, model, processor, decoding: dict) -> dict[str, str]:
     """Hash what the results depend on besides rows: prompt, pixels, decoding, weights; and all."""
     template = processor.template.text if processor.template else "qwen"
-    prompt = config.data.prompt_template, config.data.system_prompt, template
+    asked = config.data.prompt_template, config.data.system_prompt, template
+    prompt = *asked, *config.data.template.items()
     pixels = write_image_processor(processor.image_processor), config.data.video
     parts = {"prompt": prompt, "pixels": pixels, "decoding": decoding}
     texts = {name: json_text(value, sort_keys=True) for name, value in parts.items()}

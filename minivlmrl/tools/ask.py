@@ -8,6 +8,7 @@ import codecs
 import sys
 import typing
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.template import with_values
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.generate import Choose
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.folder import ASKED, find_folder
 from minivlmrl.hub.tokenizer import Tokenizer
-from minivlmrl.rows import Row
+from minivlmrl.rows import Completion, Row
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.config import load_config
 from minivlmrl.sampling.filters import SamplingOptions
@@ -46,11 +48,13 @@ def main(arguments: list[str]):
     count, system = {"image": len(images), "video": len(videos)}, options.system
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system = data.system_prompt if system is None else system
+    processor = replace(processor, template=with_values(processor.template, data.template))
     messages = conversation(options.prompt, count, template, system)
     prompt = Row(messages, images, videos=videos).prompt(processor)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
     stream = Stream(processor.tokenizer, hidden)
+    print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     params.graph = "never"  # each token is printed when it is there
     sampler = build_sampler(model, processor, params, World(device=device), listen=stream.listen)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])

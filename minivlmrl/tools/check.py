@@ -321,7 +321,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
     asked = "<answer>" in "".join(text_of(message) for row in rows for message in row.messages)
     if "format" in names and not asked and values[:, names.index("format")].nanmean() < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
-    texts = [processor.decode(c.ids[c.written]) for c in flat]
+    texts = [processor.turn(c) for c in flat]
     unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
     if unparsed > 0.5:
         what = f"{unparsed:.0%} of the completions have no answer"
