@@ -157,7 +157,7 @@ def test_code_that_a_recipe_names_is_found_in_every_field_that_can_name_it(write
     """Else it would run unread where a recipe was found, not asked for."""
     rewards = {"data": {"eval_rewards": ["own.py:f", "format"]}}, {"rewards": {"own.py:f": 1.0}}
     fields = {"data": {"task": "own.py:f"}}, {"reference": {"teacher_prompt": "own.py:f"}}
-    for name in (r"judge(url='http\x3a//127.0.0.1/v1')", "class(classes='/etc/passwd')"):
+    for name in (r"judge(url='http\x3a//127.0.0.1/v1')", "cls(classes='/etc/passwd')"):
         with pytest.raises(ValueError, match=r"names code, .*\('?.*'\); read it; --recipe="):
             check_found(tmp_path / "recipe.yaml", load_config(write({"rewards": {name: 1.0}})), [])
     for values in (*rewards, *fields, {"sampling": {"environment": "own.py:f"}}):

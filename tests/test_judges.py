@@ -1,9 +1,10 @@
 """Choices, yes and no, classes: the rows of reward_table.yaml, and solutions that are none."""
 
 import pytest
-from reward_table import CLASSES, ROWS
+from reward_table import CLASS, CLASSES, ROWS
 
-from minivlmrl.reward_functions.judges import choice, class_name, judge_rows, yes_no
+from minivlmrl.reward_functions.judges import choice, judge_rows, yes_no
+from recipes.class_name import class_name
 
 from earnings import earnings
 
@@ -21,7 +22,7 @@ def test_right_answers_earn_and_hacks_do_not(reward):
     assert wrong == []
 
 
-@pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"class(classes={CLASSES!r})", "math"])
+@pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"{CLASS}(classes={CLASSES!r})", "math"])
 def test_without_solution_or_answer(reward):
     if reward == "math":
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
@@ -35,7 +36,7 @@ def test_without_solution_or_answer(reward):
 @pytest.mark.parametrize("judge, solution, error", [
     (choice, "two cats", "^reward choice: solution 'two cats' is no choice such as B, "),
     (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no$"),
-    (class_name, "spiky", "^reward class: solution 'spiky' is no class of 2$"),
+    (class_name, "spiky", "^reward class_name: solution 'spiky' is no class of 2$"),
 ])  # fmt: skip
 def test_a_solution_that_is_none_is_named(judge, solution, error):
     options = {"classes": ["frilly", "dotted"]} if judge is class_name else {}

@@ -1,17 +1,15 @@
-"""Rewards that compare an answer with the solution: a choice, yes or no, a class.
+"""Rewards that compare an answer with the solution: a choice, yes or no.
 
 An answer is what rewards.find_answer finds in a completion; data.answer says where. All of it has
 to be the answer: two answers, a denial of the right one, or a list of all earn 0. A row without a
 solution (None, "") is not judged.
 """
 
-import functools
 import operator
 import re
 from collections.abc import Callable
-from pathlib import Path
 
-from minivlmrl.rewards import find_answer, normalize
+from minivlmrl.rewards import find_answer
 
 LONGEST = 2000  # characters of an answer; one that is longer earns 0
 WRAPPED = (
@@ -81,36 +79,3 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
         return None if yes and DENIED.search(match[2]) else yes
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
-
-
-def class_name(
-    answer_texts: list, solution: list, classes: list | str | None = None, **columns
-) -> list:
-    """1.0 for the name of the class; case, spacing, - and _ do not matter.
-
-    Args:
-        classes: all names, or a text file with one in each line: then an answer may be a sentence
-            that names one class alone and does not deny it. None: it is the name and nothing else.
-    """
-    if isinstance(classes, str):
-        classes = Path(classes).read_text(encoding="utf-8").splitlines()
-    names = frozenset(_words(name) for name in classes or () if name.strip())
-
-    def named(text: str) -> str | None:
-        there = set(_pattern(names).findall(_words(text)))
-        denied = DENIED.search(_pattern(names).sub("", _words(text)))
-        return there.pop() if len(there) == 1 and not denied else None
-
-    read, kind = named if names else _words, f"class of {len(names)}"
-    return judge_rows("class", kind, read, answer_texts, solution)
-
-
-def _words(text: str) -> str:
-    return normalize(re.sub(r"[-_\s]+", " ", text))
-
-
-@functools.cache
-def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Match whole names, the longest first: "green square" is not "square"."""
-    any_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.compile(rf"(?<!\w)(?:{any_of})(?!\w)")

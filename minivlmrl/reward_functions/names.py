@@ -24,7 +24,7 @@ from minivlmrl.scale.ranks import World
 
 FILES = {  # file: its rewards, and the function where a name cannot be one in Python
     "minivlmrl.rewards": "format=tag_format accuracy",
-    "minivlmrl.reward_functions.judges": "choice yes_no class=class_name",
+    "minivlmrl.reward_functions.judges": "choice yes_no",
     "minivlmrl.reward_functions.number": "number",
     "minivlmrl.reward_functions.math_answer": "math",
     "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
