@@ -3,7 +3,6 @@
 import math
 import random
 import sys
-import time
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -194,9 +193,7 @@ def test_parse_points(text, expected):
 
 @pytest.mark.parametrize("unit", ["[", "(", '{"bbox_2d":', "[1,", "9", "1 ", "[1,2,3,4]", "(1,2)", "```json\n"])
 def test_endless_repetition_is_parsed_quickly(unit):
-    """40 thousand characters, and nothing is raised."""
-    begin = time.process_time()
+    """40 thousand characters: who goes back for each takes hours; and nothing is raised."""
     for end in ("", "x", "]", "1"):
         parse_boxes(unit * (40_000 // len(unit)) + end)
         parse_points(unit * (40_000 // len(unit)) + end)
-    assert time.process_time() - begin < 1

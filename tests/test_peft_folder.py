@@ -69,6 +69,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("model_type", "tied", "options"), [(*form, OPTIONS[n % 4]) for n, form in enumerate(FORMS)])
 def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
     theirs, ours = base(tmp_path, model_type, tied), load_model(tmp_path / "base")
+    torch.manual_seed(7)  # PEFT draws lora_A
     theirs = lively(peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, **options))).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     assert worst_difference(theirs, ours, prompts()) > 1e-2
