@@ -12,6 +12,7 @@ zoom.svg     rewards of recipes/zoom.yaml on three seeds, and what seed 0 wrote:
 
 import base64
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -384,7 +385,8 @@ def zoom() -> str:
         picture.line([(left, y), (left + wide, y)], FAINT)
         picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
     for rewards, color in zip(data["rewards"], (BLUES[0], BLUES[1], ORANGES[1]), strict=False):
-        means = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+        last = [rewards[max(0, i - 4) : i + 1] for i in range(len(rewards))]
+        means = [math.fsum(some) / len(some) for some in last]  # sum() rounds otherwise from Python 3.12 on
         points = [(left + wide * i / (len(means) - 1), top + high * (1 - mean)) for i, mean in enumerate(means)]
         picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 1.8)
     picture.text(left, top + high + 20, "0", 12, SOFT)
