@@ -1,16 +1,20 @@
-"""A reward to copy: another model reads the answer, over HTTP (OpenAI's protocol, vLLM's too).
+"""A reward to copy: another model sees the pictures and reads the answer, over HTTP (OpenAI's protocol).
 
 In a recipe, from the folder where the command runs:
     rewards: {"recipes/judge.py:judge(url='http://localhost:8000/v1', model='judge')": 1.0}
 Do not train long on it alone: a policy can talk to it.
 """
 
+import base64
+import io
 import json
 import os
 import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+
+import PIL.Image
 
 from minivlmrl.data.fetch import Web, read_reply
 from minivlmrl.hub.folder import parse_json
@@ -25,26 +29,32 @@ LONGEST = 4000  # characters of an answer that are sent
 
 
 def judge(
-    answer_texts, url=URL, model="judge", template=TEMPLATE, concurrency=8, timeout=60.0, **columns
+    answer_texts, url=URL, model="judge", template=TEMPLATE, side=1024, concurrency=8, timeout=60.0, **columns
 ) -> list[float | None]:
     """Ask a server for a number from 0 to 1; None where it fails, is too slow or says more.
 
     Args:
         url: up to /v1; OPENAI_API_KEY in the environment is sent along.
         template: what is asked; {answer} is the answer, {problem}, {solution} and others are
-            columns of the row.
+            columns of the row. A conversation's {problem} is what its last turn says.
+        side: pixels of the longest side of a picture that is sent; 0: none is, for a model that reads alone.
         concurrency: answers that are asked about at a time.
         timeout: seconds for a whole call, from its first look at the name of the server.
     """
+
+    columns = {"images": [()] * len(answer_texts)} | columns
+    shown = {id(images): [part(image, side) for image in images if side] for images in columns["images"]}
 
     def ask(row: int) -> float | None:
         answer = answer_texts[row]
         if not answer:
             return 0.0
         known = {name: values[row] for name, values in columns.items()} | {"answer": answer[:LONGEST]}
+        known["problem"] = known.get("problem") or known.get("prompts")
         # in one pass: an answer that says {solution} is not filled in
         text = re.sub(r"\{(\w+)\}", lambda name: str(known.get(name[1], "")), template)
-        body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": text}]}
+        parts = [*shown[id(columns["images"][row])], {"type": "text", "text": text}]
+        body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
         key = os.environ.get("OPENAI_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         content, where = json.dumps(body).encode(), f"{url}/chat/completions"
@@ -59,6 +69,15 @@ def judge(
 
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(ask, range(len(answer_texts))))
+
+
+def part(image: PIL.Image.Image, side: int) -> dict:
+    """Make OpenAI's part of a message that shows a picture, as JPEG in a data URL."""
+    image, file = image.convert("RGB"), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(file, "JPEG", quality=90)
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 class Server(Web):

@@ -85,7 +85,8 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
     assert len(set(answers)) == len(cases)
 
 
-def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, tmp_path):
+def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp_path):
+    """With the thought that its prompt opens in front of what the model writes."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "minivlmrl.yaml").write_text("data: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}")
     for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
@@ -93,6 +94,10 @@ def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, tmp_path):
         status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)
         assert (status, out) == (0, text + "\n")
         assert f"asked as {copy / 'minivlmrl.yaml'} says: 'Look. {{problem}} Now.'" in err
+    (copy / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
+    for value in (True, False):
+        (copy / "minivlmrl.yaml").write_text(f"data: {{template: {{enable_thinking: {value}}}}}")
+        assert ask("--model", copy, "--max_new_tokens", 2)[1].startswith("<think>\n") is value
 
 
 def test_videos_reach_the_model(folder, ask, monkeypatch):

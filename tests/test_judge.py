@@ -6,9 +6,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import PIL.Image
 import pytest
 from links import ROOT
 
+from minivlmrl.data.fetch import fetch_image
 from recipes.judge import judge
 
 from earnings import earnings
@@ -33,7 +35,7 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         cls = type(self)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][0]["content"]
+        text = body["messages"][0]["content"][-1]["text"]
         with cls.lock:
             cls.running += 1
             cls.most = max(cls.most, cls.running)
@@ -92,16 +94,24 @@ def test_numbers_and_none(url):
 
 def test_what_is_asked(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
-    columns = {"problem": ["How many?"], "solution": ["two"]}
+    picture = PIL.Image.new("RGBA", (2048, 512), "lime")
+    columns = {"prompts": [[{"role": "user", "content": "How many?"}]], "solution": ["two"], "images": [[picture] * 2]}
     found = earnings(
         [f"{ROOT}/recipes/judge.py:judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns
     )
     [(path, key, body)] = Server.asked
-    text = body["messages"][0]["content"]
+    [*pictures, part] = body["messages"][0]["content"]
+    text = part["text"]
     assert found.item() == 1 and path == "/v1/chat/completions" and key == "Bearer key"
     assert body["model"] == "m" and body["temperature"] == 0
     assert "Question: How many?" in text and "Right answer: two" in text
     assert "right {solution}" in text  # what an answer says is not filled in
+    for shown in pictures:
+        image = fetch_image(shown["image_url"]["url"])
+        assert image.size == (1024, 256) and image.getpixel((9, 9)) == pytest.approx((0, 255, 0), abs=2)
+    assert len(pictures) == 2 and picture.size == (2048, 512)
+    judge(["right"], url=url, images=[[picture]], side=0)
+    assert [one["type"] for one in Server.asked[1][2]["messages"][0]["content"]] == ["text"]
 
 
 def test_concurrency_is_bounded_and_the_order_kept(url):
