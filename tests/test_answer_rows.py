@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from links import ROOT
 from pytest import approx
 from safetensors.torch import load_file, save_file
 
@@ -64,7 +65,7 @@ def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run
     assert len({pin["prompt"], plainly["prompt"], asked["prompt"]}) == 3
 
 
-@pytest.mark.parametrize("names", [["format"], ["number(tolerance=0.1)", "accuracy"]])
+@pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/class_name.py:class_name(classes=None)", "accuracy"]])
 def test_rewards_judge_as_they_are_named(evaluate, names):
     """As held-out rewards, one or several, or as rewards with their weights, which do not matter here."""
     asked = json.dumps(dict.fromkeys(names, 0.5))

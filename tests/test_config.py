@@ -136,7 +136,7 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
     """Rewards, task, environment and the model's config alike; of the command line it is looked for here first."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-        for file in ("own.py", "own.json") if name in have else ():
+        for file in ("own.py", "own.json") if name in have.split() else ():
             (tmp_path / name / file).touch()
     monkeypatch.chdir(tmp_path / "here")
     recipe = write({}, "there/recipe.yaml")
