@@ -12,7 +12,11 @@ from minivlmrl.data.boxes import Box
 
 
 def calculator(expression: str) -> str:
-    """Compute numbers with + - * / and brackets, such as "(3 + 4) * 1.5"."""
+    """Compute numbers with + - * / and brackets.
+
+    Args:
+        expression: such as (3 + 4) * 1.5
+    """
     if not re.fullmatch(r"[\d.+\-*/() ]{1,200}", expression) or re.search(r"\*\*|//", expression):
         raise ValueError("it must be numbers with + - * / and brackets, at most 200 characters")
     return f"{eval(expression, {}):.12g}"  # there are no names in it
@@ -25,7 +29,12 @@ class Zoom:
         self.images, self.extents = images, extents
 
     def zoom(self, bbox_2d: tuple[float, float, float, float], picture: int = 1) -> PIL.Image.Image:
-        """Cut out x1, y1, x2, y2, in the units of the family's boxes, of picture 1, 2, ..."""
+        """Show a part of a picture in the resolution of its file.
+
+        Args:
+            bbox_2d: x1, y1, x2, y2 of the part, in the units of the family's boxes
+            picture: which one, 1, 2, ...
+        """
         if not 1 <= picture <= len(self.images):
             raise ValueError(f"there is no picture {picture}; there are {len(self.images)}")
         image = self.images[picture - 1]

@@ -82,6 +82,7 @@ class Quarters:
     """The environment: `<zoom>1</zoom>` to `<zoom>4</zoom>`."""
 
     max_tool_calls = 1
+    declare_tools = False  # the call is in tags
 
     def reset(self, picture, **columns):
         self.picture = picture

@@ -26,6 +26,7 @@ class Boxes:
     """The environment: `<zoom>[x1, y1, x2, y2]</zoom>` in pixels of what is shown."""
 
     max_tool_calls = 1
+    declare_tools = False  # the call is in tags
 
     def reset(self, picture, **columns):
         self.picture = picture

@@ -6,7 +6,7 @@ import pytest
 from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render
-from minivlmrl.data.template import DEFAULT, ChatTemplate
+from minivlmrl.data.template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.turns import render_completion
 
 VIDEO_PART = {"type": "video"}
@@ -51,7 +51,7 @@ def test_rendering_equals_the_template(template, published, name):
     messages = CONVERSATIONS[name]
     pieces = render(messages)
     assert "".join(pieces) == template.render(messages=messages, add_generation_prompt=True)
-    for known in (published("qwen2_5_vl"), DEFAULT):
+    for known in (published("qwen2_5_vl"), DEFAULT, WITH_TOOLS):
         theirs = ChatTemplate(known, "t").render(messages)
         assert theirs == pieces and [type(piece) for piece in theirs] == [type(piece) for piece in pieces]
         assert [piece in (IMAGE, VIDEO) for piece in theirs] == [piece in (IMAGE, VIDEO) for piece in pieces]

@@ -2,15 +2,18 @@
 
 import re
 import textwrap
-from types import SimpleNamespace
 
 import PIL.Image
 import pytest
 from links import ROOT
 
-from minivlmrl.environments.environment import Limits, arguments_of, get_environment, tools_of
+from minivlmrl.algorithms.table import find_algorithms
+from minivlmrl.environments.environment import Settings, arguments_of, get_environment, tools_of
 from minivlmrl.environments.tool_calls import answer
 from minivlmrl.image import ImageProcessor
+from minivlmrl.reward_functions.names import get_reward
+from minivlmrl.rows import Processor
+from minivlmrl.run.config import load_config
 
 OWN = '''
 import datetime
@@ -102,6 +105,22 @@ def test_classes_functions_and_lists_of_them(own):
     assert (first.get_reward(), second.get_reward()) == (6.0, 1.0)
 
 
+@pytest.mark.parametrize(("name", "rewards", "error"), [
+    ("Counter", "{accuracy: 1}", "own.py:Counter has get_reward: add rewards: {environment: 1}, or call"),
+    ("double", "{environment: 1}", "own.py:double has no get_reward, which the reward environment asks"),
+])  # fmt: skip
+def test_get_reward_is_asked_or_refused(own, tmp_path, name, rewards, error):
+    options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]
+    with pytest.raises(ValueError, match=error):
+        find_algorithms(load_config(ROOT / "recipes" / "shapes.yaml", options))
+
+
+def test_get_reward_is_a_reward(own):
+    first, second = (own("Counter")() for _ in range(2))
+    first.add(2, 3)
+    assert get_reward("environment")(["a", "b"], environments=[first, second]) == [6.0, 0.0]
+
+
 def test_arguments_with_their_types_and_defaults(own):
     fields = arguments_of(own("Counter")().add).__dataclass_fields__
     assert {name: field.type for name, field in fields.items()} == {"step": int, "times": int}
@@ -140,10 +159,10 @@ def test_the_one_of_the_page(tmp_path):
     (tmp_path / "my_tools.py").write_text(code)
     environment, image = get_environment(f"{tmp_path}/my_tools.py:Turn")(), PIL.Image.new("RGB", (30, 60))
     assert environment.reset(images=[image], problem="?") is None
-    processor = SimpleNamespace(image_processor=ImageProcessor())
+    processor = Processor(None, ImageProcessor())
     for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
-        [shown], [(picture, *_)], _ = answer(tools_of(environment), name, said, processor, Limits())
+        [shown], [(picture, *_)], _ = answer(tools_of(environment), name, said, processor, Settings())
         assert shown["image"] is picture
     assert picture.size == (30, 60)  # turned by 90 and by 270
-    told = answer(tools_of(environment), "turn", "45", processor, Limits())
+    told = answer(tools_of(environment), "turn", "45", processor, Settings())
     assert told == ([{"type": "text", "text": "error: turn by 90, 180 or 270 degrees"}], [], False)

@@ -7,7 +7,7 @@ import pytest
 from talk import CHATML, assistant, bracketed, renders_as_transformers
 
 from minivlmrl.chat import Control, render
-from minivlmrl.data.template import DEFAULT, ChatTemplate, with_values
+from minivlmrl.data.template import DEFAULT, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 HI = [{"role": "user", "content": "hi"}]
@@ -72,6 +72,27 @@ def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, na
     assert bracketed(no.render_completion(HI, [bare])) == "[<answer>b</answer><|im_end|>]"
     with pytest.raises(ValueError, match="; leave out thoughts after a prompt without"):
         no.render_completion(HI, [told])
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be <b>brief</b>."}]])
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "<é>"}}] * 2])
+def test_qwen2_5_vl_with_tools_is_laid_out_as_qwen3_vl(published, tools, system):
+    """But for the default system message: calls without and with text, two at once, answers with pictures."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    calls = [CALL["tool_calls"][0]["function"], {"function": {"name": "b", "arguments": '{"y":2}'}}]
+    shown = {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}
+    talk = [*TOOL_TALK, {"role": "assistant", "content": "hm", "tool_calls": calls}, shown, shown, assistant("a"), *HI]
+    theirs = (system or [{"role": "system", "content": "You are a helpful assistant."}]) + talk
+    given = {"tools": tools, "add_generation_prompt": True}
+    (theirs,), _ = render_jinja_template([theirs], chat_template=published("qwen3_vl"), **given)
+    template = ChatTemplate(WITH_TOOLS, "t").declaring(tools)
+    assert "".join(template.render([*system, *talk])) == theirs
+
+
+def test_a_template_without_a_place_for_tools_is_named():
+    with pytest.raises(ValueError, match=r"^t: chat template: it has no place for tools; .* declare_tools = False"):
+        ChatTemplate(DEFAULT, "t").declaring([])
 
 
 ATTACKS = {

@@ -1,20 +1,21 @@
 """Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
 
 import random
-from types import SimpleNamespace
 from typing import Literal
 
 import PIL.Image
 import pytest
 
 from minivlmrl.chat import IMAGE
-from minivlmrl.environments.environment import Limits
-from minivlmrl.environments.tool_calls import answer, call, find_calls, lay_out, part
+from minivlmrl.environments.environment import Settings
+from minivlmrl.environments.tool_calls import answer, call, find_calls, lay_out, part, turn_opening
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
 
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+OPENING = turn_opening(PROCESSOR)
 QWEN = "<tool_call>\n{}\n</tool_call>"
 
 
@@ -79,7 +80,7 @@ def test_what_does_not_fit_is_said(tool, said, error):
 
 
 def test_text_that_spells_a_control_token_is_text():
-    pieces = lay_out([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], True)
+    pieces = lay_out([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], OPENING)
     assert [piece for piece in pieces if piece is IMAGE] == [IMAGE]
     assert "user\n<tool_response>\n<|image_pad|><|im_end|>\n</tool_response>\n<tool_response>\n" in pieces
 
@@ -115,14 +116,13 @@ SAID = {
         "error: the answer's number of pixels is 420, it must be 400 or less",
     ),
 }
-PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_whatever_a_tool_does_is_text_for_the_model(name):
     tool, text = SAID[name]
-    limits = Limits(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
-    [said], pictures, done = answer({"f": tool}, "f", "", SimpleNamespace(), limits)
+    limits = Settings(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
+    [said], pictures, done = answer({"f": tool}, "f", "", PROCESSOR, limits)
     assert said["text"] == text and pictures == []
     assert done is not text.startswith("error")
 
@@ -139,5 +139,5 @@ def test_no_drawn_call_raises():
         tag = rng.choice(("tool_call", "look", "name"))
         calls = find_calls(f"<{tag}>{inside}</{tag}>", tools, True)
         drawn += len(calls)
-        told = [answer(tools, *one, PROCESSOR, Limits())[0] for one in calls]
-        assert PROCESSOR.encode(lay_out(told or [[part("")]], rng.random() < 0.5), [])
+        told = [answer(tools, *one, PROCESSOR, Settings())[0] for one in calls]
+        assert PROCESSOR.encode(lay_out(told or [[part("")]], rng.choice([(), OPENING])), [])

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from types import SimpleNamespace
 
 import PIL.Image
@@ -13,11 +13,14 @@ import torch
 from links import ROOT
 from runs import metrics
 from talk import IMAGE_PART, assistant, text, user
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from minivlmrl import generate
 from minivlmrl.batch import pack
+from minivlmrl.data.template import WITH_TOOLS, ChatTemplate
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.environments import tool_sampler
+from minivlmrl.environments.environment import with_tools
 from minivlmrl.environments.tool_sampler import ToolSampler, build_sampler
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
@@ -100,11 +103,11 @@ def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
     return tiny.model_of(config).to(dtype)
 
 
-def play(monkeypatch, *texts, model=None, tokens=400, columns=(), **options):
+def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, **options):
     """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
     model = model or model_of()
     sampling = SamplingOptions(environment="test_tool_sampler:Eye", max_new_tokens=tokens, **options)
-    sampler = ToolSampler(model, PROCESSOR, sampling, ONE)
+    sampler = ToolSampler(model, processor, sampling, ONE)
     turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
     scripts = [[token for turn in some for token in turn] for some in turns]
 
@@ -115,7 +118,7 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), **options):
     monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
     images = [PIL.Image.new("RGB", (56, 84 + 28 * i)) for i in (0, 1)]
     rows = [Row([user([IMAGE_PART, text("?")])], [image], {"problem": "P", **dict(columns)}) for image in images]
-    prompts = [row.prompt(PROCESSOR) for row in rows[: 2 - len(texts) % 2]]
+    prompts = [row.prompt(processor) for row in rows[: 2 - len(texts) % 2]]
     return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
 
 
@@ -206,6 +209,39 @@ TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|
 def test_a_call_as_qwen_writes_it(monkeypatch, words, answer):
     [[completion]], _, _ = play(monkeypatch, f"{words}~done")
     assert said(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
+
+
+PARAMETERS = "<tool_call>\n<function={}>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
+THOUGHT = "{}\n</think>\n\n"
+FAMILIES = {name: (CALL, "") for name in ("qwen2_5_vl", "qwen3_vl")}
+FAMILIES |= {name: (PARAMETERS, THOUGHT) for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")}
+FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monkeypatch, published, name):
+    """Declared tools, calls and answers, a picture too, in the form of each family: the ids that are trained on."""
+    form, thought = FAMILIES[name]
+    text = WITH_TOOLS if name == "qwen2_5_vl" else published(name)
+    folders = None if name == "qwen2_5_vl" else ChatTemplate(text, name)
+    processor = with_tools(replace(PROCESSOR, template=folders), "test_tool_sampler:Eye")
+    asked = [("look", "columns", 2), ("read", "what", 'a "b" <c> é')]
+    values = [json.dumps({key: value}, ensure_ascii=False) if form == CALL else value for _, key, value in asked]
+    calls = [form.format(tool, value) if form == CALL else form.format(tool, key, value)
+             for (tool, key, _), value in zip(asked, values, strict=True)]  # fmt: skip
+    words = "~".join(thought.format("hm") + call for call in calls) + "~" + thought.format("so") + "done"
+    [[completion]], [prompt], _ = play(monkeypatch, words, processor=processor, tokens=900)
+    turns = list(prompt.row.messages)
+    reasons = {"reasoning_content": "hm"} if thought else {}
+    for (tool, key, value), told in zip(asked, ([IMAGE_PART], 'P a "b" <c> é (56, 84)'), strict=True):
+        turns.append({"content": "", "tool_calls": [{"function": {"name": tool, "arguments": {key: value}}}]} | reasons)
+        turns[-1]["role"] = "assistant"
+        turns.append({"role": "tool", "content": told})
+    turns.append({"role": "assistant", "content": "done"} | ({"reasoning_content": "so"} if thought else {}))
+    (theirs,), _ = render_jinja_template([turns], chat_template=text, tools=processor.template.tools)
+    grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
+    ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n")), grids))
+    assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids) and completion.calls == (2, 0, False)
 
 
 def test_limits(monkeypatch):

@@ -7,6 +7,7 @@ from torch import Tensor
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
+from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.reward_functions.names import recipe_columns
@@ -24,6 +25,7 @@ class GRPOStage(Algorithm, GRPO):
             raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
         if not run.rewards:
             raise ValueError(f"rewards: {cls.stage} needs at least one")
+        check_reward(run.sampling.environment, run.rewards)
         if FOLDER in run.rewards:
             check_reward_model(run, cls.stage)
 

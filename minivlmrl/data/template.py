@@ -18,9 +18,16 @@ from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivlmrl.chat import IMAGE, START, VIDEO, Control, join_text, layout_turn, part_kind
-from minivlmrl.data.turns import check_messages, join_flagged, parts_of, render_completion, text_of
+from minivlmrl.data.turns import (
+    check_messages,
+    join_flagged,
+    parts_of,
+    render_completion,
+    shown_parts_of,
+    text_of,
+)
 from minivlmrl.hub.checker import naming
-from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.folder import parse_json, read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order
@@ -33,20 +40,11 @@ PUBLISHED = (
 )
 # of what Qwen publishes with Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
-# and ours, for transformers: it is saved into a folder that has none
-DEFAULT = """{%- set seen = namespace(image=0, video=0) -%}
-{%- for message in messages -%}
-{%- if loop.first and message.role != "system" %}<|im_start|>system
-You are a helpful assistant.<|im_end|>
-{% endif %}<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
-{%- if part.type == "image" or part.image or part.image_url %}{% set seen.image = seen.image + 1 -%}
-{%- if add_vision_id %}Picture {{ seen.image }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>
-{%- elif part.type == "video" or part.video or part.video_url %}{% set seen.video = seen.video + 1 -%}
-{%- if add_vision_id %}Video {{ seen.video }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>
-{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+# and ours, for transformers: it is saved into a folder that has none; with tools, where an
+# environment declares them
+HERE = Path(__file__).parent
+DEFAULT = (HERE / "qwen2_5_vl.jinja").read_text().removesuffix("\n")
+WITH_TOOLS = (HERE / "qwen2_5_vl_tools.jinja").read_text().removesuffix("\n")
 # without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
@@ -68,6 +66,8 @@ class ChatTemplate:
         names = sorted(names, key=len, reverse=True)
         self.controls = {name: Control(name) for name in names}
         self.controls |= {str(IMAGE): IMAGE, str(VIDEO): VIDEO}
+        self.tools = None  # schemas of those that it declares
+        self.parameters = "<function=" in text  # how calls are written, else as JSON
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
         try:
@@ -98,14 +98,11 @@ class ChatTemplate:
             messages: see chat.render; an assistant's may have tool_calls, and then no content. A
                 template that writes no <|image_pad|> gets the parts of a message joined as text.
         """
-        if self.is_qwen3 and not _needs_jinja(messages):
+        if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text([*turns, START, "assistant\n"])
         pieces = join_text(self._cut(self._lay_out(self._checked(messages), True)))
-        shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
-        kinds = [kind for part in parts_of(messages) if (kind := part_kind(part)) != "text"]
-        if shown != kinds:
-            raise self._error(f"it shows {shown}, the messages have {kinds}")
+        self._check_shown(pieces, messages)
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
@@ -139,6 +136,7 @@ class ChatTemplate:
         flagged, cuts = [], pairwise([length(len(messages), True), *spans])
         for i, (begin, end) in enumerate(cuts):  # not written, written, not written, ...
             flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
+        self._check_shown([piece for piece, _ in flagged], turns)
         return join_flagged(flagged)
 
     @cached_property
@@ -152,6 +150,15 @@ class ChatTemplate:
         _, tag, thought = prompt.removeprefix(before).rpartition("<think>")
         return tag + thought if tag and "</think>" not in thought else ""
 
+    def declaring(self, tools: list[dict]) -> "ChatTemplate":
+        """Return this template with tools in its prompts (ValueError: it has no place for them)."""
+        if "in tools" not in self.text:
+            cure = "use one that has, or set declare_tools = False in the class"
+            raise self._error(f"it has no place for tools; {cure}")
+        made = copy(self)
+        made.tools = tools
+        return made
+
     def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages, tool_calls=True)
@@ -161,6 +168,10 @@ class ChatTemplate:
             if kind in used and written not in self.text:
                 raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
+        calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
+        for call in calls if self.parameters else ():
+            if isinstance(call.get("arguments"), str):
+                call["arguments"] = parse_json(call["arguments"])
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
         for text in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
             if control := self.control.search(text):
@@ -172,10 +183,18 @@ class ChatTemplate:
                     message["content"] = "".join(part["text"] for part in message["content"])
         return messages
 
+    def _check_shown(self, pieces: list[str], messages: list[dict]):
+        """Refuse other pictures and videos than messages have."""
+        shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
+        kinds = [part_kind(part) for part in shown_parts_of(messages)]
+        if shown != kinds:
+            raise self._error(f"it shows {shown}, the messages have {kinds}")
+
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
         options = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self.template.render(tools=None, documents=None, **options, **self.token_names)
+            options |= {"tools": self.tools, "documents": None}
+            return self.template.render(**options, **self.token_names)
         except Exception as error:  # a template is a program: it can fail in every way
             raise self._error(error) from error
 
@@ -230,7 +249,7 @@ def _needs_jinja(messages: list[dict]) -> bool:
         late = "chat template: Qwen3-VL's drops a system message after the first turn"
         raise ValueError(f"{late}; begin with it, or make it a user's")
     known = set(roles) <= {"system", "user", "assistant"}
-    return not known or not shown <= {"user"} or any(m.get("tool_calls") for m in messages)
+    return not known or "system" in shown or any(m.get("tool_calls") for m in messages)
 
 
 def _with_thought_apart(turn: dict) -> dict:

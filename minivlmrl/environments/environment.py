@@ -2,22 +2,24 @@
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated
 
 from PIL.Image import Image
 
-from minivlmrl.environments.schema import type_schema
+from minivlmrl.data.template import WITH_TOOLS, ChatTemplate
+from minivlmrl.environments.schema import json_schema, type_schema
 from minivlmrl.hub.checker import build, find_named, naming, with_options
 from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Processor
 
 
 @dataclass
-class Limits:
+class Settings:
     """What the class of an environment may say otherwise, in fields of these names."""
 
+    declare_tools: bool = True  # in the system text of a prompt, as its family's template does
     max_tool_calls: Annotated[int, ">= 0"] = 8  # of a completion; more go unanswered
     max_tool_seconds: Annotated[float, "> 0"] = 30.0  # of a call
     max_tool_characters: Annotated[int, ">= 1"] = 2**16  # of an answer
@@ -39,7 +41,7 @@ def get_environment(name: str) -> Callable[[], object]:
             kind = type("Functions", (), {"reset": lambda self, **columns: None, **members})
         make = with_options(kind, options)
         environment = guarded("__init__", make)
-        limits_of(environment)
+        settings_of(environment)
         tools = tools_of(environment)
         if not tools or not hasattr(environment, "reset"):
             raise ValueError("it needs reset(self, **columns), and tools: other public methods")
@@ -49,15 +51,39 @@ def get_environment(name: str) -> Callable[[], object]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Tell a processor the tools of an environment: their answers are not demonstrated."""
-    return replace(processor, tools=(*tools_of(get_environment(name)()),))
+    """Tell a processor the tools of an environment, and its template to declare them."""
+    environment, template = get_environment(name)(), processor.template
+    tools = tools_of(environment)
+    if settings_of(environment).declare_tools:
+        if template is None:  # of Qwen2-VL and Qwen2.5-VL
+            template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens)
+            files = processor.tokenizer.files  # an export has it too
+            files.pop("chat_template.json", None)
+            files["chat_template.jinja"] = WITH_TOOLS.encode()
+        with naming(f"sampling.environment {name}"):
+            template = template.declaring([json_schema(tool) for tool in tools.values()])
+    return replace(processor, tools=(*tools,), template=template)
 
 
-def limits_of(environment: object) -> Limits:
-    """Read the limits of an environment (ValueError: one is not valid)."""
-    names = [field.name for field in fields(Limits) if hasattr(environment, field.name)]
+def earned(environments: list, **columns) -> list[float | None]:
+    """Ask the environment of each completion what it has earned, as TRL does."""
+    return [None if one is None else one.get_reward() for one in environments]
+
+
+def check_reward(name: str | None, rewards: Iterable[str]):
+    """Refuse a get_reward that no reward asks, and a reward without it (ValueError)."""
+    has = name is not None and hasattr(get_environment(name)(), "get_reward")
+    if has != ("environment" in rewards):
+        cure = "has get_reward: add rewards: {environment: 1}, or call that method otherwise"
+        cure = cure if has else "has no get_reward, which the reward environment asks"
+        raise ValueError(f"sampling.environment: {name} {cure}")
+
+
+def settings_of(environment: object) -> Settings:
+    """Read the settings of an environment (ValueError: one is not valid)."""
+    names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
     values = {name: getattr(environment, name) for name in names}
-    return build(Limits, values, type(environment).__name__)
+    return build(Settings, values, type(environment).__name__)
 
 
 def tools_of(environment: object) -> dict[str, Callable]:
@@ -81,7 +107,7 @@ def arguments_of(tool: Callable) -> type:
 
 
 def copied(value: object) -> object:
-    """Copy lists and dicts in a value, for one completion; a picture's pixels when it is changed."""
+    """Copy lists and dicts for one completion; a picture's pixels only when it is changed."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):

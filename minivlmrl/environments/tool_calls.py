@@ -4,19 +4,30 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 
 from PIL.Image import Image
 
-from minivlmrl.chat import START, join_text, layout_turn, part_kind
-from minivlmrl.environments.environment import Limits, arguments_of
+from minivlmrl.chat import END, join_text, layout_turn, part_kind, render
+from minivlmrl.environments.environment import Settings, arguments_of
+from minivlmrl.environments.schema import type_schema
 from minivlmrl.hub.checker import build, require
+from minivlmrl.rows import Processor
+
+# how families write a call, found in their templates
+JSON = '{"name": ..., "arguments": {...}}'
+PARAMETERS = "<function=NAME><parameter=NAME>VALUE</parameter></function>"
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
 
 
 class Overtime(BaseException):
     """A tool takes too long. No Exception: a tool may catch those."""
+
+
+FAILURES = Exception, SystemExit, Overtime  # a tool may raise anything
 
 
 def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
@@ -35,27 +46,23 @@ def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
 
 
 def answer(
-    tools: dict[str, Callable], name: str, inside: str, processor, limits: Limits
+    tools: dict[str, Callable], name: str, inside: str, processor, settings: Settings
 ) -> tuple[list, list, bool]:
     """Call a tool; return parts of a message, its pictures (image, patches, grid), and success."""
     try:
-        with time_limit(limits.max_tool_seconds):
-            result = call(tools, name, inside)
+        with time_limit(settings.max_tool_seconds):
+            result = call(tools, name, inside, processor.template)
             parts = [part(one) for one in (result if isinstance(result, list) else [result])]
         images = [one["image"] for one in parts if "image" in one]
         sizes = {"characters": sum(len(one.get("text", "")) for one in parts)}
         sizes["pixels"] = sum(image.width * image.height for image in images)
         for unit, size in sizes.items():
-            most = getattr(limits, f"max_tool_{unit}")
+            most = getattr(settings, f"max_tool_{unit}")
             require(size <= most, f"the answer's number of {unit}", size, f"{most} or less")
         return parts, [(image, *processor.image_processor(image)) for image in images], True
-    except (
-        Exception,
-        SystemExit,
-        Overtime,
-    ) as error:  # a tool may raise anything: the model reads it
+    except FAILURES as error:  # the model reads it
         text = f"error: {str(error) or type(error).__name__}"
-        return [part(text[: limits.max_tool_characters])], [], False
+        return [part(text[: settings.max_tool_characters])], [], False
 
 
 @contextmanager
@@ -77,7 +84,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def call(tools: dict[str, Callable], name: str, inside: str) -> object:
+def call(tools: dict[str, Callable], name: str, inside: str, template=None) -> object:
     """Call a tool with arguments that fit its types (ValueError: they do not)."""
     if name:
         known = fields(arguments_of(tools[name]))
@@ -89,12 +96,28 @@ def call(tools: dict[str, Callable], name: str, inside: str) -> object:
         if len(values) > len(known):
             raise ValueError(f"{name} takes {len(known)} argument(s), not {len(values)}")
     else:
-        asked = json.loads(inside)
+        asked = read_parameters(inside, tools) or json.loads(inside)
         if not isinstance(asked, dict) or asked.get("name") not in tools:
-            form = 'a call is {"name": ..., "arguments": {...}}'
-            raise ValueError(f"{form}; there are the tools {', '.join(tools)}")
+            form = PARAMETERS if template and template.parameters else JSON
+            raise ValueError(f"a call is {form}; there are the tools {', '.join(tools)}")
         name, arguments = asked["name"], asked.get("arguments", {})
     return tools[name](**vars(build(arguments_of(tools[name]), arguments, name)))
+
+
+def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
+    """Read a call as Qwen3.5 writes it, values that are no text as JSON; None: it is another."""
+    before, is_so, call = inside.partition("<function=")
+    name, _, body = call.partition(">")
+    if before.strip() or not is_so:
+        return None
+    hints, arguments = typing.get_type_hints(tools[name]) if name in tools else {}, {}
+    for one in body.split("</parameter>")[:-1]:
+        key, _, value = one.partition("<parameter=")[2].partition(">")
+        arguments[key] = value = value.removeprefix("\n").removesuffix("\n")
+        if type_schema(hints.get(key, str)).get("type") != "string":
+            with suppress(ValueError):
+                arguments[key] = json.loads(CONSTANTS.get(value, value))
+    return {"name": name, "arguments": arguments}
 
 
 def part(result: object) -> dict:
@@ -110,12 +133,19 @@ def part(result: object) -> dict:
     return {"type": "text", "text": text.encode(errors="replace").decode()}
 
 
-def lay_out(answers: list[list[dict]], ended: bool) -> list[str]:
-    """Lay out answers: inside the policy's turn, or after its end in a turn of their own."""
-    if not ended:
+def turn_opening(processor: Processor) -> list[str]:
+    """Lay out what leads from the <|im_end|> of a turn into the assistant's next one."""
+    template = processor.template
+    pieces = (render if template is None else template.render)([{"role": "user", "content": "?"}])
+    return pieces[len(pieces) - pieces[::-1].index(END) :]
+
+
+def lay_out(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
+    """Lay out answers: inside the policy's turn, or with what opens another one in their own."""
+    if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
         return join_text(layout_turn({"role": "user", "content": parts})[2:-2])
     tags = part("\n<tool_response>\n"), part("\n</tool_response>")
     parts = [p for some in answers for p in (tags[0], *some, tags[1])]
-    start, role, _, *inside = layout_turn({"role": "user", "content": parts})
-    return join_text(["\n", start, role, tags[0]["text"][1:], *inside, START, "assistant\n"])
+    start, role, _, *inside, _ = layout_turn({"role": "user", "content": parts})
+    return join_text(["\n", start, role, tags[0]["text"][1:], *inside, *opening])

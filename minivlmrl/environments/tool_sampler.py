@@ -13,8 +13,8 @@ from torch import Tensor
 from minivlmrl.chat import IMAGE
 from minivlmrl.data.boxes import extent
 from minivlmrl.decoder import place_images
-from minivlmrl.environments.environment import copied, get_environment, limits_of, tools_of
-from minivlmrl.environments.tool_calls import answer, find_calls, lay_out
+from minivlmrl.environments.environment import copied, get_environment, settings_of, tools_of
+from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, turn_opening
 from minivlmrl.generate import Choose, Decode
 from minivlmrl.hub.checker import naming
 from minivlmrl.kernels.backend import to_device
@@ -37,7 +37,7 @@ class Play:
 
     def __init__(self, environment: object):
         self.environment, self.tools = environment, tools_of(environment)
-        self.limits, self.called, self.failed = limits_of(environment), 0, 0
+        self.settings, self.called, self.failed = settings_of(environment), 0, 0
         self.closing = re.compile(
             f"</({'|'.join(self.tools)})>".encode()
         )  # longer than what it finds
@@ -60,19 +60,20 @@ class Play:
         calls = []
         if ends or self.closing.search(self.text, before):
             calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
-            calls = calls[: self.limits.max_tool_calls - self.called]
+            calls = calls[: self.settings.max_tool_calls - self.called]
         self.ended = self.answer(calls, ends, left, sampler) if calls else ends
         return token, logp, self.ended
 
     def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
         """Queue the answers of calls; True: they do not fit, and the row ends."""
         processor = sampler.processor
-        answers = [answer(self.tools, *one, processor, self.limits) for one in calls]
+        answers = [answer(self.tools, *one, processor, self.settings) for one in calls]
         self.called += len(calls)
         self.failed += sum(not done for *_, done in answers)
         pictures = [picture for _, shown, _ in answers for picture in shown]
         grids = [grid for *_, grid in pictures]
-        pieces = processor.encode(lay_out([parts for parts, *_ in answers], ended), grids)
+        opening = turn_opening(processor) if ended else ()
+        pieces = processor.encode(lay_out([parts for parts, *_ in answers], opening), grids)
         ids = torch.tensor([*chain(*pieces)])
         self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
         if not self.cut:

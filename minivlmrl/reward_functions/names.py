@@ -29,6 +29,7 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.reward_functions.math_answer": "math",
     "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
     "minivlmrl.algorithms.reward_model": "reward_model",
+    "minivlmrl.environments.environment": "environment=earned",
 }
 NAMES = [(file, name.split("=")) for file, names in FILES.items() for name in names.split()]
 REWARDS = {name[0]: f"{file}:{name[-1]}" for file, name in NAMES}  # or the function itself
