@@ -1,5 +1,6 @@
 """config.json of the hub's models and of transformers, old and new: what is read, what is written, what is refused."""
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ NEWER = {  # fields of the text, and what some files of it say
     "qwen3_vl": ((*SHARED, "max_position_embeddings"), {"head_dim": 16}, {}, {"deepstack_visual_indexes": [1]}),
     "qwen3_5": (
         (*SHARED, "eos_token_id", *(f"linear_{name}" for name in LINEAR)),
-        {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}, {"partial_rotary_factor": 0.25}, {},
+        {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}, {"partial_rotary_factor": 0.5}, {},
     ),
 }  # fmt: skip
 TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
@@ -79,10 +80,13 @@ def equal_towers(ours, theirs, model_type):
 
 def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
     text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
-    for model_type, vision in (("qwen2_5_vl", {"out_hidden_size": 32}), ("qwen2_vl", {"hidden_size": 32})):
-        values = text | {"model_type": model_type, "vision_config": vision}
+    towers = {"qwen2_5_vl": {"out_hidden_size": 32}, "qwen2_vl": {"hidden_size": 32}}
+    for model_type, said in itertools.product(towers, ({}, {"rope_theta": 7e5})):
+        values = text | {"model_type": model_type, "vision_config": towers[model_type], **said}
         ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)
         assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
+        assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
+        assert ours.partial_rotary_factor == theirs.text_config.rope_parameters.get("partial_rotary_factor", 1.0)
         equal_towers(ours, theirs, model_type)
     width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio  # as Qwen2-VL calls them
     assert (ours.vision_config.hidden_size, ours.vision_config.intermediate_size) == (width, width * ratio)
@@ -96,7 +100,7 @@ def test_what_a_newer_config_leaves_out_is_what_transformers_takes(model_type, l
     text = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 300, "intermediate_size": 96}
     if not little:
-        sections = [1, 1, 0] if rope else [4, 2, 2]
+        sections = [2, 1, 1] if rope else [4, 2, 2]
         rope = rope | {"rope_type": "default", "mrope_section": sections, "rope_theta": 7e5}
         text |= said | {"rope_parameters": rope}
     vision = {"out_hidden_size": 64, **({} if little else vision)}

@@ -270,6 +270,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
     monkeypatch.setenv("FAILS_AT", "3")
     assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]  # train.main without the line
     assert capfd.readouterr().err.count("states/000004: mend it, then --resume=auto") >= 2
+    assert (tmp_path / "states" / "000004" / "complete.json").is_file()
     monkeypatch.setenv("FAILS_AT", "never")
     assert attempt(recipe, tmp_path, "--state_minutes=0", "--resume=auto", ranks=2) == [0, 0]
     assert outcome(tmp_path) == expected

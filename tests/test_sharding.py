@@ -1,7 +1,9 @@
 """Sharded models: what each rank reads and keeps, what is written, which dtypes compute, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +63,24 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
         "saved": output,
         "failed": str(failed.value),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "together": together(world, model.sharding),
     }
+
+
+def together(world, sharding=None) -> dict:
+    """Gradients of a step in which the ranks have films, then one image or none, and how often each ran its tower."""
+    shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
+    model, runs = tiny.model(dtype=torch.float64), []
+    if sharding is not None:
+        section = ShardingSection(enabled=True, replicas=sharding.mesh.ndim)
+        Sharding(section, world, torch.float64, tower_pieces=14).shard(model)
+    model.visual.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    for grids in shown[world.rank :: world.size]:
+        generator = torch.Generator().manual_seed(len(grids))
+        prompt = tiny.prompt(generator, grids, dtype=torch.float64)
+        per_token_logps(model, pack([prompt], [[tiny.completion(generator, 3)]], model.config))[0].sum().backward()
+    whole = {name: p.grad.full_tensor() if sharding else p.grad for name, p in model.named_parameters()}
+    return {"gradients": whole, "runs": len(runs)}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +110,16 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
         saved = dict(load_model(result["saved"]).named_parameters())
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
         load_processor(result["saved"])
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_ranks_add_up_the_gradients_of_what_each_has_seen(loaded, name):
+    """In pieces, of which both run as many, twice: on black where one has fewer, and where it has no image at all."""
+    alone = together(World())["gradients"]
+    for result in (rank[name]["together"] for rank in loaded):
+        assert result["runs"] == 2 * (4 + 1)
+        for key, expected in alone.items():
+            assert (result["gradients"][key] - expected).abs().max() <= 1e-12 * expected.abs().max(), key
 
 
 def test_all_ranks_know_that_saving_failed(loaded):
@@ -227,6 +256,49 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
+    """Also a value head's, whatever the layers compute in; and a rollout's tower runs in pieces."""
+    model, images = sharded_model(compute_dtype=torch.bfloat16), []
+    model.sharding.tower_pieces = 1
+    head = torch.nn.Linear(4, 1)
+    model.sharding.shard_head(head)
+    assert head(torch.zeros(1, 4)).dtype == torch.float32
+    assert head._get_fsdp_state()._states_to_backward_prefetch  # not FSDP's guess
+    assert copy_model(model).lm_head.weight.dtype == torch.float32
+    assert copy_model(model, to_compute=True).lm_head.weight.dtype == torch.bfloat16
+    with rollout_weights(model, gather_weights=True) as run:
+        assert run.lm_head.weight.dtype == torch.bfloat16
+        run.visual.blocks[0].register_forward_pre_hook(lambda *_: images.append(1))
+        per_token_logps(run, batch(model.config))
+    assert len(images) == 2
+    half = sharded_model(dtype=torch.bfloat16).sharding
+    assert half.options["mp_policy"].reduce_dtype == torch.float32  # gradients are added up in it
+
+
+def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
+    """And not FSDP's guess, by which two ranks might gather different ones."""
+    model = sharded_model()
+    ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in file.units(model)}
+    for tower in (model.visual.blocks, model.model.layers):
+        for before, block in zip([tower[0], *tower], tower, strict=False):
+            assert ahead[block] == [before._get_fsdp_state()]
+    assert ahead[model] == [model.model.layers[-1]._get_fsdp_state()]
+
+
+@pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])
+def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
+    """After its last of at most 3 steps it asks, and runs the decoder for nothing as long as another has steps left."""
+    said, ran = [], []
+    world = SimpleNamespace(device=CPU, sum=lambda value: said.append(value) or [replies.pop(0)])
+    decoder = lambda *_: ran.append(1)  # noqa: E731
+    decoder.embed_tokens = lambda token: token
+    choose = lambda logits, rows, step: (None, None, torch.tensor([step == last]))  # noqa: E731
+    choose = file.in_lockstep(choose, 3, SimpleNamespace(model=decoder), world)
+    for step in range(min(last + 1, 3)):
+        choose(None, None, step)
+    assert said == told and len(ran) == (last == 1)
+
+
 @pytest.mark.parametrize("elsewhere", [0, 1])
 def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere):
     """If another rank has some: no state changes, and the gradients are 0. Else the tower has none."""
@@ -242,6 +314,12 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
     assert {*gradients} == {0.0 if elsewhere else None}
     assert vision.after(model, (text,), hidden) is hidden  # of the next forward
+    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # its images have run before
+    vision.before(model, (seen,))
+    assert (vision.zero is not None) == bool(elsewhere)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.delattr(torch.distributed, "all_reduce")  # alone it asks nobody
+    vision.before(model, (text,))
 
 
 def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):

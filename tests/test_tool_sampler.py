@@ -74,8 +74,8 @@ def test_a_packed_group_with_crops_equals_single_rows(model_type):
 class Eye:
     """Shows what it is asked for: a picture of so many tokens a side, or words."""
 
-    def reset(self, problem, images, **columns):
-        self.problem, self.size = problem, images[0].size
+    def reset(self, problem, images, extents, **columns):
+        self.problem, self.size, self.extents = problem, images[0].size, extents
 
     def look(self, columns: int, rows: int = 1) -> PIL.Image.Image:
         return PIL.Image.radial_gradient("L").resize((28 * columns, 28 * rows))
@@ -350,3 +350,13 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
     for line in metrics(whole):
         assert line["rollout/logp_mismatch"] < 1e-4 and line["tools/call_frequency"] > 1
         assert line["tools/failure_frequency"] == line["tools/cut_ratio"] == 0
+
+
+@pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50)), ("thousandths", (1000, 1000))])
+def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent):
+    """In pixels of Qwen2.5-VL those of the picture that the model sees, not of the file."""
+    processor = replace(PROCESSOR, box_space=space)
+    sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="test_tool_sampler:Eye"), ONE)
+    row = Row([user([IMAGE_PART])], [PIL.Image.new("RGB", (90, 50))], {"problem": "P"})
+    [play] = sampler.begin(row.prompt(processor), 1)
+    assert play.environment.extents == [extent]

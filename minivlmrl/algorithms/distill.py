@@ -76,10 +76,8 @@ class Distill(GRPOStage):
                     f"{len(others)} tokens of the student are others here, such as {others[0]!r}"
                 )
                 raise ValueError(f"{path}: {cause}; a teacher has the student's tokenizer")
-            rows = [one.config.vocab_size for one in (self.computed, model)]
-            if rows[0] < rows[1]:
-                cause = f"vocab_size is {rows[0]}, the student's {rows[1]}"
-                raise ValueError(f"{path}: {cause}; take a larger teacher")
+            size, least = self.computed.config.vocab_size, model.config.vocab_size
+            require(size >= least, f"{path}: vocab_size", size, f"the student's {least} or more")
         self.teacher = model if isinstance(self.computed, AdapterCopy) else self.computed
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:

@@ -141,7 +141,7 @@ def _objects(row: dict) -> dict:
     def fill(text: str) -> str:
         return re.sub("|".join(waiting), lambda mark: next(waiting[mark[0]]), text)
 
-    return _each_text(texts, fill) if waiting else {}
+    return changed(texts, fill) if waiting else {}
 
 
 def _choices(row: dict) -> dict:
@@ -166,7 +166,7 @@ def _pictures_in_text(row: dict) -> dict:
     """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
     texts = _texts(row)
     paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
-    marked = _each_text(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
+    marked = changed(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
     return {**marked, "images": paths} if paths else {}
 
 
@@ -175,14 +175,14 @@ def _texts(row: dict) -> dict:
     return {name: row[name] for name in TEXTS if row.get(name) is not None}
 
 
-def _each_text(value, change: Callable[[str], str]):
-    """Return the same lists and objects with another text for each."""
-    if isinstance(value, str):
+def changed(value, change: Callable, kinds=str):
+    """Return the same lists and objects with another text for each, or for values of these types."""
+    if isinstance(value, kinds):
         return change(value)
     if isinstance(value, list):
-        return [_each_text(item, change) for item in value]
+        return [changed(item, change, kinds) for item in value]
     if isinstance(value, dict):
-        return {key: _each_text(item, change) for key, item in value.items()}
+        return {key: changed(item, change, kinds) for key, item in value.items()}
     return value
 
 

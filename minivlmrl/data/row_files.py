@@ -15,10 +15,12 @@ from decimal import Decimal
 from os.path import isdir, isfile
 from pathlib import Path
 
+from minivlmrl.data.forms import changed
 from minivlmrl.hub.checker import extra, naming, require
 from minivlmrl.hub.folder import parse_json, read_json
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
+NO_JSON = date, time, timedelta, Decimal  # of parquet: text, as in CSV
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 PLAIN = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns that are JSON in a CSV file
@@ -205,16 +207,7 @@ class Arrow:
                 row = self.table(group).slice(index - self.firsts[group], 1).to_pylist()[0]
             except (OverflowError, OSError) as error:  # such as a date that Python does not have
                 raise ValueError(f"cannot be read ({error})") from error
-            return _plain(row)
-
-
-def _plain(value):
-    """Return what JSON has: dates, times and decimals are text, as in a CSV file."""
-    if isinstance(value, dict):
-        return {name: _plain(inside) for name, inside in value.items()}
-    if isinstance(value, list):
-        return [_plain(inside) for inside in value]
-    return str(value) if isinstance(value, date | time | timedelta | Decimal) else value
+            return changed(row, str, NO_JSON)
 
 
 def _check_names(path: Path, names: list[str]):

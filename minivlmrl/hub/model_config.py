@@ -144,10 +144,10 @@ class ModelConfig:
         model_type = config.get("model_type") if isinstance(config, dict) else config
         known = " or ".join(FAMILIES)
         require(model_type in list(FAMILIES), f"{where}: model_type", model_type, known)
-        text = _section(config, "text_config", where)
+        text = _section(config, where, "text_config")
         family = FAMILIES[model_type]
         flat = {**config, **text, "model_type": model_type}
-        rope = _rope(flat, where)
+        rope = _section(flat, where, "rope_parameters", "rope_scaling")
         flat.pop("mrope_section", None)  # only the rope's own counts
         # null is missing
         flat |= {name: value for name, value in family.defaults.items() if flat.get(name) is None}
@@ -158,8 +158,8 @@ class ModelConfig:
         # transformers 5 repeats this key in text_config by default; the top level decides
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
-        vision = _section(config, "vision_config", where)
-        axial = _rope(vision, f"{where}: vision_config")
+        vision = _section(config, where, "vision_config")
+        axial = _section(vision, f"{where}: vision_config", "rope_parameters", "rope_scaling")
         turns = rope.get("mrope_interleaved"), family.text["mrope_interleaved"]
         only = {  # key: what the file says, and what is computed
             "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
@@ -197,12 +197,8 @@ class ModelConfig:
         return family.write(out | {"vision_config": vision})
 
 
-def _rope(config: dict, where: str) -> dict:
-    return _section(config, "rope_parameters", where) or _section(config, "rope_scaling", where)
-
-
-def _section(config: dict, name: str, where: str) -> dict:
-    """Return the object that a key holds, {} where it is missing or null."""
-    value = config.get(name) or {}
-    require(isinstance(value, dict), f"{where}: {name}", value, "an object")
-    return value
+def _section(config: dict, where: str, *names: str) -> dict:
+    """Return the object that the first of these keys holds, {} where they are missing or null."""
+    name = next(filter(config.get, names), "")
+    require(isinstance(config.get(name, {}), dict), f"{where}: {name}", config.get(name), "an object")
+    return config.get(name, {})
