@@ -352,7 +352,7 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
         assert line["tools/failure_frequency"] == line["tools/cut_ratio"] == 0
 
 
-@pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50)), ("thousandths", (1000, 1000))])
+@pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50))])
 def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent):
     """In pixels of Qwen2.5-VL those of the picture that the model sees, not of the file."""
     processor = replace(PROCESSOR, box_space=space)
