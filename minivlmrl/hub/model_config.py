@@ -200,5 +200,7 @@ class ModelConfig:
 def _section(config: dict, where: str, *names: str) -> dict:
     """Return the object that the first of these keys holds, {} where they are missing or null."""
     name = next(filter(config.get, names), "")
-    require(isinstance(config.get(name, {}), dict), f"{where}: {name}", config.get(name), "an object")
+    require(
+        isinstance(config.get(name, {}), dict), f"{where}: {name}", config.get(name), "an object"
+    )
     return config.get(name, {})
