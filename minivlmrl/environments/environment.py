@@ -50,8 +50,10 @@ def get_environment(name: str) -> Callable[[], object]:
     return make
 
 
-def with_tools(processor: Processor, name: str) -> Processor:
-    """Tell a processor the tools of an environment, and its template to declare them."""
+def with_tools(processor: Processor, name: str | None) -> Processor:
+    """Tell a processor the tools of an environment, if any, and its template to declare them."""
+    if name is None:
+        return processor
     environment, template = get_environment(name)(), processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:

@@ -68,10 +68,7 @@ def build_model(
     space = data.box_space or processor.box_space
     options = {"image_processor": images, "answer": data.answer, "box_space": space}
     options["template"] = with_values(processor.template, data.template)
-    processor = replace(processor, **options)
-    if config.sampling.environment:
-        processor = with_tools(processor, config.sampling.environment)
-    return model, processor
+    return model, with_tools(replace(processor, **options), config.sampling.environment)
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.template import with_values
 from minivlmrl.data.video import VideoFile, load_video
+from minivlmrl.environments.environment import with_tools
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.generate import Choose
 from minivlmrl.hub.checker import build, help_of
@@ -49,6 +50,7 @@ def main(arguments: list[str]):
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system = data.system_prompt if system is None else system
     processor = replace(processor, template=with_values(processor.template, data.template))
+    processor = with_tools(processor, params.environment)
     messages = conversation(options.prompt, count, template, system)
     prompt = Row(messages, images, videos=videos).prompt(processor)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
