@@ -121,11 +121,11 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     ("grpo.use_vllm=true", "here it is not there: the model that is trained samples"),
     ("vllm_mode=colocate", "here it is not there: the model that is trained samples"),
     ("deepspeed=ds.json", "here it is sharding.enabled"),
-    ("learning_rate=1", "here it is learning_rate in the section sft or dpo or kto or reward_model or "),
-    ("grpo_learning_rate=1", "here it is learning_rate in the section grpo"),
-    ("num_generations=8", "here it is num_generations in the section grpo or ppo"),
-    ("grpo.save_steps=5", "here it is save_steps in no section"),
-    ("reward_model_path=x", "here it is path in the section reward_model"),
+    ("learning_rate=1", "here it is sft: learning_rate or dpo: learning_rate or "),
+    ("grpo_learning_rate=1", "here it is grpo: learning_rate"),
+    ("num_generations=8", "here it is grpo: num_generations or ppo: num_generations"),
+    ("grpo.save_steps=5", "here it is save_steps"),
+    ("reward_model_path=x", "here it is reward_model: path"),
     ("zzz=1", "did you mean "),
 ])  # fmt: skip
 def test_an_unknown_option_is_told_its_name_here(override, meant):

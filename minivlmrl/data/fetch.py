@@ -11,9 +11,8 @@ import time
 import urllib.parse
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 import PIL.Image
@@ -106,15 +105,9 @@ def open_source(
 
 def read_reply(request: str | Request, seconds: float, limit: int, web: "Web") -> bytes:
     """Read what a server replies (ValueError: too large, cut off, or not all within `seconds`)."""
-    future, deadline = Future(), time.monotonic() + seconds
-
-    def work():
-        try:
-            future.set_result(_read(request, deadline, limit, web))
-        except Exception as error:
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()  # nothing ends the wait for a server of names
+    pool = ThreadPoolExecutor(1)  # nothing else ends the wait for a server of names
+    future = pool.submit(_read, request, time.monotonic() + seconds, limit, web)
+    pool.shutdown(wait=False)
     try:
         return future.result(seconds)
     except TimeoutError as error:

@@ -29,24 +29,17 @@ RewardName = NewType("RewardName", str)  # see reward_functions/names.py
 # what other trainers call an option that has another name here
 THEIRS = {
     "lr": "STAGE.learning_rate",
-    "warmup_ratio": "STAGE.warmup_steps",
     "num_train_epochs": "max_epochs",
     "overwrite_output_dir": "resume=never",
-    "resume_from_checkpoint": "resume=auto",
     "max_completion_length": "sampling.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
-    "dataset_name": "data.train_file",
     "reward_funcs": "rewards",
-    "reward_weights": "rewards",
     "chat_template_kwargs": "data.template",
     "model_name_or_path": "model.path",
     "lora_r": "adapter.r",
-    "load_in_4bit": "adapter.quantize=nf4",
     "gradient_checkpointing": "model.activation_checkpointing",
     "deepspeed": "sharding.enabled",
-    "fsdp": "sharding.enabled",
     "epsilon": "grpo.epsilon_low",
-    "optim": "optimizer.name",
     "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
@@ -184,7 +177,8 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
         try:
             return _build(cls, values, prefix, json)
         except UnknownKey as error:
-            raise ValueError(_meant(cls, *error.args)) from None
+            _, prefix, key = error.args
+            raise ValueError(f"unknown key {prefix}{key}; {_meant(cls, *error.args)}") from None
 
 
 class UnknownKey(ValueError):
@@ -192,23 +186,17 @@ class UnknownKey(ValueError):
 
 
 def _meant(root, section, prefix: str, key: str) -> str:
-    """Say what an unknown key may be: another trainer's, another section's, or one of the nearest.
-
-    `learning_rate`, `grpo_learning_rate` and "grpo.learning_rate" are fields of sections.
-    """
-    unknown, theirs = f"unknown key {prefix}{key}", "use_vllm" if "vllm" in key else key
-    if theirs in THEIRS:
-        return f"{unknown}; here it is {THEIRS[theirs]}"
-    paths = [path for path in option_paths(root) if key in (path, path.replace(".", "_"))]
-    paths = paths or [path for path in option_paths(root) if key == path.rpartition(".")[2]]
-    if paths:
-        _, _, name = paths[0].rpartition(".")
-        sections = " or ".join(path.removesuffix(name).strip(".") for path in paths)
-        where = f"in the section {sections}" if sections else "in no section"
-        return f"{unknown}; here it is {name} {where}"
-    names = [field.name for field in dataclasses.fields(section)]
-    near = difflib.get_close_matches(key, names, 3, 0.0)
-    return f"{unknown}; did you mean {' or '.join(prefix + name for name in near)}?"
+    """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
+    if theirs := THEIRS.get("use_vllm" if "vllm" in key else key):
+        return f"here it is {theirs}"
+    names = {
+        path: {path, path.replace(".", "_"), path.split(".")[-1]} for path in option_paths(root)
+    }
+    if same := [path.replace(".", ": ") for path in names if key in names[path]]:
+        return f"here it is {' or '.join(same)}"
+    fields = [field.name for field in dataclasses.fields(section)]
+    near = difflib.get_close_matches(key, fields, 3, 0.0)
+    return f"did you mean {' or '.join(prefix + name for name in near)}?"
 
 
 def option_paths(cls, prefix: str = "") -> Iterator[str]:
