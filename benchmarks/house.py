@@ -4,11 +4,9 @@ python benchmarks/house.py           # tables; exit status 1 if anything exceeds
 """
 
 import ast
-import dataclasses
 import io
 import sys
 import tokenize
-import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,15 +98,12 @@ def folders() -> dict[str, int]:
     return {name: sum(map(lines, source_files(*found))) for name, found in paths.items()}
 
 
-def fields(options=None, prefix: str = "") -> list[str]:
+def fields() -> list[str]:
     """Name what a recipe can set, "grpo.beta"; a list or an object with names of its own counts once."""
-    if options is None:
-        from minivlmrl.run.config import RunConfig as options  # torch takes seconds
-    names = []
-    for name, hint in typing.get_type_hints(options).items():
-        inner = dataclasses.is_dataclass(hint)
-        names += fields(hint, f"{prefix}{name}.") if inner else [prefix + name]
-    return names
+    from minivlmrl.hub.checker import option_paths  # torch takes seconds
+    from minivlmrl.run.config import RunConfig
+
+    return [*option_paths(RunConfig)]
 
 
 def source_files(*folders: Path) -> list[Path]:

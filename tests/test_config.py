@@ -116,19 +116,6 @@ def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     assert load_config(recipe, [f"--data.system_prompt={text}"]).data.system_prompt == expected
 
 
-def test_the_models_config_and_the_task_lie_beside_who_names_them(write, tmp_path, monkeypatch):
-    """The recipe, or where the command line runs."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    recipe = write({"model": {"config": "sub/own.json"}, "data": {"task": "own.py:TASK"}})
-    options = ["--model.config=sub/own.json", "--data.task=own.py:TASK"]
-    for folder, config in ((tmp_path, load_config(recipe)), (tmp_path / "here", load_config(recipe, options))):
-        assert config.model.config == str((folder / "sub" / "own.json").resolve())
-        assert config.data.task == f"{(folder / 'own.py').resolve()}:TASK"
-    for name in ("shapes", "package.module:TASK", None):
-        assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
-
-
 @pytest.mark.parametrize(("have", "from_recipe", "from_command"), [
     ("", "there", "here"), ("here", "here", "here"), ("there", "there", "there"), ("here there", "there", "here"),
 ])  # fmt: skip
@@ -140,6 +127,8 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
             (tmp_path / name / file).touch()
     monkeypatch.chdir(tmp_path / "here")
     recipe = write({}, "there/recipe.yaml")
+    for name in ("shapes", "package.module:TASK", None):
+        assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
     values = {"rewards": {"own.py:f(of='x/y')": 1.0}, "sampling": {"environment": "own.py:f(a='../b')"}}
     values |= {"data": {"eval_rewards": ["own.py:f", "format"], "task": "own.py:f"}, "model": {"config": "own.json"}}
     said = [f"--{name}={json.dumps(value)}" for name, value in values.items()]

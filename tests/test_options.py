@@ -1,6 +1,5 @@
 """No option is dead: each changes the metrics of a run of a few steps, or has a test of its own that is named here."""
 
-import dataclasses
 import functools
 import itertools
 import typing
@@ -11,6 +10,7 @@ from runs import LETTERS, leave_out, metrics
 from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.generate import chooser
+from minivlmrl.hub.checker import option_paths
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config
@@ -99,6 +99,7 @@ OPTIONS = [  # field, another value, base
     ("data.task", "shapes(demonstrations=8, pairs=8, wrong_demonstrations=1.0)", SFT),
     ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
     ("data.system_prompt", "Be brief.", ["own", *SFT]),
+    ("data.template", "{add_vision_id: true}", ["own", *SFT]),
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
     ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
@@ -223,20 +224,11 @@ def test_no_two_values_are_alike(lines_of, lively, name, values, base):
         assert differ(*(lines_of(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
 
 
-def options(cls=RunConfig, prefix=""):
-    """Names of all fields, as an override says them."""
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            yield from options(hint, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
 def test_every_option_is_in_the_table():
     """A new field of the config needs a row above."""
     tested = {name.replace("rewards.letters", "rewards") for name, _, _ in OPTIONS}
     tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
-    assert set(options()) == tested | {name for name, _, _ in ENUMERATIONS} | OTHERS
+    assert set(option_paths(RunConfig)) == tested | {name for name, _, _ in ENUMERATIONS} | OTHERS
 
 
 def test_resize_can_be_the_size_of_every_image(home, own):
