@@ -10,13 +10,14 @@ import io
 import json
 import os
 import re
-import urllib.request
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 import PIL.Image
 
-from minivlmrl.data.fetch import Web, read_reply
 from minivlmrl.hub.folder import parse_json
 
 URL = "http://localhost:8000/v1"
@@ -58,9 +59,9 @@ def judge(
         key = os.environ.get("OPENAI_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         content, where = json.dumps(body).encode(), f"{url}/chat/completions"
-        request = urllib.request.Request(where, content, headers)
+        request = Request(where, content, headers)
         try:
-            reply = parse_json(read_reply(request, timeout, LARGEST, Server(private=True)))
+            reply = parse_json(read_reply(request, timeout))
             text = reply["choices"][0]["message"]["content"]
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return None  # no server, too slow, no JSON
@@ -80,8 +81,43 @@ def part(image: PIL.Image.Image, side: int) -> dict:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-class Server(Web):
+def read_reply(request: Request, seconds: float) -> bytes:
+    """Read what a server replies (ValueError: too large, or not all within `seconds`)."""
+    pool, server = ThreadPoolExecutor(1), Server()  # nothing else ends the wait for a server of names
+    future = pool.submit(read, request, time.monotonic() + seconds, server)
+    pool.shutdown(wait=False)
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        if sock := getattr(server.connection, "sock", None):  # its headers still come
+            sock.shutdown(socket.SHUT_RDWR)
+        raise ValueError(f"not finished after {seconds} seconds") from error
+
+
+def read(request: Request, deadline: float, server: "Server") -> bytes:
+    """Read a reply; a byte now and then, and no single read would time out."""
+    content = b""
+    with build_opener(server).open(request, timeout=deadline - time.monotonic()) as response:
+        while chunk := response.read1(2**16):
+            content += chunk
+            if len(content) > LARGEST or time.monotonic() > deadline:
+                raise ValueError(f"over {LARGEST} bytes, or too slow")
+    return content
+
+
+class Server(HTTPHandler, HTTPSHandler, HTTPRedirectHandler):
     """The one that the recipe names: the key follows no redirect."""
+
+    connection = None
+
+    def do_open(self, http_class, req, **options):
+        """Remember the connection, which a deadline ends."""
+
+        def connection(*args, **more):
+            self.connection = http_class(*args, **more)
+            return self.connection
+
+        return super().do_open(connection, req, **options)
 
     def redirect_request(self, *_):
         return None

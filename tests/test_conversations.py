@@ -121,12 +121,12 @@ MISTAKES = [
      "column 'prompt': the prompt has 1 image placeholder(s) but 2 image(s) came with it; put one where"),
     ({"messages": [system("s"), YES], "image": "red.png"},
      "column 'messages': the prompt has 0 image placeholder(s) but 1 image(s) came with it"),
-    ({"problem": "a", "image": 3}, "column 'image': each image must be a path, URL or data URI, not 3"),
-    ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),
+    ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, not 3"),
+    ({"problem": "a", "video": []}, "column 'video': each video must be a path or data URI, or a list of those"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
     ({"prompt": [user([{"type": "image", "image": 3}])]},
-     "column 'prompt': message 0: each image must be a path, URL or data URI"),
+     "column 'prompt': message 0: each image must be a path or data URI"),
     ({"problem": "a", "margin": True}, "column 'margin' is True, it must be a number, by how much chosen"),
 ]  # fmt: skip
 

@@ -136,7 +136,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
 # (micro_batch_size), test_reward_model.py (path),
 # test_results.py (evaluations, checkpoints), test_metrics.py (report_to),
-# test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
+# test_train.py (files and folders), test_template.py (template), test_resume.py (states, resume, timeout),
 # test_tool_sampler.py (environment), test_distill.py (teachers), test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
@@ -144,7 +144,7 @@ OTHERS = {
     *("reward_model.path", "reference.teacher", "reference.teacher_prompt"),
     *("output_dir", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype", "model.tower_pieces"),
-    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
+    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.resize", "data.template"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root"),
     "data.max_prompt_tokens",
     *("check_memory", "state_minutes", "state_steps", "resume", "timeout", "rollout.gather_weights"),

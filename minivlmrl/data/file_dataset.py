@@ -42,8 +42,6 @@ class RowOptions:
     resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
     # options of videos that do not say them, such as {fps: 1}: see data/sizes.py
     video: dict = field(default_factory=dict)
-    # fetch http(s) URLs of rows; "private": of private networks too
-    allow_urls: bool | Literal["private"] = False
 
     def __post_init__(self):
         with naming("video"):
@@ -80,7 +78,8 @@ class FileDataset:
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
             media += [part["image"] for part in answer_pictures(row)]
-            files = list(files_of(media, folder))
+            with naming(where):
+                files = list(files_of(media, folder))
             for file in (file for file, path in files if path and not isfile(path)):
                 line = re.sub(r".*:(?=\d+$)", "line ", where)
                 missing.append(f"{file} ({line})")
@@ -116,10 +115,9 @@ class FileDataset:
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
         with naming(row.where):
-            found = self.folder, self.options.allow_urls
-            row.images, row.videos = load_media(media, *found)
+            row.images, row.videos = load_media(media, self.folder)
             for part in answer_pictures(row):
-                part["image"] = load_media([part["image"]], *found)[0][0]
+                part["image"] = load_media([part["image"]], self.folder)[0][0]
         return row
 
 

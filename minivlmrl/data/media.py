@@ -35,7 +35,7 @@ class Media:
     """One image or video that a row names."""
 
     kind: str  # "image" or "video"
-    # path, URL, data URI or bytes; of a video also a list of those of its frames
+    # path, data URI or bytes; of a video also a list of those of its frames
     source: str | bytes | list[str]
     options: dict[str, float]  # see sizes.OPTIONS
 
@@ -138,15 +138,15 @@ class Decoded(Sequence):
         return image
 
 
-def load_media(media: list[Media], folder: Path, allow_urls) -> tuple[Sequence, Sequence]:
-    """Find the images and videos of a row; URLs of images are downloaded now."""
+def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
+    """Find the images and videos of a row."""
     images, videos = [], []
     for one in media:
         if one.kind == "image":
-            images.append(partial(fetch_image, open_source(one.source, folder, allow_urls)))
+            images.append(partial(fetch_image, open_source(one.source, folder)))
         else:
             sampling = {n: value for n, value in one.options.items() if n in SAMPLING_OPTIONS}
-            load = partial(load_video, one.source, folder, allow_urls, **sampling)
+            load = partial(load_video, one.source, folder, **sampling)
             videos.append(VideoFile(load))
     return images and Decoded(images), videos
 
@@ -163,17 +163,14 @@ def check_unread(columns: dict):
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield the sources of a row's images and videos and their paths, "" of URLs and bytes."""
+    """Yield the sources of a row's images and videos and their paths, "" of bytes."""
     sources = (one.source if isinstance(one.source, list) else [one.source] for one in media)
     for source in itertools.chain.from_iterable(sources):
-        if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
+        if isinstance(source, bytes) or source.startswith("data:"):
             yield source, ""
         else:
             url = ":" in source
-            yield (
-                source,
-                str(open_source(source, folder, False)[1]) if url else join(folder, source),
-            )
+            yield source, str(open_source(source, folder)[1]) if url else join(folder, source)
 
 
 def _sources(part: dict, kind: str) -> list:
@@ -198,7 +195,7 @@ def _media(entry: object, kind: str) -> Media:
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         also = ", or a list of those of its frames" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path, URL or data URI{also}, not {source!r:.60}")
+        raise ValueError(f"each {kind} must be a path or data URI{also}, not {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
 
 

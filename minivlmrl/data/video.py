@@ -85,13 +85,11 @@ class VideoFile:
         return self.load(frame_factor=factor).patches(processor, **options)
 
 
-def load_video(
-    source: Source | list, folder=None, allow_url=False, frame_factor=FRAME_FACTOR, **sampling
-) -> Video:
+def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling) -> Video:
     """Read the frames of a video that the model is to see.
 
     Args:
-        source, folder, allow_url: see fetch_image; or a list of such frames, which is taken whole.
+        source, folder: see fetch_image; or a list of such frames, which is taken whole.
         sampling: see sample_indices. Of a list of frames fps alone may be given, the rate at which
             they were sampled, 2 if it is not (`sample_fps` of qwen-vl-utils 0.0.14).
     """
@@ -101,10 +99,10 @@ def load_video(
         if sampling:
             raise ValueError(f"{min(sampling)} chooses frames of a file; a list is taken whole")
         for frame in source:
-            frames.append(fetch_image(frame, folder, allow_url))
+            frames.append(fetch_image(frame, folder))
             _check_size(len(source), frames[0].width, frames[0].height)
         return Video(frames, fps)
-    name, file = open_source(source, folder, allow_url)
+    name, file = open_source(source, folder)
     try:
         return _sample(file, sampling | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files make PyAV raise anything

@@ -38,10 +38,8 @@ def main(arguments: list[str]):
     options = parser().parse_args(arguments)
     params, device = sampling(options), choose_device(options.device)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    # a URL that you give is allowed
-    images = [fetch_image(source, allow_url="private") for source in options.image]
-    loads = [partial(load_video, source, allow_url="private") for source in options.video]
-    videos = [VideoFile(load) for load in loads]
+    images = [fetch_image(source) for source in options.image]
+    videos = [VideoFile(partial(load_video, source)) for source in options.video]
     data, asked = DataSection(), find_folder(options.model) / ASKED
     if asked.is_file():  # as the run that trained it
         data = load_config(asked).data
@@ -115,8 +113,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
     p.add_argument("--prompt", required=True, help="<image> or <video> in it: where each belongs")
     media = {"action": "append", "default": [], "metavar": "FILE"}
-    p.add_argument("--image", **media, help="or a URL; may be given again")
-    p.add_argument("--video", **media, help="or a URL; may be given again")
+    p.add_argument("--image", **media, help="may be given again")
+    p.add_argument("--video", **media, help="may be given again")
     p.add_argument("--system", help="instead of the family's system message, if it has one")
     p.add_argument("--seed", type=int, default=0, help="the same seed gives the same answer")
     p.add_argument("--device", help="by default cuda if there is one")

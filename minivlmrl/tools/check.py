@@ -133,7 +133,7 @@ def check_turned(rows: FileDataset) -> Iterator[str]:
         boxes = parse_boxes(str(row.columns.get("solution") or ""))
         if not boxes or [one.kind for one in media] != ["image"]:
             continue
-        with open_image(media[0].source, rows.folder, rows.options.allow_urls) as image:
+        with open_image(media[0].source, rows.folder) as image:
             if image.getexif().get(ORIENTATION, 1) != 1:
                 sizes = image.size, load_image(image).size
                 fits = [all(Box(*four, size).inside() for four in boxes) for size in sizes]

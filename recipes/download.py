@@ -1,0 +1,65 @@
+"""Download the pictures and videos that rows name by URL, and write rows that name files.
+
+    python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and files into ROWS.files/
+
+What is there is not downloaded again. Rows of which something cannot be had are left out, and named.
+"""
+
+import hashlib
+import json
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+TIMEOUT = 60  # seconds without a byte
+LARGEST = 512 * 2**20  # bytes of a file
+
+
+def main(rows: str) -> int:
+    """Write the rows whose files could be had; returns 1 if some could not."""
+    rows, lost = Path(rows), 0
+    folder, written = rows.with_suffix(".files"), rows.with_suffix(".local.jsonl")
+    folder.mkdir(exist_ok=True)
+    with written.open("w", encoding="utf-8") as out:
+        for number, line in enumerate(tqdm(rows.read_text(encoding="utf-8").splitlines()), start=1):
+            try:
+                row = replaced(json.loads(line), lambda url: f"{folder.name}/{download(url, folder).name}")
+            except (OSError, ValueError) as error:
+                lost += 1
+                tqdm.write(f"{rows}:{number}: left out ({error})")
+                continue
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(f"{written}: {lost} rows are left out")
+    return int(lost > 0)
+
+
+def replaced(value, local: Callable[[str], str]):
+    """Replace the URLs in a row, wherever they are; text around one stays as it is."""
+    if isinstance(value, dict):
+        return {key: replaced(item, local) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replaced(item, local) for item in value]
+    is_url = isinstance(value, str) and value.startswith(("http://", "https://")) and " " not in value
+    return local(value) if is_url else value
+
+
+def download(url: str, folder: Path) -> Path:
+    """Download a file, named by a hash of its URL (ValueError, OSError: it cannot be had)."""
+    path = folder / (hashlib.sha256(url.encode()).hexdigest()[:16] + Path(urlsplit(url).path).suffix)
+    if not path.exists():
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
+            content = reply.read(LARGEST + 1)
+        if len(content) > LARGEST or reply.length:
+            raise ValueError(f"{url}: over {LARGEST} bytes, or cut off")
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(content)
+        partial.replace(path)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
