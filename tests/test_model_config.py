@@ -142,8 +142,33 @@ def changed(path: str, value) -> dict:
     return config
 
 
+# of config.json of Qwen3.6-27B and Qwen3.8-27B, as people have quoted it, beside output_gate_type
+SAME = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
+SAME |= {"head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320, "full_attention_interval": 4}
+SAME |= {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "rope_theta": 1e7}
+SAME |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25}
+SAME |= {"mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+
+def test_newer_models_have_the_config_of_qwen3_5():
+    """Qwen3.6-27B and Qwen3.8-27B say besides which gate their recurrent layers have: that which Qwen3.5's have."""
+    config = real_config("Qwen3.5-27B")
+    ours = ModelConfig.from_dict(config)
+    config["text_config"]["output_gate_type"] = "swish"
+    newer = ModelConfig.from_dict(config)
+    assert newer.extra.pop("output_gate_type") == "swish" and newer == ours
+    assert {name: getattr(newer, name) for name in SAME} == SAME
+    tower = newer.vision_config
+    assert (tower.depth, tower.hidden_size, tower.patch_size) == (27, 1152, 16)
+
+
+NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5; mixtures of experts and qwen4_exp are not computed"
+
+
 @pytest.mark.parametrize(("path", "value", "says"), [
     ("model_type", "llama", "model_type is 'llama', it must be qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5"),
+    *[("model_type", name, f"{name}', it must be {NO_OTHER}") for name in ("qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp")],
+    ("qwen3_5/text_config.output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', it must be 'swish'"),
     ("hidden_size", ..., "hidden_size is missing"),
     ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
     ("rms_norm_eps", 0, "rms_norm_eps is 0.0, it must be over 0 and finite"),

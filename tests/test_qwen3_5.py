@@ -1,6 +1,7 @@
 """Qwen3.5 against transformers 5.23: packed groups through recurrent layers, decoding, config, templates."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
 from minivlmrl.hub.family import FAMILIES
+from minivlmrl.hub.folder import weight_files
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Processor, uniform_numbers
+from minivlmrl.rows import uniform_numbers
 from minivlmrl.run.memory import Costs, Work, meta_batch
 from minivlmrl.sampling.captured import CapturedDecode
-from minivlmrl.scale.checkpoint import load_model, save_model
+from minivlmrl.scale.checkpoint import load_model, random_model, save_model
 from minivlmrl.tasks import shapes
+from minivlmrl.tools import merge
 
 import tiny
 from draws import STOP
@@ -39,16 +41,47 @@ def test_the_hubs_sizes_have_the_tensors_of_transformers(size, tmp_path):
     assert {name: p.shape for name, p in model.named_parameters()} == expected
 
 
-def test_tensors_that_predict_two_tokens_ahead_are_left_out(tmp_path):
-    """As in transformers; of other families, and by another name, they are refused."""
-    save_model(tmp_path, tiny.model(model_type="qwen3_5"), Processor(shapes.tokenizer(), ImageProcessor()))
-    file = tmp_path / "model.safetensors"
+@pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
+def test_tensors_that_predict_two_tokens_ahead_are_carried(tmp_path, most):
+    """Bit for bit, also into the folder that they are from, and by merge; they are not computed with, as in
+    transformers. Of other families, and by another name, they are refused."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
+    model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
+    save_model(base, model, processor)
+    file = base / "model.safetensors"
     weights = load_file(file)
-    save_file(weights | {"mtp.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
-    assert "mtp.fc.weight" not in dict(load_model(tmp_path).named_parameters())
+    drafter = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.norm.weight": torch.tensor([torch.nan])}
+    save_file(weights | drafter, file, metadata={"format": "pt"})
+    model = load_model(base)
+    assert not drafter.keys() & dict(model.named_parameters()).keys()
+    LoRAConfig(r=2).place(model)
+    draw_adapters(model, 0)
+    for folder in (out, base):
+        save_model(folder, model, processor, max_shard_size=most)
+    merge.main(["--model", str(base), "--adapter", str(changed(out / "adapter")), "--out", str(tmp_path / "merged")])
+    for folder in (out, base, tmp_path / "merged"):
+        saved = [load_file(file) for file in weight_files(folder)]
+        assert len(saved) == 1 or (most == 40_000 and folder.name != "merged")
+        saved = {name: tensor for part in saved for name, tensor in part.items()}
+        assert saved.keys() == weights.keys() | drafter.keys()
+        assert all(torch.equal(saved[name].view(torch.uint8), x.view(torch.uint8)) for name, x in drafter.items())
+    theirs = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(out, output_loading_info=True)[1]
+    assert not theirs["missing_keys"] and not theirs["unexpected_keys"]
+    shutil.rmtree(base)
+    with pytest.warns(UserWarning, match=r"base is gone, saved without its mtp\."):
+        save_model(base, model, processor)
+    file = base / "model.safetensors"
     save_file(weights | {"mtq.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected tensor mtq\.fc"):
-        load_model(tmp_path)
+        load_model(base)
+
+
+def changed(adapter):
+    """The folder of an adapter with other weights: merge refuses one that a base has in its weights already."""
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    return adapter
 
 
 def mixed_group():

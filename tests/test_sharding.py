@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 from on_ranks import ONE, launch
+from safetensors.torch import load_file, save_file
 from test_lora import adapted
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -16,11 +18,12 @@ from torch.torch_version import TorchVersion
 
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.batch import pack
+from minivlmrl.hub.folder import weight_files
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.scale import sharding as file
-from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
+from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, read_tensors, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, ShardingSection, VisionInStep, copy_model, is_sharded, rollout_weights
 from minivlmrl.tasks import shapes
@@ -31,6 +34,7 @@ CPU = torch.device("cpu")
 ODD = {"intermediate_size": 47}  # rows that two ranks cannot share equally
 # a tied checkpoint of which two ranks have a half each, and an untied one of which each has all
 SECTIONS = {"tied": ["--sharding.enabled=true"], "untied": ["--sharding.enabled=true", "--sharding.replicas=2"]}
+SECTIONS["drafter"] = SECTIONS["tied"]  # of Qwen3.5, with tensors that no module has
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,10 @@ def folder(tmp_path_factory):
         model, processor = random_model(folder / f"{name}.json", shapes.tokenizer(), 0)
         save_model(folder / name, model, processor, max_shard_size=sum(p.nbytes for p in model.parameters()) // 2)
         assert len(list((folder / name).glob("model-*"))) > 1
+    (folder / "drafter.json").write_text(json.dumps(tiny.RUN_QWEN35))
+    save_model(folder / "drafter", *random_model(folder / "drafter.json", shapes.tokenizer(), 0))
+    file = folder / "drafter" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.randn(9, 5).half()}, file, metadata={"format": "pt"})
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"num_threads": 1, "data": {"task": "shapes"}}))
     return folder
 
@@ -51,7 +59,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
-    save_model(output, twin, processor, world)
+    save_model(output, model, processor, world, max_shard_size=100_000)
     with pytest.raises(OSError) as failed:
         save_model(folder / "in the way" / "checkpoint", model, processor, world)
     with rollout_weights(model, gather_weights=True) as plain:
@@ -62,6 +70,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
         "whole": whole,
         "saved": output,
         "failed": str(failed.value),
+        "copied": all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
         "together": together(world, model.sharding),
     }
@@ -97,7 +106,7 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
     for rank, results in enumerate(loaded):
         result = results[name]
         assert result["whole"].keys() == result["kept"].keys() == expected.keys()
-        assert result["tied"] == (name == "tied")
+        assert result["tied"] == (name == "tied") and result["copied"]
         for parameter, weight in expected.items():
             assert torch.equal(result["whole"][parameter], weight), parameter
             rows = -(-len(weight) // 2)
@@ -110,6 +119,9 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
         saved = dict(load_model(result["saved"]).named_parameters())
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
         load_processor(result["saved"])
+        unread = [dict(chain(*map(read_tensors, weight_files(at)))) for at in (folder / name, result["saved"])]
+        both = [x["mtp.fc.weight"] for x in unread if "mtp.fc.weight" in x]
+        assert len(both) == 2 * (name == "drafter") and all(torch.equal(x, both[0]) for x in both)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -229,6 +241,8 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
     file.recompute_blocks(plain)
     file.run_in_pieces(plain, 4)
     for model in (plain, sharded_model(recompute=True)):
+        with torch.no_grad():
+            per_token_logps(model, batch(model.config))  # which gathers what a copy must not take
         twin = copy_model(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -283,6 +297,16 @@ def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
         for before, block in zip([tower[0], *tower], tower, strict=False):
             assert ahead[block] == [before._get_fsdp_state()]
     assert ahead[model] == [model.model.layers[-1]._get_fsdp_state()]
+
+
+@pytest.mark.parametrize("gather_weights", [True, False])
+def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
+    model = adapted(dtype=torch.float64)
+    with torch.no_grad():
+        expected, _ = per_token_logps(model, films(model.config))
+    Sharding(ShardingSection(enabled=True), ONE, torch.float64).shard(model)
+    with rollout_weights(model, gather_weights) as run:
+        torch.testing.assert_close(per_token_logps(run, films(model.config))[0], expected)
 
 
 @pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from minivlmrl.data.forms import changed
 from minivlmrl.hub.checker import extra, naming, require
+from minivlmrl.hub.dataset import find_split
 from minivlmrl.hub.folder import parse_json, read_json
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
@@ -28,11 +29,13 @@ CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "r
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Find the rows of a file, or of a folder of a dataset or of classes (ValueError: none)."""
+    """Find the rows of a file, a folder or a split on the hub (ValueError: none)."""
     path = Path(path)
     if isdir(path):  # a name that is too long is none, and no OSError as with pathlib
         return _open_folder(path)
     if not isfile(path):
+        if (files := find_split(str(path))) is not None:
+            return Arrow(files)
         cure = "data.train_file and data.eval_file (null: none) name them"
         raise ValueError(f"{path}: no such file of rows; {cure}")
     if path.suffix in (".parquet", ".arrow"):

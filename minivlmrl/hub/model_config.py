@@ -142,7 +142,7 @@ class ModelConfig:
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
-        known = " or ".join(FAMILIES)
+        known = f"{' or '.join(FAMILIES)}; mixtures of experts and qwen4_exp are not computed"
         require(model_type in list(FAMILIES), f"{where}: model_type", model_type, known)
         text = _section(config, where, "text_config")
         family = FAMILIES[model_type]
@@ -168,6 +168,7 @@ class ModelConfig:
             "rope_scaling.mrope_interleaved": turns,
             "use_sliding_window": (flat.get("use_sliding_window"), False),
             "attn_output_gate": (flat.get("attn_output_gate"), True),
+            "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),
             "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
             "vision_config.rope_type": (axial.get("rope_type"), "axial", "default"),
         }

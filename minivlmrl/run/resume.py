@@ -29,6 +29,7 @@ from minivlmrl.adapters.lora import shared_base
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.checker import build, require
+from minivlmrl.hub.dataset import find_split
 from minivlmrl.hub.folder import (
     digest,
     find_folder,
@@ -342,4 +343,4 @@ def _checksum(file: Path) -> str:
     if file.is_dir():
         listed = sorted((str(path), path.stat().st_size) for path in file.rglob("*"))
         return digest([json_text(listed)])
-    return digest([file])
+    return digest([file] if file.is_file() else find_split(str(file)))

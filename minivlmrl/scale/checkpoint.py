@@ -3,10 +3,12 @@
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -76,6 +78,7 @@ def load_model(
         sharding.shard(model)
     part = sharding.part if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
     assign(model, _read_weights(folder, files, model, part, device))
+    model.folder = folder.resolve()  # from which save_model copies tensors that no module has
     return model
 
 
@@ -140,6 +143,18 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
+
+
+def _unread_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
+    folder, names = getattr(model, "folder", None), family_of(model).unread
+    if folder is None or not names:
+        return {}
+    if not folder.is_dir():
+        warnings.warn(f"{folder} is gone, saved without its {', '.join(names)}", stacklevel=3)
+        return {}
+    read = chain.from_iterable(map(read_tensors, weight_files(folder)))
+    return {name: tensor for name, tensor in read if name.startswith(names)}
 
 
 def random_model(
@@ -248,12 +263,15 @@ def save_model(
     write_adapter = gather_adapter(model, base) if adapters(model) else None
     empty = partial(torch.empty_like, device="meta")
     shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
-    shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World()
+    unread = world.on_main(lambda: _unread_tensors(model)) or {}
+    shapes |= {name: empty(tensor) for name, tensor in unread.items()}
+    shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
+    shards = world.gather_objects(shards)[0]
     with ExitStack() as saving:
 
         def write(file: str):
-            check_finite(tensors, folder)
+            check_finite({name: x for name, x in tensors.items() if name in weights}, folder)
             save_tensors(tensors, new / file)
 
         def finish():
@@ -274,8 +292,8 @@ def save_model(
         new = world.on_main(lambda: saving.enter_context(replacing(folder)))
         # one file after the other; torch's get_model_state_dict would gather all
         for file, names in shards.filename_to_tensors.items():
-            tensors = {}
-            for name in names:
+            tensors = {name: unread[name] for name in names if name in unread}
+            for name in filter(weights.__contains__, names):
                 weight = full(weights[name])
                 if world.is_main:
                     tensors[name] = weight.cpu().contiguous()
