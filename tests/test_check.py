@@ -48,7 +48,7 @@ def test_turned_photographs_are_fine_if_a_box_fits_no_other_way(tmp_path, monkey
     PIL.Image.new("RGB", (9, 9)).save("0.png")
     rows = [{"problem": "?", **faults.turned(number, {"image": "0.png"})} for number in range(2)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, [rows[0], rows[1] | {"solution": box}])))
-    assert bool(list(check.check_turned(FileDataset("rows.jsonl")))) == said
+    assert bool(list(check.check_files(FileDataset("rows.jsonl"), []))) == said
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():

@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import compress
 
 import torch
 
@@ -37,6 +36,7 @@ from minivlmrl.scale import ranks
 
 PROMPTS = 16  # rows that are asked about
 ORIENTATION = 0x0112  # of a photograph, in its EXIF
+UNIT = re.compile(r"^(-?[\d.,]+) ?(?!(?:st|nd|rd|th)$)[a-zA-Zµ°%]+$")  # of a number: 3 cm, not 3rd
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # texts that are no answers: a reward that likes one of them will be given it
 HACKS = {
@@ -78,7 +78,11 @@ def check(config) -> Iterator[str]:
         yield from check_demonstrations(config, rows_of["demonstrations"], processor)
     asked = rows_of.get("prompts")
     if asked is not None:
-        yield from check_held_out(spread(datasets.get("eval", ())), spread(asked))
+        some = spread(datasets.get("eval", ())), spread(asked)
+        held_out, known = ({str(row.columns.get("solution")) for row in one} for one in some)
+        if len(some[0]) > 1 and len(held_out) == 1 < len(known):
+            cure = "mix the rows of data.eval_file, of which data.eval_rows takes the first"
+            yield f"all evaluation rows have the solution {held_out.pop()!r:.80}: {cure}"
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
         yield from check_rewards(config, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
@@ -114,7 +118,7 @@ def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator
 
 
 def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
-    """Files with copies, whatever their pictures are called, or with boxes of turned pictures."""
+    """Copies, whatever their files are called, and boxes of photographs that EXIF turns."""
     for part in getattr(rows, "parts", [rows]):  # a weight has the rows of a file several times
         if not isinstance(part, FileDataset):
             continue
@@ -123,33 +127,18 @@ def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
         different = len(part) - len(alike) + len({part.content(i, names) for i in alike})
         if different <= len(part) / 2 and len(part) > 3:
             yield f"{different} of {len(part)} rows differ in picture or question: drop copies"
-        yield from check_turned(part)
-
-
-def check_turned(rows: FileDataset) -> Iterator[str]:
-    """Photographs with boxes that are inside of the file's picture, and of none that is upright."""
-    turned, proofs, numbers = 0, Counter(), spread(range(len(rows)))
-    for row, media in map(rows.read, numbers):
-        boxes = parse_boxes(str(row.columns.get("solution") or ""))
-        if not boxes or [one.kind for one in media] != ["image"]:
-            continue
-        with open_image(media[0].source, rows.folder) as image:
-            if image.getexif().get(ORIENTATION, 1) != 1:
-                sizes = image.size, load_image(image).size
-                fits = [all(Box(*four, size).inside() for four in boxes) for size in sizes]
-                turned, proofs = turned + 1, proofs + Counter([tuple(fits)])
-    if turned and not proofs[False, True]:
-        what = f"{turned} of {len(numbers)} images are turned by their EXIF"
-        where = "boxes are read as of the upright picture, and no box shows that they are"
-        yield f"{what}: {where}; look at one, save them upright"
-
-
-def check_held_out(rows: Sequence[Row], trained: Sequence[Row]) -> Iterator[str]:
-    """Evaluations that one answer would pass."""
-    held_out, known = ({str(r.columns.get("solution")) for r in some} for some in (rows, trained))
-    if len(rows) > 1 and len(held_out) == 1 < len(known):
-        cure = "mix the rows of data.eval_file, of which data.eval_rows takes the first"
-        yield f"all evaluation rows have the solution {held_out.pop()!r:.80}: {cure}"
+        turned = []  # are boxes inside of the picture as the file has it, and as it is shown?
+        for row, media in map(part.read, spread(range(len(part)))):
+            boxes = parse_boxes(str(row.columns.get("solution") or ""))
+            for one in media if boxes else ():
+                with open_image(one.source, part.folder) as image:
+                    sizes = image.size, load_image(image).size
+                    if image.getexif().get(ORIENTATION, 1) != 1:
+                        fits = (all(Box(*x, size).inside() for x in boxes) for size in sizes)
+                        turned.append(list(fits))
+        if turned and [False, True] not in turned:
+            cause = "boxes are read as of what is shown, and none fits that alone"
+            yield f"{len(turned)} images are turned by their EXIF, {cause}; save them upright"
 
 
 def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -258,10 +247,18 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         if count > 1 and share > 0.8:
             cure = "the rows hardly need their pictures; balance them"
             yield f"always writing {constant!r:.80} earns {share:.2f} of all: {cure}"
-    yield from check_units(rewards, rows, solutions, form, processor)
+    numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
+    asked = [text_of(row.messages[-1]) for row in rows]
+    units = [text.removeprefix(x).strip() for text, x in zip(solutions, numbers, strict=True)]
+    if 2 * sum(unit not in text for unit, text in zip(units, asked, strict=True)) > len(rows):
+        alone = earned(rewards, rows, [form.format("hm", x) for x in numbers], processor)
+        for k in (alone.nanmean(0) < 0.5 * right.nanmean(0)).nonzero()[:, 0].tolist():
+            what = f"takes {solutions[0]!r:.40} and not {numbers[0]!r:.40}"
+            cure = "name the unit in the question, or take reward number"
+            yield f"reward {rewards[k].name} {what}: {cure}"
     given = {}  # name of a text: what it earns, (n, K)
     for name, text in HACKS.items():
-        texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
+        texts = [text.replace("{question}", question) for question in asked]
         given[name] = earned(rewards, rows, texts, processor)
     differ = nanstd(torch.cat([right, *given.values()]).double().T) * weights.abs()
     most, others = differ.max().item(), (differ.nansum() - differ.max()).item()
@@ -281,25 +278,6 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         elif {*means.values(), right[:, k].nanmean().item()} == {means["nothing"]} != {0.0}:
             what = f"{means['nothing']:.3g} of every text that was tried, even of nothing"
             yield f"reward {reward.name} says {what}: look at what it reads"
-
-
-def check_units(rewards, rows, solutions, form: str, processor: Processor) -> Iterator[str]:
-    """Solutions with a unit that no question names and a reward insists on."""
-    found = [
-        re.fullmatch(r"(-?[\d.,]+) ?((?!st|nd|rd|th)[a-zA-Zµ°%]+)", text) for text in solutions
-    ]
-    asked = [text_of(row.messages[-1]) for row in rows]
-    bare = [one is not None and one[2] not in text for one, text in zip(found, asked, strict=True)]
-    if 2 * sum(bare) <= len(rows):
-        return
-    some, matches = list(compress(rows, bare)), list(compress(found, bare))
-    gains = earned(rewards, some, [form.format("hm", one[1]) for one in matches], processor)
-    full = earned(rewards, some, [form.format("hm", one[0]) for one in matches], processor)
-    for k, reward in enumerate(rewards):
-        if reward.columns and gains[:, k].nanmean() < 0.5 * full[:, k].nanmean():
-            what = f"gives {gains[:, k].nanmean():.2f} to {matches[0][1]!r} where the solution is"
-            cure = "name the unit in the question, or take reward number"
-            yield f"reward {reward.name} {what} {matches[0][0]!r}: {cure}"
 
 
 def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
