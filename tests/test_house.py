@@ -109,7 +109,7 @@ def test_a_chapter_imports_earlier_ones(name):
 
 
 ALONE = ["minivlmrl.losses", "minivlmrl.advantages"]  # chapters of pure functions
-OBJECTIVES = [name for name in FILES if folder(name) == "objectives" and not name.endswith((".checks", ".parity"))]
+OBJECTIVES = [name for name in FILES if folder(name) == "objectives" and not name.endswith(".parity")]
 
 
 @pytest.mark.parametrize("name", [*ALONE, *OBJECTIVES])

@@ -1,11 +1,6 @@
 """Assertions for other people's tests of their trainer; tensors may be of torch or numpy."""
 
-from pathlib import Path
-
 import torch
-
-# of TRL 1.16 and transformers 5.23; tests/record/record_fixtures.py of commit cfba8c8 wrote them
-FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def assert_split_invariant(

@@ -14,10 +14,16 @@ from minivlmrl.batch import pack
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
-from minivlmrl.objectives import checks
+from minivlmrl.objectives.parity import FIXTURES
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 from minivlmrl.vision import window_order
+from minivlmrl_audit.checks import (
+    assert_image_matters,
+    assert_rank_invariant,
+    assert_same_logps,
+    assert_split_invariant,
+)
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
@@ -34,7 +40,7 @@ def mean_of_means(parts):
 
 
 def test_splits_and_ranks():
-    for check, what in ((checks.assert_split_invariant, "micro-batches"), (checks.assert_rank_invariant, "ranks")):
+    for check, what in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
         check(mean_over_tokens, 6)
         with pytest.raises(AssertionError, match=f"^{what} .* w differs by"):
             check(mean_of_means, 6)
@@ -43,23 +49,23 @@ def test_splits_and_ranks():
 
 
 def test_images():
-    checks.assert_image_matters(lambda pixels: pixels.sum(1), numpy.arange(6.0).reshape(2, 3))
+    assert_image_matters(lambda pixels: pixels.sum(1), numpy.arange(6.0).reshape(2, 3))
     with pytest.raises(AssertionError, match="is it ignored"):
-        checks.assert_image_matters(lambda pixels: torch.ones(3), numpy.arange(6.0).reshape(2, 3))
+        assert_image_matters(lambda pixels: torch.ones(3), numpy.arange(6.0).reshape(2, 3))
     with pytest.raises(AssertionError, match="is dropout on"):
-        checks.assert_image_matters(lambda pixels: torch.rand(3), torch.ones(2, 3))
+        assert_image_matters(lambda pixels: torch.rand(3), torch.ones(2, 3))
 
 
 def test_logps():
     logps = -torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    checks.assert_same_logps(logps.numpy(), logps + 1e-5)
+    assert_same_logps(logps.numpy(), logps + 1e-5)
     with pytest.raises(AssertionError, match=r"^row 1, token 2: -0\.\d+ and -0\.\d+ nats$"):
-        checks.assert_same_logps(logps, logps + 0.1 * torch.nn.functional.one_hot(torch.tensor(10), 24).view(3, 8))
+        assert_same_logps(logps, logps + 0.1 * torch.nn.functional.one_hot(torch.tensor(10), 24).view(3, 8))
     with pytest.raises(AssertionError, match="they agree when shifted by one token"):
-        checks.assert_same_logps(logps, logps.roll(1, 1))
+        assert_same_logps(logps, logps.roll(1, 1))
     mask = torch.ones(3, 8)
     mask[1, 2] = 0
-    checks.assert_same_logps(logps, logps + 0.1 * (1 - mask), mask)
+    assert_same_logps(logps, logps + 0.1 * (1 - mask), mask)
 
 
 def test_the_fixtures_are_read_by_numpy_and_safetensors_alone():
@@ -67,16 +73,16 @@ def test_the_fixtures_are_read_by_numpy_and_safetensors_alone():
 import sys
 from safetensors.numpy import load_file
 for name in ("losses", "tiny_qwen2_5_vl"):
-    assert len(load_file({str(checks.FIXTURES)!r} + "/" + name + ".safetensors")) > 40
+    assert len(load_file({str(FIXTURES)!r} + "/" + name + ".safetensors")) > 40
 assert "torch" not in sys.modules and "minivlmrl" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert sum(path.stat().st_size for path in checks.FIXTURES.iterdir()) < 2_000_000
+    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 2_000_000
 
 
 def test_our_numbers_are_those_of_the_fixture():
     """Patches, positions, windows and logits of a tiny checkpoint, recorded from transformers 5.23."""
-    with safe_open(checks.FIXTURES / "tiny_qwen2_5_vl.safetensors", framework="pt") as file:
+    with safe_open(FIXTURES / "tiny_qwen2_5_vl.safetensors", framework="pt") as file:
         config = ModelConfig.from_dict(json.loads(file.metadata()["config"]), "config")
         x = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a handle is no dict
     model = FAMILIES[config.model_type].model(config)
