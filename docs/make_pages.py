@@ -1,6 +1,6 @@
 """Write every page and picture of docs/ that code prints: python -m docs.make_pages
 
-tests/test_docs.py compares them with the files, test_exercises.py that of exercises.md.
+tests/test_docs.py compares them with the files, test_exercises.py that of exercises.md, test_lines.py step.html's code.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ PAGES |= {"first_hour.ipynb": first_hour.page, **draw.PICTURES}
 def main():
     """Write all."""
     walkthrough.write_picture()
+    walkthrough.write_film()
     for name, page in {**PAGES, "exercises.md": exercises.page}.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
 

@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,11 +30,13 @@ from minivlmrl.rows import Processor
 from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import finish_gradients
+from minivlmrl.tools.lines import Film, norms_by_part
 from minivlmrl.tools.replay import go_to
 
 DOCS = Path(__file__).parent
 PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_threads=1"]
 COMMAND = f"python -m minivlmrl replay recipes/shapes.yaml --prompt={PROMPT} {' '.join(OPTIONS)}"
+FILMED = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
 HEAD = f"""\
 # One prompt on its way through a GRPO step
 
@@ -224,7 +225,7 @@ class Walk:
         norms, before, limit = {}, self.logps(), self.algorithm.run.optimizer.max_grad_norm
         with torch.no_grad():
             share = self.algorithm.loss(self.batch)[0].item()
-        self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))
+        self.optimizer.register_step_pre_hook(lambda *_: norms.update(norms_by_part(self.algorithm.trained)))
         metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, 0)
         text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
         yield Stop("Loss", losses.grpo_loss, [text])
@@ -254,16 +255,6 @@ def link(code: Callable) -> str:
     return f"[`{code.__qualname__}`](../{path.as_posix()})"
 
 
-def gradient_norms(model) -> dict[str, float]:
-    """The norm of the gradient of each layer, block, or other module."""
-    squares = Counter()
-    for name, parameter in model.named_parameters():
-        parts = name.removeprefix("policy.").split(".")[:-1]
-        module = ".".join(parts[: 3 if {"blocks", "layers"} & set(parts) else 2])
-        squares[module] += 0.0 if parameter.grad is None else parameter.grad.square().sum().item()
-    return {name: math.sqrt(value) for name, value in squares.items() if value}
-
-
 def clean(value: float | None) -> str:
     """Three digits; 0 for what is only rounding."""
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
@@ -274,6 +265,16 @@ def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
     flat, dtype = value.reshape(-1), str(value.dtype).removeprefix("torch.")
     numbers = [*map(clean, flat[:count].tolist()), *["..."] * (0 < count < len(flat))]
     return " ".join([name, str(tuple(value.shape)), dtype, *numbers])
+
+
+def write_film():
+    """Write step.html: the same step with two prompts of four completions, line by line."""
+    recipe = DOCS.parent / "recipes" / "shapes.yaml"
+    config, film = load_config(recipe, [*OPTIONS, *FILMED]), Film([], "grpo", 0)
+    algorithm, optimizer, step, _ = go_to(config, "grpo", 0, film)
+    with film:
+        train.optimizer_step(algorithm, step, optimizer, 0)
+    film.write(DOCS / "step.html", "The first GRPO step of recipes/shapes.yaml")
 
 
 @cache

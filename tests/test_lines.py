@@ -120,7 +120,7 @@ def test_where_the_reward_looked_is_what_a_pixel_changes(film):
     _, algorithm, step, *_ = film("grpo", None, "--model.dtype=float64")
     prompt, one = step.rollout.prompts[0], step.rollout.completions[0][0]
     prompt = replace(prompt, pixel_values=prompt.pixel_values.double())
-    [[shown], [twice]] = (looked(algorithm, prompt, one, weight) for weight in (1.0, -2.0))
+    [[shown], [twice]] = (looked(algorithm.policy, algorithm.processor, prompt, one, weight) for weight in (1.0, -2.0))
     torch.testing.assert_close(twice, 2 * shown)
 
     def logp(moved):

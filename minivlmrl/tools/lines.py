@@ -150,12 +150,17 @@ class Film:
     def pause(self, algorithm, step):
         """Stop before the update, and describe the step's first prompts and who sees whom."""
         self.__exit__()
-        rollout, decode = step.rollout, algorithm.processor.tokenizer.decode
+        rollout, processor, temperature = (
+            step.rollout,
+            algorithm.processor,
+            algorithm.run.sampling.temperature,
+        )
         prompts = [said for _, said in groups(algorithm, step)][:GROUPS] if rollout else []
         for index, said in zip(step.prompts, prompts, strict=False):
             said["pictures"] = [png(image) for image in rollout.rows[index].images]
+            model = algorithm.policy, processor, rollout.prompts[index]
             for one, drawn in zip(said["completions"], rollout.completions[index], strict=True):
-                maps = looked(algorithm, rollout.prompts[index], drawn, one["advantage"])
+                maps = looked(*model, drawn, one["advantage"], temperature)
                 one["maps"] = [matrix(x, 32) for x in maps]
         runs, used = [], set()
         for group in (batch.group for batch in step.micro_batches):
@@ -164,17 +169,17 @@ class Film:
             sees = visible(group.layout).int().tolist() if short else []
             runs.append({"ids": ids, "rows": rows, "sees": sees})
             used.update(ids, *rows)
-        self.about = {"prompts": prompts, "runs": runs, "words": {i: decode([i]) for i in used}}
+        self.about = {"prompts": prompts, "runs": runs}
+        self.about["words"] = {i: processor.tokenizer.decode([i]) for i in used}
 
     def write(self, path: Path, title: str):
-        """Write the page; files in the order in which they ran."""
+        """Write the page."""
         files = {name: Path(file).read_text("utf-8") for file, name in self.files.items()}
-        files = {name: files[name] for name in dict.fromkeys(file for file, *_ in self.calls)}
         data = self.about | {"title": title, "files": files, "events": self.events}
         data |= {"calls": self.calls, "more": [[*key, n] for key, n in self.more.items()]}
         data["values"] = [json.loads(text) for text in self.values]
-        data = json.loads(json_text(data), parse_float=lambda text: float(f"{float(text):.4g}"))
-        text = json_text(data, separators=(",", ":")).replace("<", "\\u003c")
+        rounded = json.loads(json_text(data), parse_float=lambda text: float(f"{float(text):.4g}"))
+        text = json_text(rounded, separators=(",", ":")).replace("<", "\\u003c")
         path.write_text(PAGE.read_text("utf-8").replace("{{DATA}}", text), "utf-8")
         print(f"wrote {path}")
 
@@ -183,10 +188,10 @@ def norms_by_part(model) -> dict[str, float]:
     """Compute the norm of the gradient of each layer, block, or other module that has one."""
     squares = Counter()
     for name, weight in model.named_parameters():
-        if weight.grad is not None:
-            part = ".".join(name.removeprefix("policy.").split(".")[:3])
-            squares[part] += weight.grad.square().sum().item()
-    return {part: math.sqrt(square) for part, square in squares.items()}
+        parts = name.removeprefix("policy.").split(".")[:-1]
+        part = ".".join(parts[: 3 if {"blocks", "layers"} & set(parts) else 2])
+        squares[part] += 0.0 if weight.grad is None else weight.grad.square().sum().item()
+    return {part: math.sqrt(square) for part, square in squares.items() if square}
 
 
 def plain(x, depth: int = 0):
@@ -213,7 +218,7 @@ def plain(x, depth: int = 0):
 def matrix(x: Tensor, side: int) -> dict:
     """Describe a tensor: dtype, shape, [mean, least, largest, NaNs], rows of its first matrix.
 
-    If these have over side x side numbers, means of tiles are kept.
+    If these have over side x side numbers, means of tiles are kept, and the largest of long rows.
     """
     shown, known = {"of": str(x.dtype)[6:], "shape": [*x.shape]}, x.float()[~x.isnan()]
     if not len(known):
@@ -222,6 +227,9 @@ def matrix(x: Tensor, side: int) -> dict:
     shown["stats"] = known.mean().item(), low, high, x.numel() - len(known)
     x = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)[:, :2048]
     if x.numel() > side**2 and len(x) > 1:
+        if x.shape[1] > 256:  # of logits the likeliest tokens
+            top = x[:64].float().topk(3)
+            shown["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
         size = [min(side, n) for n in x.shape]
         x = torch.nn.functional.adaptive_avg_pool2d(x[None].float(), size)[0]
     return shown | {"rows": x.tolist()}
@@ -245,7 +253,7 @@ def pictures(patches: Tensor, grids, images) -> list[Tensor]:
     return found
 
 
-def looked(algorithm, prompt, completion, weight: float) -> list[Tensor]:
+def looked(policy, processor, prompt, completion, weight=1.0, temperature=1.0) -> list[Tensor]:
     """Measure how much each pixel could change weight times a completion's log-probability.
 
     Of each picture (height, width) float32: the absolute gradient, added up over frames and
@@ -253,8 +261,8 @@ def looked(algorithm, prompt, completion, weight: float) -> list[Tensor]:
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()
     seen = replace(prompt, pixel_values=pixels, vision_embeds=None)
-    group = pack([seen], [[completion]], algorithm.policy.config, algorithm.world.device)
-    logps, _ = per_token_logps(algorithm.policy, group, algorithm.run.sampling.temperature)
+    group = pack([seen], [[completion]], policy.config, policy.lm_head.weight.device)
+    logps, _ = per_token_logps(policy, group, temperature)
     [gradient] = torch.autograd.grad(weight * (logps * group.written).sum(), pixels)
-    found = pictures(gradient, prompt.image_grid_thw, algorithm.processor.image_processor)
+    found = pictures(gradient, prompt.image_grid_thw, processor.image_processor)
     return [picture.abs().sum((0, 1)).cpu() for picture in found]
