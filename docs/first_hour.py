@@ -14,8 +14,8 @@ CELLS = """
 A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
 answers, train it, and then train it with a reward of your own. Install once, in a clone, in a terminal:
 `pip install -c constraints.txt -e . notebook`, then `jupyter notebook docs/first_hour.ipynb`.
-The [walkthrough](walkthrough.md) has every number of one step; the [FAQ](faq.md) answers
-what others have asked.
+The [walkthrough](walkthrough.md) has every number of one step, [this page](step.html) every line of it; the
+[FAQ](faq.md) answers what others have asked.
 ---
 from minivlmrl.tasks.shapes import Shapes
 

@@ -25,7 +25,7 @@ from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.tools.lines import looked
 
-PICTURES, SHOWN, SCALE, GAP = 24, 6, 3, 8
+PICTURES, SHOWN, SCALE, GAP = 24, 6, 2, 8
 SHUFFLED = "--rewards={format: 0.5, shuffled: 1.0}"
 QUICK = ["--data.eval_rows=32", "--num_threads=1"]
 RUNS = {"untrained": ["--stages=[]"], "default run": [], "shuffled rewards": [SHUFFLED]}
@@ -91,30 +91,30 @@ def measure(policy, processor, row) -> dict:
     tiles = torch.nn.functional.avg_pool2d(shown[None], side)[0]
     hidden, inside = occluded(policy, processor, row, completion, side), on_object(row)
     return {
-        "map": shown, "hidden": hidden, "right": accuracy([processor.decode(completion.ids)], [row.columns["solution"]])[0],
+        "map": shown, "hidden": hidden,
+        "right": accuracy([processor.decode(completion.ids)], [row.columns["solution"]])[0],
         "share": (shown[inside].sum() / shown.sum()).item(), "area": inside.double().mean().item(),
         "strength": shown.sum().item(), "change": hidden.mean().item(),
         "rank correlation": statistics.correlation(ranks(tiles), ranks(hidden)),
     }  # fmt: skip
 
 
-def overlay(image: PIL.Image.Image, heat: Tensor, most: float) -> PIL.Image.Image:
+def overlay(image: PIL.Image.Image, heat: Tensor) -> PIL.Image.Image:
     """Orange where `heat` (any size) is high, on the picture in grey."""
     size = image.width * SCALE, image.height * SCALE
-    alpha = PIL.Image.fromarray((heat / most * 230).clamp(0, 230).byte().numpy()).resize(size, PIL.Image.NEAREST)
+    alpha = PIL.Image.fromarray((heat / heat.max() * 230).byte().numpy()).resize(size, PIL.Image.NEAREST)
     grey = image.convert("L").point(lambda x: 150 + x * 0.4).convert("RGB").resize(size, PIL.Image.NEAREST)
     return PIL.Image.composite(PIL.Image.new("RGB", size, (224, 88, 0)), grey, alpha)
 
 
 def draw(rows, found: dict[str, list[dict]]) -> PIL.Image.Image:
-    """A column for each picture: itself, its map, the grey tiles that matter, and the control's map, at one scale."""
+    """A column for each picture: itself, its map, the grey tiles that matter, and the control's map."""
     side = rows[0].images[0].width * SCALE
     sheet = PIL.Image.new("RGB", (SHOWN * (side + GAP) - GAP, 4 * (side + GAP) - GAP), "white")
     for column, row in enumerate(rows[:SHOWN]):
         one, other = found["default run"][column], found["shuffled rewards"][column]
-        [image], most = row.images, one["map"].max().item()
-        cells = [image.resize((side, side), PIL.Image.NEAREST), overlay(image, one["map"], most)]
-        cells += [overlay(image, one["hidden"], one["hidden"].max().item()), overlay(image, other["map"], most)]
+        cells = [row.images[0].resize((side, side), PIL.Image.NEAREST)]
+        cells += [overlay(row.images[0], heat) for heat in (one["map"], one["hidden"], other["map"])]
         for number, cell in enumerate(cells):
             sheet.paste(cell, (column * (side + GAP), number * (side + GAP)))
     return sheet
@@ -129,11 +129,8 @@ def main(folder: Path):
         checkpoint = folder / name.replace(" ", "_") / "checkpoint"
         policy, processor = load_model(checkpoint), load_processor(checkpoint)
         found[name] = [measure(policy, processor, row) for row in rows]
-        means = {
-            key: statistics.mean(one[key] for one in found[name])
-            for key in found[name][0]
-            if key not in ("map", "hidden")
-        }
+        numbers = [key for key, value in found[name][0].items() if isinstance(value, float)]
+        means = {key: statistics.mean(one[key] for one in found[name]) for key in numbers}
         print(f"{name:18}", *(f"{key} {value:.3g}" for key, value in means.items()))
     draw(rows, found).save(Path(__file__).with_name("looked.png"), optimize=True)
 

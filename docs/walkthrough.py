@@ -10,7 +10,6 @@ import html
 import inspect
 import io
 import itertools
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -48,10 +47,13 @@ of the book that does it. This command trains the same step and prints the compl
 ```
 
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does so for any step of a run of your own. It
-trains again from the nearest state in `runs/shapes/states`, or from the beginning.
+trains again from the nearest state in `runs/shapes/states`, or from the beginning. With `--lines=step5.html` it writes
+[a page like this](step.html): every line of the book with what it made, and
+[where the reward looked](metrics.md#where-the-reward-looked). `--lines=step5.html,algorithms,my_rewards.py` follows a
+folder and a file of yours too. The step takes about ten times as long; its bytes are compared all the same.
 
-Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is in float64, so that no digit
-depends on the machine.
+Here SFT has only had 12 of its 40 steps, so that completions differ, and all is in float64: no digit depends on the
+machine.
 
 ![a GRPO step as a flow](step.svg)
 
@@ -62,10 +64,6 @@ WHY = """\
 A picture is numbers from 0 to 255: height, width, and red, green, blue.
 
 <img src='walkthrough.png' width='168' alt='a purple triangle'>
-
-# Resize
-The tower needs sides that are multiples of a merged token, here {factor} pixels, and the area decides what a
-picture costs. This one fits already.
 
 # Patches
 A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still picture is shown twice) x {side} x {side}
@@ -91,13 +89,10 @@ The prompt is computed once for all eight completions: with `GroupAttention` eac
 prompt and to what came before it in its own completion, and to no other. A completion's last token is predicted but
 predicts nothing, so it is not in the run: {length} + {M} - 8 = {N} tokens.
 
-# Logits
-The state before a token makes {vocab} logits; the token's logit less the logsumexp of all is its log-probability. The
-first completion's tokens: the form is nearly certain by now, the colour is not.
-
 # Log-probabilities
-The same for all M tokens, without ever holding M x {vocab} logits. They equal those of the sampler, which has computed
-them token by token with kept keys. Rows are only padded for the loss.
+The state before a token makes {vocab} logits; the token's logit less the logsumexp of all is its log-probability.
+M x {vocab} are never held at once. The sampler has computed the same token by token, with kept keys. Rows are
+only padded for the loss.
 
 ![the eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
@@ -110,10 +105,6 @@ Rewards judge text. Half a character shows as a replacement mark.
 # Advantages
 (reward - mean) / (standard deviation + {epsilon:g}) of these eight. The two right answers are {best:.2g} deviations
 above the group.
-
-# Ratio
-How much likelier a token is now than when it was drawn. In the first step after a rollout the policy has not moved,
-so all are 1 and nothing is clipped.
 
 # Loss
 With ratios of 1 and advantages that add up to 0 the value is [0](faq.md). Its gradient is -advantage x the gradient of
@@ -161,10 +152,7 @@ class Walk:
         """The first picture, and all images as vectors of the decoder."""
         settings, grids = self.algorithm.processor.image_processor, self.prompt.image_grid_thw
         pixels = np.asarray(image.to_rgb(self.row.images[0]))
-        (h, w, _), (rows, cols) = pixels.shape, (settings.patch_size * count for count in grids[0, 1:].tolist())
         yield Stop("RGB", image.load_image, [shown("pixels", pixels, 9)], {"pixels": pixels})
-        allowed = f"multiples of {settings.factor}, area {settings.min_pixels} to {settings.max_pixels}"
-        yield Stop("Resize", image.smart_resize, [f"{h} x {w} -> {rows} x {cols} (height x width): {allowed}"])
         lines = [shown("pixel_values", self.prompt.pixel_values), shown("image_grid_thw", grids)]
         yield Stop("Patches", image.patchify, lines, {"grid": grids[0].tolist(), "side": settings.patch_size})
         order, windows, frames = vision.window_order(grids, self.policy.config.vision_config)
@@ -191,15 +179,8 @@ class Walk:
 
     @torch.no_grad()
     def answer(self) -> Iterator[Stop]:
-        """The completions: logits, log-probabilities, texts."""
-        states, words = logprobs.completion_states(self.policy, self.group), [self.spell(row) for row in self.ids]
-        lines = [f"{'token':<14}{'logit':>9}{'logsumexp':>11}{'logp':>11}{'prob':>9}"]
-        for state, number, word in zip(states, self.ids[0].tolist(), words[0], strict=False):
-            logits = self.policy.lm_head(state) / self.temperature
-            logit, total = logits[number].item(), logits.logsumexp(-1).item()
-            cells = f"{clean(logit):>9}{clean(total):>11}{clean(logit - total):>11}"
-            lines.append(f"{word:<14}{cells}{clean(math.exp(logit - total)):>9}")
-        yield Stop("Logits", logprobs.plain_per_token_logps, lines)
+        """The completions: log-probabilities, texts."""
+        words = [self.spell(row) for row in self.ids]
         rows = self.logps()
         lines = [shown("logps", rows[self.group.completion_mask.bool()]), shown("in rows", rows, 0)]
         lines.append(shown("when drawn", self.batch.sampler_logps[self.group.completion_mask.bool()]))
@@ -216,9 +197,6 @@ class Walk:
             lines.append("".join(f"{cell:>12}" for cell in cells))
         yield Stop("Rewards", rewards.ask_rewards, [*lines, f"solution: {about['solution']!r}"], about)
         yield Stop("Advantages", group_advantages, [shown("advantages", self.batch.advantages, 20)])
-        ratio = (self.logps() - self.batch.sampler_logps).exp()[self.batch.loss_mask.bool()]
-        lines = [shown("ratio", ratio), f"from {clean(ratio.min().item())} to {clean(ratio.max().item())}"]
-        yield Stop("Ratio", losses.importance_ratio, lines)
 
     def learn(self) -> Iterator[Stop]:
         """Loss, gradient, and what the update changes."""

@@ -1,5 +1,6 @@
 """The page of a step, line by line: what it shows is what the step made, and looking changes nothing."""
 
+import ast
 import json
 import re
 from contextlib import nullcontext
@@ -134,3 +135,20 @@ def test_where_the_reward_looked_is_what_a_pixel_changes(film):
         slopes += abs(logp(moved) - logp(-moved)) / 2e-5
         moved[0, number] = 0
     assert shown[0, 2].item() == pytest.approx(slopes, rel=1e-4)
+
+
+def test_the_page_in_docs_shows_the_book_as_it_is():
+    """But for comments and docstrings. If this fails, python -m docs.make_pages writes it again."""
+    path = house.ROOT / "docs" / "step.html"
+    page = Page(path)
+    assert path.stat().st_size <= 1_500_000 and {call[0] for call in page.calls} == set(house.READING_ORDER)
+    assert [n for n in page.files if code_of(page.files[n]) != code_of((house.PACKAGE / f"{n}.py").read_text())] == []
+
+
+def code_of(text):
+    """A file's code."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if getattr(node, "body", None) and isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = node.body[bool(ast.get_docstring(node)) :]
+    return ast.dump(tree)
