@@ -10,8 +10,10 @@ import html
 import inspect
 import io
 import itertools
+import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,7 +31,7 @@ from minivlmrl.rows import Processor
 from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import finish_gradients
-from minivlmrl.tools.lines import Film, norms_by_part
+from minivlmrl.tools.lines import Film
 from minivlmrl.tools.replay import go_to
 
 DOCS = Path(__file__).parent
@@ -203,7 +205,7 @@ class Walk:
         norms, before, limit = {}, self.logps(), self.algorithm.run.optimizer.max_grad_norm
         with torch.no_grad():
             share = self.algorithm.loss(self.batch)[0].item()
-        self.optimizer.register_step_pre_hook(lambda *_: norms.update(norms_by_part(self.algorithm.trained)))
+        self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))
         metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, 0)
         text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
         yield Stop("Loss", losses.grpo_loss, [text])
@@ -231,6 +233,16 @@ def link(code: Callable) -> str:
     code = inspect.unwrap(code)
     path = Path(inspect.getsourcefile(code)).relative_to(DOCS.parent)
     return f"[`{code.__qualname__}`](../{path.as_posix()})"
+
+
+def gradient_norms(model) -> dict[str, float]:
+    """The norm of the gradient of each layer, block, or other module."""
+    squares = Counter()
+    for name, parameter in model.named_parameters():
+        parts = name.removeprefix("policy.").split(".")[:-1]
+        module = ".".join(parts[: 3 if {"blocks", "layers"} & set(parts) else 2])
+        squares[module] += 0.0 if parameter.grad is None else parameter.grad.square().sum().item()
+    return {name: math.sqrt(value) for name, value in squares.items() if value}
 
 
 def clean(value: float | None) -> str:

@@ -8,7 +8,6 @@ the others. Without --lines nothing of this runs.
 import base64
 import io
 import json
-import math
 import sys
 import threading
 from collections import Counter
@@ -30,15 +29,16 @@ from minivlmrl.run.completions import GROUPS, groups
 
 PACKAGE, PAGE = Path(train.__file__).parent, Path(__file__).with_suffix(".html")
 TWICE, SEEN = 2, 400  # SEEN: tokens of a run, at most, of which the page says who sees whom
-ITEMS = 100, 12, 4, 0  # of a container, and of those in it, that are shown
-GENERATOR = 0x20  # a flag of its code
+ITEMS = 1000, 12, 4, 0  # of a container, and of those in it, that are shown
 
 
 class Film:
-    """Records a step, from where train.train comes to it: `with film:` follows new threads too."""
+    """Records a step from where train.train comes to it; `words`: files and folders to follow too.
+
+    `with film:` follows this thread and those that begin in it.
+    """
 
     def __init__(self, words: list[str], stage: str, number: int):
-        """Also follow folders of minivlmrl, and files (ValueError: there is no such)."""
         self.step, self.images, self.norms, self.about = (stage, number), None, {}, {}
         self.events, self.calls, self.more, self.values = [], [], Counter(), {}
         self.frames, self.root = {}, None  # calls by frame, None: left out; the one of train.train
@@ -49,9 +49,7 @@ class Film:
             found += [path for path in (Path(word), Path(word).absolute()) if path.is_file()]
             if not found:
                 raise ValueError(f"--lines: {word} is no Python file, and no folder of minivlmrl")
-            self.files |= {
-                str(path): f"{path.absolute().parent.name}/{path.stem}" for path in found
-            }
+            self.files |= {str(path): "/".join(path.absolute().parts[-2:])[:-3] for path in found}
 
     def __enter__(self):
         threading.settrace(self)
@@ -84,8 +82,8 @@ class Film:
         call = SimpleNamespace(seen={}, made={}, times=Counter(), at=frame.f_lineno)
         call.number, self.frames[frame] = len(self.calls), call
         self.root = self.root or call
-        file = self.files[frame.f_code.co_filename]
-        self.calls.append([file, frame.f_code.co_qualname, caller])
+        code = frame.f_code
+        self.calls.append([self.files[code.co_filename], code.co_qualname, caller])
         self.look(frame, call)
         call.made = {name: line for name, line in call.made.items() if "." not in name}
         self.note("c", frame, call)
@@ -107,7 +105,7 @@ class Film:
         elif not self.root and (here["algorithm"].stage, here.get("number")) == self.step:
             self.images = here["algorithm"].processor.image_processor
             self.follow(frame, None)
-        if event == "return" and not frame.f_code.co_flags & GENERATOR:
+        if event == "return" and not frame.f_code.co_flags & 0x20:  # of a generator
             self.frames.pop(frame, None)
         return self.line
 
@@ -117,7 +115,8 @@ class Film:
         own = getattr(here.get("self"), "__dict__", {}).items()
         here |= {f"self.{name}": x for name, x in own if name[0] != "_"}
         if frame.f_code is train.optimizer_step.__code__:
-            now = norms_by_part(here["algorithm"].trained)
+            weights = here["algorithm"].trained.named_parameters()
+            now = {name: x.grad.norm().item() for name, x in weights if x.grad is not None}
             self.norms = here["norms of gradients"] = self.norms if now == self.norms else now
         for name, x in here.items():
             version = len(x) if isinstance(x, list | dict | set) else 0
@@ -150,17 +149,15 @@ class Film:
     def pause(self, algorithm, step):
         """Stop before the update, and describe the step's first prompts and who sees whom."""
         self.__exit__()
-        rollout, processor, temperature = (
-            step.rollout,
-            algorithm.processor,
-            algorithm.run.sampling.temperature,
-        )
+        rollout, processor = step.rollout, algorithm.processor
         prompts = [said for _, said in groups(algorithm, step)][:GROUPS] if rollout else []
         for index, said in zip(step.prompts, prompts, strict=False):
             said["pictures"] = [png(image) for image in rollout.rows[index].images]
-            model = algorithm.policy, processor, rollout.prompts[index]
             for one, drawn in zip(said["completions"], rollout.completions[index], strict=True):
-                maps = looked(*model, drawn, one["advantage"], temperature)
+                about = rollout.prompts[index], drawn, one["advantage"]
+                maps = looked(
+                    algorithm.policy, processor, *about, algorithm.run.sampling.temperature
+                )
                 one["maps"] = [matrix(x, 32) for x in maps]
         runs, used = [], set()
         for group in (batch.group for batch in step.micro_batches):
@@ -169,8 +166,8 @@ class Film:
             sees = visible(group.layout).int().tolist() if short else []
             runs.append({"ids": ids, "rows": rows, "sees": sees})
             used.update(ids, *rows)
-        self.about = {"prompts": prompts, "runs": runs}
-        self.about["words"] = {i: processor.tokenizer.decode([i]) for i in used}
+        words = {number: processor.tokenizer.decode([number]) for number in used}
+        self.about = {"prompts": prompts, "runs": runs, "words": words}
 
     def write(self, path: Path, title: str):
         """Write the page."""
@@ -182,16 +179,6 @@ class Film:
         text = json_text(rounded, separators=(",", ":")).replace("<", "\\u003c")
         path.write_text(PAGE.read_text("utf-8").replace("{{DATA}}", text), "utf-8")
         print(f"wrote {path}")
-
-
-def norms_by_part(model) -> dict[str, float]:
-    """Compute the norm of the gradient of each layer, block, or other module that has one."""
-    squares = Counter()
-    for name, weight in model.named_parameters():
-        parts = name.removeprefix("policy.").split(".")[:-1]
-        part = ".".join(parts[: 3 if {"blocks", "layers"} & set(parts) else 2])
-        squares[part] += 0.0 if weight.grad is None else weight.grad.square().sum().item()
-    return {part: math.sqrt(square) for part, square in squares.items() if square}
 
 
 def plain(x, depth: int = 0):
