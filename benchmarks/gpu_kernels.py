@@ -322,8 +322,8 @@ def decode_table(run: Run) -> None:
         static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(slots), C, start)
         for x in static.row_kv[0]:
             x[:, :, :done] = torch.randn_like(x[:, :, :done])
-        static.lengths.fill_(done)
-        static.row_bias[..., : done + 1] = 0
+        static.newest.fill_(done)
+        static.row_bias[..., done + 1 :] = float("-inf")
         # each row with keys of its own, as where prompts are not shared
         of_rows = [
             torch.cat([static.slots.spread(x), y], 2)

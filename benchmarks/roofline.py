@@ -164,7 +164,7 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     prompt_index, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
     given = keys, prompt_index, work.completion_tokens, ids[: work.prompts]
     eager, static = DecodeAttention(*given), captured.StaticDecodeAttention(*given)
-    eager.grow(work.completion_tokens // 2 + 1)
+    eager.advance(most=work.completion_tokens // 2 + 1)
     counts = []
     for attention in (eager, static):
         with torch.no_grad(), on_card(card) as count:

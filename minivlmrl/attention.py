@@ -117,9 +117,7 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """The attention of generation: one new token for each running completion, at its own step.
-
-    A prompt's keys are there once, however many completions read them; its memory is copied.
+    """The attention of generation: a new token of each row, to its prompt's keys and to its own.
 
     Args:
         prompts: of a prefill of prompts alone, GroupAttention(layout, keep_keys=True).
@@ -129,6 +127,7 @@ class DecodeAttention:
     """
 
     select_every = 1  # `generate` drops finished rows every so many steps
+    spans = ((slice(None), 1),)  # rows, and how many new tokens each of them has
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         keys, lengths = prompts.keys, prompts.layout.prompt_lengths
@@ -142,10 +141,10 @@ class DecodeAttention:
         self.device, self.prompt_index = first.device, prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.rows = to_device(torch.arange(len(prompt_index)), self.device)  # which are left
-        self.start = start[self.slots.prompt_index]  # (R,) the next token is at start + length
-        self.lengths = torch.zeros_like(self.rows)  # (R,) tokens in row_kv; a bias hides the rest
-        self.row_bias = first.new_full((len(prompt_index), 1, 1, capacity), float("-inf"))
-        self.read = 0  # own keys that a step reads: of the longest row
+        self.start = start[self.slots.prompt_index]  # (R,) position of its first token
+        self.newest = torch.full_like(self.rows, -1)  # (R,) where in row_kv its last token is
+        self.row_bias = first.new_zeros(len(prompt_index), 1, 1, capacity)  # -inf after that
+        self.read = 0  # own keys that a step reads: as many as the longest row has
         self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
 
     def select(self, going_on: Tensor) -> Tensor | None:
@@ -166,24 +165,24 @@ class DecodeAttention:
             self.prompt_bias = self.prompt_bias[prompts]
             for layer in self.prompt_kv:
                 layer[:] = [x[prompts] for x in layer]
-        state = self.rows, self.start, self.lengths, self.row_bias
-        self.rows, self.start, self.lengths, self.row_bias = (x[rows] for x in state)
+        state = self.rows, self.start, self.newest, self.row_bias
+        self.rows, self.start, self.newest, self.row_bias = (x[rows] for x in state)
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(prompts), self.device)
         return rows
 
-    def grow(self, tokens: int = 1):  # before a step
-        self.read += tokens
-        self.row_bias.scatter_(-1, self.lengths.view(-1, 1, 1, 1), 0.0)
-
-    def advance(self):  # after all layers
-        self.lengths.add_(1).clamp_(max=self.row_bias.shape[-1] - 1)  # of a row that has ended
+    def advance(self, tokens: int | Tensor = 1, most: int = 1):
+        """Count new tokens of each row, at most so many, before they are computed."""
+        self.read, capacity = self.read + most, self.row_bias.shape[-1]
+        self.newest.add_(tokens).clamp_(max=capacity - 1)  # a row that has ended may run on
+        later = torch.arange(capacity, device=self.device) > self.newest[:, None]
+        self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Add the new tokens' k, v (R, K, D) to those before: each (R, K, C, D)."""
-        each = torch.arange(len(k), device=self.device)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
-            keys[each, :, self.lengths] = new
+            at = self.newest.view(-1, 1, 1, 1).expand(*new.shape[:2], 1, new.shape[2])
+            keys.scatter_(2, at, new[:, :, None])
         return [keys[:, :, : self.read] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -75,9 +75,8 @@ class Decode:
 
     def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
         """Run the decoder on a new token of each row: ids (r,) -> logits (r, V)."""
-        position = (attention.start + attention.lengths).expand(3, -1)
+        position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
-        attention.advance()
         return float32_matmul(hidden, model.lm_head.weight.T)
 
 
@@ -88,9 +87,8 @@ def generate(
 ) -> list[list[Completion]]:  # fmt: skip
     """Sample completions: B lists of num_generations.
 
-    Args:
-        decode: how a step is computed, default Decode(); both may force tokens, environments/.
-        device: where to compute; default: where the head is (offloaded weights are elsewhere).
+    decode: how a step is computed, default Decode(); environments/ read answers of tools in it.
+    device: where to compute; default: where the head is (offloaded weights are elsewhere).
     """
     decode, device = decode or Decode(), device or model.lm_head.weight.device
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
@@ -99,16 +97,17 @@ def generate(
     going_on = torch.ones_like(attention.rows, dtype=torch.bool)
     steps = []  # of each: which rows went on, rows, tokens, log-probabilities, whether they end
     for step in range(1, max_new_tokens + 1):
-        ids, logps, ends = choose(logits, attention.rows, attention.lengths)
+        counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
+        ids, logps, ends = choose(logits, attention.rows, counts)
         steps.append((going_on, attention.rows, ids, logps, ends))
-        going_on = going_on & ~ends & (attention.lengths + 1 < max_new_tokens)
+        going_on = going_on & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.select_every == 0 or step == max_new_tokens:
             on_host = going_on.cpu()  # a GPU is waited for here alone
             if not on_host.any():
                 break
             if (rows := attention.select(on_host)) is not None:  # finished rows were dropped
                 ids, going_on = ids[rows], going_on[rows]
-        attention.grow()
+        attention.advance()
         logits = decode(model, ids, attention)
     return collect(steps, num_generations)
 

@@ -82,11 +82,10 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
     running = list(range(9))
     for step in range(6):
         index = [rows[row][step] for row in running]
-        decode.grow()
+        decode.advance()
         for number, layer in enumerate(layers):
             found = decode(number, *(x[index] for x in layer))
             torch.testing.assert_close(found, expected[number][index], atol=1e-12, rtol=1e-12)
-        decode.advance()
         rest = [i for i, row in enumerate(running) if len(rows[row]) > step + 1]
         if not rest:
             break

@@ -78,10 +78,9 @@ def test_on_a_gpu_or_interpreted_rows_move(monkeypatch):
         decoding = StaticDecodeAttention(prefill, owner, 7, start)
         running, forms, results[kernels] = torch.arange(12), set(), []
         for step in range(1, 8):
-            decoding.grow()
+            decoding.advance()
             new = (numbers(12, heads, 16, dtype=dtype)[running].to(DEVICE) * step for heads in (4, 2, 2))
             results[kernels].append(decoding(0, *new))
-            decoding.advance()
             if (kept := decoding.select(last[running] > step)) is not None:
                 running = running[kept.cpu()]
             prompts = (running // 4).view(-1, decoding.slots.slots)  # of the rows of each group

@@ -113,9 +113,8 @@ class ToolDecode(Decode):
             x, deep = place_images(x, shown, index)
         moved = to_device(torch.tensor([play.moved for play in plays]).T, device)  # (3, r)
         hidden = model.model(
-            x, attention.start + attention.lengths + moved, attention, None, index, deep
+            x, attention.start + attention.newest + moved, attention, None, index, deep
         )
-        attention.advance()
         return float32_matmul(hidden, model.lm_head.weight.T)
 
 

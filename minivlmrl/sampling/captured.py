@@ -37,13 +37,13 @@ class StaticDecodeAttention(DecodeAttention):
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
         self.most, self.read, self.capacity = 0, min(KEYS, capacity), capacity
-        self.row_bias = F.pad(self.row_bias, (0, capacity - self.read), value=float("-inf"))
+        self.row_bias = F.pad(self.row_bias, (0, capacity - self.read))
         self.prompts = torch.arange(len(self.prompt_bias))  # of each group of slots
 
-    def grow(self, tokens: int = 1):
-        """Count tokens on the host, and make room for more own keys if it is full."""
-        self.most += tokens
-        self.row_bias.scatter_(-1, self.lengths.view(-1, 1, 1, 1), 0.0)
+    def advance(self, tokens: int | Tensor = 1, most: int = 1):
+        """Count tokens, on the host too, and make room for more own keys if it is full."""
+        super().advance(tokens, 0)
+        self.most += most
         if self.read < min(self.most, self.capacity):
             self.read = min(max(2 * self.read, self.most), self.capacity)
             for layer in self.row_kv:  # one after the other: never two copies of all keys
