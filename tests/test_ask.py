@@ -135,11 +135,6 @@ def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
     assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
 
 
-def given(token_id, rows, step):
-    """Choose what is given instead of logits."""
-    return torch.tensor([token_id]), torch.zeros(1), torch.tensor([False])
-
-
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
     """With one token a byte; the sign for the unreadable is a character like others, half a character at the end is
@@ -147,9 +142,8 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
     stream, pieces = command.Stream(tokenizer, [stop]), []
-    choose = stream.listen(given)
     for token_id in [*tokenizer.encode(text), *tokenizer.encode("猫")[:-1], stop]:
-        choose(token_id, None, 0)
+        stream.hear(None, torch.tensor([token_id]))
         pieces.append(capsys.readouterr().out)
     assert pieces == [piece for char in text for piece in [""] * (len(char.encode()) - 1) + [char]] + [""] * 3
     stream.end()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
+from minivlmrl.environments.tool_sampler import AnswerAttention
 
 
 def random_lengths(seed):
@@ -58,7 +59,8 @@ def test_the_two_calls_are_the_masked_softmax(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
-    """Rows of different lengths, two layers; a row leaves when its tokens end, and its prompt with its last row."""
+    """Rows of different lengths, two layers; a row leaves when its tokens end, and its prompt with its last row. After
+    some tokens a row reads several at once, so that rows are at different steps."""
     rng = random.Random(seed)
     prompts = [rng.randint(1, 9) for _ in range(3)]
     spans = [[rng.randint(1, 6) for _ in range(3)] for _ in prompts]
@@ -80,13 +82,20 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
     owner = torch.arange(3).repeat_interleave(3)
     decode = DecodeAttention(prefill, owner, 6, torch.tensor(prompts))
     running = list(range(9))
-    for step in range(6):
-        index = [rows[row][step] for row in running]
-        decode.advance()
+
+    def compare(attention, index):
         for number, layer in enumerate(layers):
-            found = decode(number, *(x[index] for x in layer))
+            found = attention(number, *(x[index] for x in layer))
             torch.testing.assert_close(found, expected[number][index], atol=1e-12, rtol=1e-12)
-        rest = [i for i, row in enumerate(running) if len(rows[row]) > step + 1]
+
+    for _ in range(6):
+        decode.advance()
+        compare(decode, [rows[row].pop(0) for row in running])
+        reads = {i: rng.randint(1, 3) for i, row in enumerate(running) if len(rows[row]) > 3 and rng.random() < 0.5}
+        if reads:
+            answers = AnswerAttention(decode, list(reads), list(reads.values()))
+            compare(answers, [rows[running[i]].pop(0) for i, count in reads.items() for _ in range(count)])
+        rest = [i for i, row in enumerate(running) if rows[row]]
         if not rest:
             break
         if len(rest) < len(running):

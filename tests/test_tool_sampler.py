@@ -11,6 +11,7 @@ import PIL.Image
 import pytest
 import torch
 from links import ROOT
+from pretend_cuda import CUDA, PretendCuda, pretend
 from runs import metrics
 from talk import IMAGE_PART, assistant, text, user
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -26,8 +27,9 @@ from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Completion, Processor, Row
-from minivlmrl.sampling import sample
+from minivlmrl.sampling import captured, sample
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.ranks import World
 
 import tiny
 from draws import STOP, ids_of
@@ -103,17 +105,18 @@ def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
     return tiny.model_of(config).to(dtype)
 
 
-def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, **options):
+def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
     """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
     model = model or model_of()
     sampling = SamplingOptions(environment="test_tool_sampler:Eye", max_new_tokens=tokens, **options)
-    sampler = ToolSampler(model, processor, sampling, ONE)
+    sampler = ToolSampler(model, processor, sampling, world)
     turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
     scripts = [[token for turn in some for token in turn] for some in turns]
 
     def draw(probs, rows, step):
         at = [sum(sampler.plays[row].written) for row in rows.tolist()]
-        return torch.tensor([scripts[row][n] for row, n in zip(rows.tolist(), at, strict=True)])
+        ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
+        return torch.tensor(ids, device=rows.device)
 
     monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
     images = [PIL.Image.new("RGB", (56, 84 + 28 * i)) for i in (0, 1)]
@@ -131,18 +134,49 @@ def said(completion):
     return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_the_sampler_equals_the_scorer(monkeypatch, model_type):
-    """Two prompts, rows with 0, 1 and 3 pictures between other rows' words: each written token within 1e-5 nats."""
-    model = model_of(model_type)
-    texts = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</look>c", "<both></both>d"]
-    groups, prompts, _ = play(monkeypatch, *texts, model=model)
+TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</look>c", "<both></both>d"]
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 1e-9, "repetition_penalty": 1.01}], ids=["", "filters"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
+    """Two prompts, rows with 0, 1 and 3 pictures between other rows' words: each written token within 1e-5 nats.
+
+    An answer costs no decode step: there are as many as the longest row wrote, less the first token.
+    """
+    model, steps, step = model_of(model_type), [], generate.Decode.__call__
+    monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
+    groups, prompts, _ = play(monkeypatch, *TEXTS, model=model, **options)
+    assert len(steps) == max(int(c.written.sum()) for group in groups for c in group) - 1
     assert [len(c.pictures) for group in groups for c in group] == [0, 1, 3, 1]
     batch = pack(prompts, groups, model.config)
     logps = batch.pad(per_token_logps(model, batch)[0])
     drawn = batch.pad(torch.cat([c.logps for group in groups for c in group]))
     assert ((logps - drawn) * batch.completion_mask).abs().max() < 1e-5
-    assert batch.completion_mask.sum() == sum(len(PROCESSOR.tokenizer.encode(text)) + 1 for text in texts)
+    assert batch.completion_mask.sum() == sum(len(PROCESSOR.tokenizer.encode(text)) + 1 for text in TEXTS)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
+def test_a_graph_of_the_pretended_card_goes_on_after_answers(monkeypatch, model_type):
+    """Own keys get more room by an answer, and rows move."""
+    monkeypatch.setattr(captured, "KEYS", 16)
+    monkeypatch.setattr(captured.StaticDecodeAttention, "select_every", 4)
+    expected, *_ = play(monkeypatch, *TEXTS, model=model_of(model_type))
+    with PretendCuda(), torch.inference_mode():
+        found, *_ = play(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))
+    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
+        assert said(ours) == said(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
+
+
+def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
+    """An answer is before what follows it, but ends nothing."""
+    answer = "[<result>P x (56, 84)</result>]"
+    ends = {"</read>": "<read>x</read>", "t><look>": f"<read>x</read>{answer}<look>"}
+    ends["ult>"] = f"<read>x</read>{answer}<look>1</look>[(1)]end<|im_end|>"
+    for stop, expected in ends.items():
+        [[completion]], *_ = play(monkeypatch, "<read>x</read><look>1</look>end", stop_strings=[stop])
+        assert said(completion) == expected and completion.stopped
+        assert len(completion.pictures) == expected.count("(1)")
 
 
 @pytest.mark.parametrize(
@@ -261,8 +295,6 @@ def test_limits(monkeypatch):
 
 
 def test_what_an_environment_cannot_have(monkeypatch):
-    with pytest.raises(ValueError, match="leave out sampling"):
-        play(monkeypatch, "a", stop_strings=["a"])
     with pytest.raises(ValueError, match="gather_weights: false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
     resets = {
@@ -305,7 +337,8 @@ def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
     one = tool_sampler.Play(Eye())
     for step in range(2000):
-        one.step((7, 0.0, step == 1999), 0, SimpleNamespace(processor=PROCESSOR))
+        sampling = SimpleNamespace(max_new_tokens=2000)
+        one.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
     assert read == [2000 * 25]
 
 

@@ -1,26 +1,25 @@
-"""Completions that call tools: an answer's tokens are forced, one at each decode step of the batch.
+"""Completions that call tools: what these answer is read in one forward, then decoding goes on.
 
 Draws still go by key; what is trained on are the ids, positions and patches of here.
 """
 
 import re
-from collections import deque
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import IMAGE
+from minivlmrl.attention import DecodeAttention
+from minivlmrl.batch import pack
 from minivlmrl.data.boxes import extent
-from minivlmrl.decoder import place_images
 from minivlmrl.environments.environment import copied, get_environment, settings_of, tools_of
 from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, turn_opening
 from minivlmrl.generate import Choose, Decode
 from minivlmrl.hub.checker import naming
 from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.reward_functions.names import guarded
-from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Completion, Prompt
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
@@ -43,29 +42,27 @@ class Play:
         )  # longer than what it finds
         self.text = b""  # since the last answer
         self.written, self.pictures, self.cut, self.ended = [], [], False, False
-        self.shift, self.moved = 0, [0] * 3  # position, less the tokens before it: next and last
-        self.queue = deque()  # forced tokens that are not read yet: id, moved
-        self.unseen, self.embeds = [], deque()  # pictures, and what the tower made of them
+        self.forced = []  # ids of all answers
+        self.answered: Prompt | None = None  # an answer that is not read yet
 
-    def step(self, drawn: tuple, left: int, sampler: "ToolSampler") -> tuple[int, float, bool]:
-        """Take a drawn token (id, logp, whether it ends) or a forced one; `left` can follow."""
-        self.written.append(not self.queue)
-        if self.queue:
-            token, self.moved = self.queue.popleft()
-            return token, 0.0, False
-        token, logp, ends = drawn
-        self.moved = [self.shift] * 3
+    def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: "ToolSampler") -> bool:
+        """Take a drawn token, with which a turn ends or a stop string; say whether the row ends."""
+        if self.ended:  # it runs on until `generate` drops rows
+            return True
+        self.written.append(True)
+        left = sampler.sampling.max_new_tokens - len(self.written)
         before = max(0, len(self.text) - len(self.closing.pattern))
         self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
-        calls = []
-        if ends or self.closing.search(self.text, before):
+        calls, ends = [], turn_ends or text_ends
+        if not text_ends and (ends or self.closing.search(self.text, before)):
             calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
             calls = calls[: self.settings.max_tool_calls - self.called]
-        self.ended = self.answer(calls, ends, left, sampler) if calls else ends
-        return token, logp, self.ended
+        ends = self.answer(calls, ends, left, sampler) if calls else ends
+        self.ended = ends or left == 0
+        return ends
 
     def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
-        """Queue the answers of calls; True: they do not fit, and the row ends."""
+        """Answer calls; True: the answers do not fit, and the row ends."""
         processor = sampler.processor
         answers = [answer(self.tools, *one, processor, self.settings) for one in calls]
         self.called += len(calls)
@@ -77,45 +74,92 @@ class Play:
         ids = torch.tensor([*chain(*pieces)])
         self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
         if not self.cut:
-            position = get_rope_index(ids, torch.tensor(grids), sampler.model.config)  # (3, n)
-            moved = position - torch.arange(len(ids)) + self.shift
-            self.queue.extend(zip(ids.tolist(), moved.T.tolist(), strict=True))
-            self.shift += int(position.max()) + 1 - len(ids)
-            self.text = b""
+            patches = [torch.zeros(0, processor.image_processor.patch_dim)]
+            patches += [patches for _, patches, _ in pictures]
+            grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+            self.answered = Prompt(ids, torch.cat(patches), grids)
+            self.written += [False] * len(ids)
+            self.forced += ids.tolist()
             self.pictures += pictures
-            self.unseen += pictures
+            self.text = b""
         return self.cut
 
+    def insert_answers(self, completion: Completion):
+        """Put what was answered between the drawn tokens of a completion."""
+        written = torch.tensor(self.written)
+        ids, logps = torch.zeros(len(written), dtype=torch.long), torch.zeros(len(written))
+        ids[written], logps[written] = completion.ids, completion.logps
+        ids[~written] = torch.tensor(self.forced, dtype=torch.long)
+        if completion.sampling_mask:
+            counts, kept = completion.sampling_mask
+            completion.sampling_mask = torch.zeros_like(ids).masked_scatter(written, counts), kept
+        completion.ids, completion.logps, completion.written = ids, logps, written
+        completion.pictures = self.pictures
 
-class ToolDecode(Decode):
-    """A decode step that shows a picture where its tokens are forced; plays: of all rows."""
 
-    def __init__(self, image_token: int, plays: list[Play]):
-        self.image_token, self.plays = image_token, plays
+class AnswerAttention(DecodeAttention):
+    """The attention of answers: tokens that some rows of a decoding read at once, end to end.
 
-    def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        plays, device = [play for play in self.plays if not play.ended], ids.device
-        asked = [(play, picture) for play in plays for picture in play.unseen]
-        if asked:
-            _, patches, grids = zip(*(picture for _, picture in asked), strict=True)
-            embeds = model.visual(to_device(torch.cat(patches), device), torch.tensor(grids))
-            merge = model.config.vision_config.spatial_merge_size**2
-            embeds = embeds.split([len(picture) // merge for picture in patches])
-            for (play, _), tokens in zip(asked, embeds, strict=True):
-                play.embeds.extend(tokens)
-                play.unseen = []
-        shows = [i for i, token in enumerate(ids.tolist()) if token == self.image_token]
-        shows = [i for i in shows if not plays[i].written[-1]]
-        index = to_device(torch.tensor(shows, dtype=torch.long), device)
-        x, deep = model.model.embed_tokens(ids), []
-        if shows:
-            shown = torch.stack([plays[i].embeds.popleft() for i in shows])
-            x, deep = place_images(x, shown, index)
-        moved = to_device(torch.tensor([play.moved for play in plays]).T, device)  # (3, r)
-        hidden = model.model(
-            x, attention.start + attention.newest + moved, attention, None, index, deep
-        )
-        return float32_matmul(hidden, model.lm_head.weight.T)
+    They attend to their row's prompt, to its own tokens and causally to themselves, and are own
+    tokens of their row then.
+    """
+
+    def __init__(self, decoding: DecodeAttention, rows: list[int], counts: list[int]):
+        self.decoding, self.memory, self.counts = decoding, decoding.memory, counts
+        self.spans = [(slice(row, row + 1), count) for row, count in zip(rows, counts, strict=True)]
+        prompts = decoding.prompt_index[rows]
+        lengths = (decoding.prompt_bias[to_device(prompts, decoding.device)] == 0).sum(1)
+        newest = decoding.newest.tolist()
+        self.before = [newest[row] + 1 for row in rows]  # own tokens
+        self.prompts = list(zip(prompts.tolist(), lengths.tolist(), strict=True))
+        tokens = torch.zeros(len(newest), dtype=torch.long)
+        tokens[rows] = torch.tensor(counts)
+        longest = max(map(sum, zip(self.before, counts, strict=True))) - 1
+        decoding.advance(to_device(tokens, decoding.device), max(longest - max(newest), 0))
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own, shared = self.decoding.row_kv[layer_index], self.decoding.prompt_kv[layer_index]
+        parts, out = (x.split(self.counts) for x in (q, k, v)), []
+        for (row, count), (prompt, length), before, q, *new in zip(
+            self.spans, self.prompts, self.before, *parts, strict=True
+        ):
+            keys = []
+            for of_rows, of_prompts, x in zip(own, shared, new, strict=True):
+                of_rows[row, :, before : before + count] = x.transpose(0, 1)
+                seen = of_prompts[prompt : prompt + 1, :, :length]
+                keys.append(torch.cat([seen, of_rows[row, :, : before + count]], dim=2))
+            q = q.transpose(0, 1)[None]  # (1, H, count, D)
+            out.append(dense_attention(q, *keys, is_causal=True)[0].transpose(0, 1))
+        return torch.cat(out)
+
+
+class ReadingDecode(Decode):
+    """A decode step, after which rows read what their tools have answered, in one forward."""
+
+    def __init__(self, decode: Decode, sampler: "ToolSampler"):
+        self.decode, self.sampler, self.attention_type = decode, sampler, decode.attention_type
+
+    def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
+        logits, plays = self.decode(model, ids, attention), self.sampler.plays
+        if all(play.answered is None for play in plays):
+            return logits
+        rows = [i for i, row in enumerate(attention.rows.tolist()) if plays[row].answered]
+        index = to_device(torch.tensor(rows), attention.device)
+        asking = [plays[row] for row in attention.rows[index].tolist()]
+        answers = [play.answered for play in asking]
+        for play in asking:
+            play.answered = None
+        batch = pack(answers, [[] for _ in answers], model.config, attention.device)
+        counts, last = batch.layout.prompt_lengths, batch.layout.last_index
+        lengths = to_device(torch.tensor(counts), attention.device)
+        start = attention.start[index] + attention.newest[index] + 1
+        batch.position_ids += start.repeat_interleave(lengths)
+        hidden = model(batch, AnswerAttention(attention, rows, counts), last)
+        ends = torch.stack([p.max() for p in batch.position_ids.split(counts, dim=1)])
+        attention.start[index] = ends - attention.newest[index]  # pictures are few positions wide
+        self.sampler.hear(attention.rows[index].repeat_interleave(lengths), batch.input_ids)
+        logits[index] = float32_matmul(hidden, model.lm_head.weight.T)
+        return logits
 
 
 class ToolSampler(RunSampler):
@@ -124,9 +168,8 @@ class ToolSampler(RunSampler):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make = get_environment(self.sampling.environment)
-        if self.sampling.stop_strings or not self.gather_weights:
-            refused = "leave out sampling.stop_strings, rollout.gather_weights: false"
-            raise ValueError(f"sampling.environment: {refused}")
+        if not self.gather_weights:  # ranks read their answers at different steps
+            raise ValueError("sampling.environment: leave out rollout.gather_weights: false")
 
     def chooser(self, prompts, num_generations, keys) -> Choose:
         self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
@@ -135,7 +178,7 @@ class ToolSampler(RunSampler):
     def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
         groups = super().generate(prompts, num_generations, choose)
         for play, completion in zip(self.plays, chain(*groups), strict=True):
-            completion.written, completion.pictures = torch.tensor(play.written), play.pictures
+            play.insert_answers(completion)
             completion.stopped &= not play.cut
             completion.environment = play.environment
             completion.calls = play.called, play.failed, play.cut
@@ -162,14 +205,13 @@ class ToolSampler(RunSampler):
         return plays
 
     def decode(self) -> Decode:
-        return ToolDecode(self.processor.tokenizer.special_tokens[IMAGE], self.plays)
+        return ReadingDecode(super().decode(), self)
 
-    def forcing(self, choose: Choose) -> Choose:
-        def force(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            drawn = zip(*(x.tolist() for x in choose(logits, rows, counts)), strict=True)
-            plays = zip(rows.tolist(), drawn, counts.tolist(), strict=True)
-            most = self.sampling.max_new_tokens - 1
-            now = [self.plays[row].step(token, most - n, self) for row, token, n in plays]
-            return tuple(to_device(torch.tensor(x), rows.device) for x in zip(*now, strict=True))
+    def telling(self, choose: Choose) -> Choose:
+        def choose_and_call(logits: Tensor, rows: Tensor, counts: Tensor):
+            ids, logps, ends = choose(logits, rows, counts)
+            drawn = (x.tolist() for x in (rows, ids, ends, self.hear(rows, ids)))
+            ended = [self.plays[row].step(*of, self) for row, *of in zip(*drawn, strict=True)]
+            return ids, logps, to_device(torch.tensor(ended), rows.device)
 
-        return force
+        return choose_and_call

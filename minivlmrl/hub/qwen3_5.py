@@ -144,20 +144,26 @@ class GatedDeltaNet(nn.Module):
 
 
 def go_on(attention: Attention, index: int, inputs: tuple, scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed run, or over a new token of each row in decoding.
+    """Run a recurrent layer over a packed run, or over new tokens of rows in decoding.
 
     Args:
         attention: its layout has the spans, and its `memory` what is kept of this layer (index).
         inputs: each (N, ...); the result is (N, ...) too.
         scan: (inputs of b rows, each (b, T, ...), memory) -> results (b, T, ...), memory after it.
     """
+    results, memories = [], []
     if isinstance(attention, DecodeAttention):
-        memory = attention.memory[index]
-        out, after = scan([x[:, None] for x in inputs], memory)
-        for kept, new in zip(memory, after, strict=True):
-            kept.copy_(new)  # where it is: a CUDA graph reads it there
-        return out[:, 0]
-    layout, results, memories = attention.layout, [], []
+        for rows, count in attention.spans:
+            memory = [kept[rows] for kept in attention.memory[index]]
+            new, inputs = zip(
+                *(x.tensor_split([len(memory[0]) * count]) for x in inputs), strict=True
+            )
+            out, after = scan([x.unflatten(0, (-1, count)) for x in new], memory)
+            for kept, x in zip(memory, after, strict=True):
+                kept.copy_(x)  # where it is: a CUDA graph reads it there
+            results.append(out.flatten(0, 1))
+        return torch.cat(results)
+    layout = attention.layout
     blocks = ([block[:, 0] for block in layout.blocks(x.unsqueeze(1))] for x in inputs)
     blocks = list(zip(*blocks, strict=True))  # of each input (b, T, ...)
     for prompts, completions, slots in zip(blocks[::2], blocks[1::2], layout.slots, strict=True):

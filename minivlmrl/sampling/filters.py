@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from minivlmrl.generate import Choose, SamplingConfig
+from minivlmrl.generate import SamplingConfig
 from minivlmrl.hub.checker import Code, require
 from minivlmrl.rows import Completion
 
@@ -76,16 +76,10 @@ class Filters:
             if kept := kept[: len(completion.ids)]:
                 completion.sampling_mask = torch.tensor([*map(len, kept)]), torch.cat(kept)
 
-    def remembering(self, choose: Choose) -> Choose:
-        """Make a `choose` that remembers what each row has drawn."""
-
-        def remember(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            ids, logps, ends = choose(logits, rows, counts)
-            if self.seen is not None:
-                self.seen[rows, ids] = True
-            return ids, logps, ends
-
-        return remember
+    def hear(self, rows: Tensor, ids: Tensor):
+        """Remember tokens ids (r,) of these rows, for the penalty."""
+        if self.seen is not None:
+            self.seen[rows, ids] = True
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from minivlmrl.generate import Choose, Decode, Sampler, generate
 from minivlmrl.kernels.backend import to_device
@@ -22,12 +23,12 @@ class RunSampler(Sampler):
     Args:
         gather_weights: see scale/sharding.rollout_weights.
         keeps_vision: the tower is frozen: prompts keep what it makes of their images.
-        listen: makes of the finished `choose` one that also hears each token, see tools/ask.py.
+        listen: is told of tokens as they come, listen(rows (r,), ids (r,)), see tools/ask.py.
     """
 
     def __init__(
         self, model, processor: Processor, sampling: SamplingOptions, world: World,
-        gather_weights=True, keeps_vision=False, listen: Callable = lambda choose: choose,
+        gather_weights=True, keeps_vision=False, listen: Callable = lambda *_: None,
     ):  # fmt: skip
         super().__init__(model, processor, sampling, world.device)  # weights may be offloaded
         self.world, self.gather_weights, self.listen = world, gather_weights, listen
@@ -35,7 +36,7 @@ class RunSampler(Sampler):
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
         on_gpu = world.device.type == "cuda" and not by_layer
         self.captured = sampling.graph == "auto" and on_gpu
-        self.filters = None  # of the present call
+        self.filters = self.texts = None  # of the present call
 
     def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt; all ranks call this."""
@@ -57,24 +58,35 @@ class RunSampler(Sampler):
         return groups
 
     def decode(self) -> Decode:
-        """Make what computes a decode step; environments/ has one that feeds pictures."""
+        """Make what computes a decode step; environments/ have one that reads answers."""
         return CapturedDecode() if self.captured else Decode()
 
-    def forcing(self, choose: Choose) -> Choose:
-        """Return the chooser that filters and stop strings hear; environments/ forces tokens."""
-        return choose
+    def telling(self, choose: Choose) -> Choose:
+        """Make a `choose` that tells what it chose; environments/ answer calls in it."""
+
+        def choose_and_tell(logits: Tensor, rows: Tensor, counts: Tensor):
+            ids, logps, ends = choose(logits, rows, counts)
+            return ids, logps, ends | self.hear(rows, ids)
+
+        return choose_and_tell
+
+    def hear(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Take tokens (r,) of rows (r,), drawn or answered; (r,) bool: a stop string is complete."""
+        if self.filters is not None:
+            self.filters.hear(rows, ids)
+        self.listen(rows, ids)
+        if self.texts is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return self.texts.completed(rows, ids)
 
     def chooser(self, prompts, num_generations, keys) -> Choose:
         """Make the function that chooses tokens: the book's, with filters and stop strings."""
         ids, filtered = [prompt.input_ids for prompt in prompts], self.sampling.filtered
         self.filters = Filters(self.sampling, ids, num_generations) if filtered else None
-        choose = self.forcing(super().chooser(prompts, num_generations, keys, self.filters))
-        if self.filters is not None:
-            choose = self.filters.remembering(choose)
         if texts := self.sampling.stop_strings:
             rows = [prompt for prompt in ids for _ in range(num_generations)]
-            choose = StopStrings(texts, self.processor.tokenizer, rows).ending(choose)
-        return self.listen(choose)
+            self.texts = StopStrings(texts, self.processor.tokenizer, rows)
+        return self.telling(super().chooser(prompts, num_generations, keys, self.filters))
 
 
 def keep_vision(model, prompts: Sequence[Prompt], device):

@@ -6,7 +6,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minivlmrl.generate import Choose
 from minivlmrl.hub.tokenizer import Tokenizer
 
 # Byte-level BPE writes a byte as one character: printable ones of Latin-1, others from 256 on.
@@ -53,12 +52,3 @@ class StopStrings:
             ends.append(any(s in text[max(0, known - len(s)) :] for s in self.strings))
             self.before[row] = text[-self.longest :]
         return torch.tensor(ends, device=ids.device)
-
-    def ending(self, choose: Choose) -> Choose:
-        """Make a `choose` whose rows also end with one of the texts."""
-
-        def choose_and_look(logits: Tensor, rows: Tensor, counts: Tensor):
-            ids, logps, ends = choose(logits, rows, counts)
-            return ids, logps, ends | self.completed(rows, ids)
-
-        return choose_and_look

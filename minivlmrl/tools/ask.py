@@ -20,7 +20,6 @@ from minivlmrl.data.template import with_values
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.environments.environment import with_tools
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.generate import Choose
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.folder import ASKED, find_folder
 from minivlmrl.hub.tokenizer import Tokenizer
@@ -56,7 +55,7 @@ def main(arguments: list[str]):
     stream = Stream(processor.tokenizer, hidden)
     print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     params.graph = "never"  # each token is printed when it is there
-    sampler = build_sampler(model, processor, params, World(device=device), listen=stream.listen)
+    sampler = build_sampler(model, processor, params, World(device=device), listen=stream.hear)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
@@ -71,17 +70,12 @@ class Stream:
         # keeps the first bytes of a character
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def listen(self, choose: Choose) -> Choose:
-        """Make a `choose` that prints what is chosen."""
-
-        def choose_and_print(logits: Tensor, rows: Tensor, counts: Tensor):
-            ids, logps, ends = choose(logits, rows, counts)
-            if ids.item() not in self.hidden:
-                text = token_bytes(self.tokenizer, ids.item())
+    def hear(self, rows: Tensor, ids: Tensor):
+        """Print tokens (n,)."""
+        for token_id in ids.tolist():
+            if token_id not in self.hidden:
+                text = token_bytes(self.tokenizer, token_id)
                 print(self.decoder.decode(text), end="", flush=True)
-            return ids, logps, ends
-
-        return choose_and_print
 
     def end(self):
         """End the line; an incomplete character is printed as the replacement character."""

@@ -37,6 +37,17 @@ def options(**values):
     return SamplingOptions(**{"max_new_tokens": 12} | values)
 
 
+def hearing(choose, hear):
+    """A `choose` whose rows end where `hear` says so, too."""
+
+    def told(logits, rows, counts):
+        ids, logps, ends = choose(logits, rows, counts)
+        heard = hear(rows, ids)
+        return ids, logps, ends if heard is None else ends | heard
+
+    return told
+
+
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=None, decode=None):
     """Completions as RunSampler draws them, with filters where the options ask for some, by any `draw`.
 
@@ -48,7 +59,8 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
     choose = chooser(sampling, stop, draw, filters, device)
-    choose = filters.remembering(choose) if filters else choose
+    if filters:
+        choose = hearing(choose, filters.hear)
     choose = wrap(choose) if wrap else choose
     groups = generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
     if filters:
