@@ -51,6 +51,7 @@ GRANTED = {
         "What strangers found": {"package and kernels": 60},
         "The last metre": {"package and kernels": 190},
         "A step, line by line": {"package and kernels": 180},
+        "Each row at its own step": {"package and kernels": 20},
     },
 }
 

@@ -127,7 +127,7 @@ class DecodeAttention:
     """
 
     select_every = 1  # `generate` drops finished rows every so many steps
-    spans = ((slice(None), 1),)  # rows, and how many new tokens each of them has
+    spans = ((slice(None), slice(None)),)  # rows, and which of the new tokens are theirs
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         keys, lengths = prompts.keys, prompts.layout.prompt_lengths

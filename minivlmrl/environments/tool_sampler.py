@@ -4,7 +4,7 @@ Draws still go by key; what is trained on are the ids, positions and patches of 
 """
 
 import re
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -37,19 +37,18 @@ class Play:
     def __init__(self, environment: object):
         self.environment, self.tools = environment, tools_of(environment)
         self.settings, self.called, self.failed = settings_of(environment), 0, 0
-        self.closing = re.compile(
-            f"</({'|'.join(self.tools)})>".encode()
-        )  # longer than what it finds
+        # longer than what it finds
+        self.closing = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # since the last answer
         self.written, self.pictures, self.cut, self.ended = [], [], False, False
-        self.forced = []  # ids of all answers
-        self.answered: Prompt | None = None  # an answer that is not read yet
+        self.ids, self.unread = [], []  # of all tokens; an answer that is not read yet
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: "ToolSampler") -> bool:
         """Take a drawn token, with which a turn ends or a stop string; say whether the row ends."""
         if self.ended:  # it runs on until `generate` drops rows
             return True
         self.written.append(True)
+        self.ids.append(token)
         left = sampler.sampling.max_new_tokens - len(self.written)
         before = max(0, len(self.text) - len(self.closing.pattern))
         self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
@@ -77,24 +76,21 @@ class Play:
             patches = [torch.zeros(0, processor.image_processor.patch_dim)]
             patches += [patches for _, patches, _ in pictures]
             grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-            self.answered = Prompt(ids, torch.cat(patches), grids)
+            self.unread.append(Prompt(ids, torch.cat(patches), grids))
             self.written += [False] * len(ids)
-            self.forced += ids.tolist()
+            self.ids += ids.tolist()
             self.pictures += pictures
             self.text = b""
         return self.cut
 
     def insert_answers(self, completion: Completion):
         """Put what was answered between the drawn tokens of a completion."""
-        written = torch.tensor(self.written)
-        ids, logps = torch.zeros(len(written), dtype=torch.long), torch.zeros(len(written))
-        ids[written], logps[written] = completion.ids, completion.logps
-        ids[~written] = torch.tensor(self.forced, dtype=torch.long)
+        written = completion.written = torch.tensor(self.written)
+        completion.ids, completion.pictures = torch.tensor(self.ids), self.pictures
+        completion.logps = torch.zeros(len(written)).masked_scatter(written, completion.logps)
         if completion.sampling_mask:
             counts, kept = completion.sampling_mask
-            completion.sampling_mask = torch.zeros_like(ids).masked_scatter(written, counts), kept
-        completion.ids, completion.logps, completion.written = ids, logps, written
-        completion.pictures = self.pictures
+            completion.sampling_mask = written.long().masked_scatter(written, counts), kept
 
 
 class AnswerAttention(DecodeAttention):
@@ -105,31 +101,29 @@ class AnswerAttention(DecodeAttention):
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], counts: list[int]):
-        self.decoding, self.memory, self.counts = decoding, decoding.memory, counts
-        self.spans = [(slice(row, row + 1), count) for row, count in zip(rows, counts, strict=True)]
-        prompts = decoding.prompt_index[rows]
-        lengths = (decoding.prompt_bias[to_device(prompts, decoding.device)] == 0).sum(1)
-        newest = decoding.newest.tolist()
-        self.before = [newest[row] + 1 for row in rows]  # own tokens
-        self.prompts = list(zip(prompts.tolist(), lengths.tolist(), strict=True))
-        tokens = torch.zeros(len(newest), dtype=torch.long)
-        tokens[rows] = torch.tensor(counts)
-        longest = max(map(sum, zip(self.before, counts, strict=True))) - 1
-        decoding.advance(to_device(tokens, decoding.device), max(longest - max(newest), 0))
+        self.decoding, self.memory = decoding, decoding.memory
+        ends, newest = list(accumulate(counts)), decoding.newest.tolist()
+        tokens = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        self.spans = list(zip([slice(row, row + 1) for row in rows], tokens, strict=True))
+        lengths, added = (decoding.prompt_bias == 0).sum(1).tolist(), [0] * len(newest)
+        self.keys = []  # of each answer: its prompt, that one's tokens, own tokens before and after
+        for row, count in zip(rows, counts, strict=True):
+            prompt, before, added[row] = int(decoding.prompt_index[row]), newest[row] + 1, count
+            self.keys.append((prompt, lengths[prompt], before, before + count))
+        longest = max(max(after for *_, after in self.keys) - 1 - max(newest), 0)
+        decoding.advance(to_device(torch.tensor(added), decoding.device), longest)
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own, shared = self.decoding.row_kv[layer_index], self.decoding.prompt_kv[layer_index]
-        parts, out = (x.split(self.counts) for x in (q, k, v)), []
-        for (row, count), (prompt, length), before, q, *new in zip(
-            self.spans, self.prompts, self.before, *parts, strict=True
-        ):
-            keys = []
-            for of_rows, of_prompts, x in zip(own, shared, new, strict=True):
-                of_rows[row, :, before : before + count] = x.transpose(0, 1)
+        out = []
+        for (row, tokens), known in zip(self.spans, self.keys, strict=True):
+            (prompt, length, before, after), keys = known, []
+            for of_rows, of_prompts, new in zip(own, shared, (k, v), strict=True):
+                of_rows[row, :, before:after] = new[tokens].transpose(0, 1)
                 seen = of_prompts[prompt : prompt + 1, :, :length]
-                keys.append(torch.cat([seen, of_rows[row, :, : before + count]], dim=2))
-            q = q.transpose(0, 1)[None]  # (1, H, count, D)
-            out.append(dense_attention(q, *keys, is_causal=True)[0].transpose(0, 1))
+                keys.append(torch.cat([seen, of_rows[row, :, :after]], dim=2))
+            queries = q[tokens].transpose(0, 1)[None]  # (1, H, tokens, D)
+            out.append(dense_attention(queries, *keys, is_causal=True)[0].transpose(0, 1))
         return torch.cat(out)
 
 
@@ -140,18 +134,15 @@ class ReadingDecode(Decode):
         self.decode, self.sampler, self.attention_type = decode, sampler, decode.attention_type
 
     def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        logits, plays = self.decode(model, ids, attention), self.sampler.plays
-        if all(play.answered is None for play in plays):
+        logits, device = self.decode(model, ids, attention), attention.device
+        plays = [self.sampler.plays[row] for row in attention.rows.tolist()]
+        rows = [i for i, play in enumerate(plays) if play.unread]
+        if not rows:
             return logits
-        rows = [i for i, row in enumerate(attention.rows.tolist()) if plays[row].answered]
-        index = to_device(torch.tensor(rows), attention.device)
-        asking = [plays[row] for row in attention.rows[index].tolist()]
-        answers = [play.answered for play in asking]
-        for play in asking:
-            play.answered = None
-        batch = pack(answers, [[] for _ in answers], model.config, attention.device)
+        answers = [plays[i].unread.pop() for i in rows]
+        batch = pack(answers, [[] for _ in answers], model.config, device)
         counts, last = batch.layout.prompt_lengths, batch.layout.last_index
-        lengths = to_device(torch.tensor(counts), attention.device)
+        index, lengths = (to_device(torch.tensor(x), device) for x in (rows, counts))
         start = attention.start[index] + attention.newest[index] + 1
         batch.position_ids += start.repeat_interleave(lengths)
         hidden = model(batch, AnswerAttention(attention, rows, counts), last)

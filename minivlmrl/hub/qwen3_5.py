@@ -153,12 +153,10 @@ def go_on(attention: Attention, index: int, inputs: tuple, scan: Callable) -> Te
     """
     results, memories = [], []
     if isinstance(attention, DecodeAttention):
-        for rows, count in attention.spans:
+        for rows, tokens in attention.spans:
             memory = [kept[rows] for kept in attention.memory[index]]
-            new, inputs = zip(
-                *(x.tensor_split([len(memory[0]) * count]) for x in inputs), strict=True
-            )
-            out, after = scan([x.unflatten(0, (-1, count)) for x in new], memory)
+            new = [x[tokens].unflatten(0, (len(memory[0]), -1)) for x in inputs]
+            out, after = scan(new, memory)
             for kept, x in zip(memory, after, strict=True):
                 kept.copy_(x)  # where it is: a CUDA graph reads it there
             results.append(out.flatten(0, 1))
