@@ -115,7 +115,7 @@ def shown_parts(
     messages: list[dict], images: Sequence, videos: Sequence
 ) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield what each image or video part of a prompt shows, and the options it has."""
-    parts = [part for message in messages for part in content_parts(message) or ()]
+    parts = [part for message in messages for part in content_parts(message)]
     parts = [part for part in parts if part_kind(part) != "text"]
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": images, "video": videos})

@@ -37,6 +37,16 @@ def as_parts(turns):
     ]
 
 
+def test_calls_of_tools_and_their_pictures_are_read(write_rows):
+    """Calls without a text, as OpenAI and TRL write them; the answer's mark shows the second picture."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+    turns = [user("<image>?"), call, {"role": "tool", "content": "<image>"}, assistant("red")]
+    [row] = FileDataset(write_rows({"messages": turns, "images": ["red.png", "green.png"]}))
+    asked, answer, _ = row.completion
+    assert asked["tool_calls"] == call["tool_calls"] and row.images[0].getpixel((0, 0)) == (255, 0, 0)
+    assert [part["image"].getpixel((0, 0)) for part in answer["content"] if part.get("image")] == [(0, 255, 0)]
+
+
 @pytest.mark.parametrize("own", [[], [system([text("Own.")])]])
 def test_a_system_prompt_stands_before_turns_without_one(write_rows, own):
     file = write_rows({"prompt": [*own, user("hi")]})

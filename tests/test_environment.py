@@ -8,8 +8,10 @@ import pytest
 from links import ROOT
 
 from minivlmrl.algorithms.table import find_algorithms
-from minivlmrl.environments.environment import Settings, arguments_of, get_environment, tools_of
+from minivlmrl.data.template import with_values
+from minivlmrl.environments.environment import Settings, arguments_of, get_environment, tools_of, with_tools
 from minivlmrl.environments.tool_calls import answer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.names import get_reward
 from minivlmrl.rows import Processor
@@ -43,6 +45,7 @@ class Counter:
 
 
 def double(number: float) -> float:
+    "Double a number."
     return 2 * number
 
 
@@ -103,6 +106,16 @@ def test_classes_functions_and_lists_of_them(own):
     first, second = (own("Counter")() for _ in range(2))
     assert [tools_of(first)["add"](2, 3), tools_of(second)["add"](1)] == ["6", "1"]
     assert (first.get_reward(), second.get_reward()) == (6.0, 1.0)
+
+
+def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
+    tokenizer = train_tokenizer(["a"], 300)
+    for template in (None, with_values(None, {"add_vision_id": True})):
+        made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:double")
+        text = "".join(made.template.render([{"role": "user", "content": [{"type": "image"}]}]))
+        assert '"name": "double", "description": "Double a number."' in text and made.tools == ("double",)
+        assert ("Picture 1: " in text) is (template is not None)
+        assert b"in tools" in tokenizer.files["chat_template.jinja"]
 
 
 @pytest.mark.parametrize(("name", "rewards", "error"), [

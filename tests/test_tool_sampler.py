@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from minivlmrl import generate
 from minivlmrl.batch import pack
-from minivlmrl.data.template import WITH_TOOLS, ChatTemplate
+from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.environments import tool_sampler
 from minivlmrl.environments.environment import with_tools
@@ -254,28 +254,30 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monkeypatch, published, name):
-    """Declared tools, calls and answers, a picture too, in the form of each family: the ids that are trained on."""
+    """Declared tools, calls, answers and a picture in the form of each family: the ids that are trained on, and those
+    of a file that demonstrates them."""
     form, thought = FAMILIES[name]
-    text = WITH_TOOLS if name == "qwen2_5_vl" else published(name)
-    folders = None if name == "qwen2_5_vl" else ChatTemplate(text, name)
-    processor = with_tools(replace(PROCESSOR, template=folders), "test_tool_sampler:Eye")
-    asked = [("look", "columns", 2), ("read", "what", 'a "b" <c> é')]
-    values = [json.dumps({key: value}, ensure_ascii=False) if form == CALL else value for _, key, value in asked]
-    calls = [form.format(tool, value) if form == CALL else form.format(tool, key, value)
-             for (tool, key, _), value in zip(asked, values, strict=True)]  # fmt: skip
-    words = "~".join(thought.format("hm") + call for call in calls) + "~" + thought.format("so") + "done"
+    template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
+    processor = with_tools(replace(PROCESSOR, template=template), "test_tool_sampler:Eye")
+    words, turns, reasons = "", [], {"reasoning_content": "hm"} if thought else {}
+    told = [IMAGE_PART | {"image": picture(2)}], 'P a "b" <c> é (56, 84)'
+    for (tool, key, value), answer in zip((("look", "columns", 2), ("read", "what", 'a "b" <c> é')), told, strict=True):
+        written = (json.dumps({key: value}, ensure_ascii=False),) if form == CALL else (key, value)
+        words += thought.format("hm") + form.format(tool, *written) + "~"
+        called = {"tool_calls": [{"function": {"name": tool, "arguments": {key: value}}}]}
+        turns += [{"role": "assistant", "content": ""} | called | reasons, {"role": "tool", "content": answer}]
+    turns += [assistant("done") | reasons]
+    words += thought.format("hm") + "done"
     [[completion]], [prompt], _ = play(monkeypatch, words, processor=processor, tokens=900)
-    turns = list(prompt.row.messages)
-    reasons = {"reasoning_content": "hm"} if thought else {}
-    for (tool, key, value), told in zip(asked, ([IMAGE_PART], 'P a "b" <c> é (56, 84)'), strict=True):
-        turns.append({"content": "", "tool_calls": [{"function": {"name": tool, "arguments": {key: value}}}]} | reasons)
-        turns[-1]["role"] = "assistant"
-        turns.append({"role": "tool", "content": told})
-    turns.append({"role": "assistant", "content": "done"} | ({"reasoning_content": "so"} if thought else {}))
-    (theirs,), _ = render_jinja_template([turns], chat_template=text, tools=processor.template.tools)
+    given = {"chat_template": processor.template.text, "tools": processor.template.tools}
+    (theirs,), _ = render_jinja_template([prompt.row.messages + turns], **given)
     grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
     ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n")), grids))
     assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids) and completion.calls == (2, 0, False)
+    turns[0]["content"], [call] = None, turns[0]["tool_calls"]
+    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    demonstrated = encode_completion(processor, prompt.row.messages, turns)
+    assert said(demonstrated) == said(completion)
 
 
 def test_limits(monkeypatch):

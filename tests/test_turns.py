@@ -13,10 +13,11 @@ IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 
 @pytest.mark.parametrize(
     "message",
-    [{"role": "user"}, {"content": "hi"}, {"role": "user", "content": None}, {"role": 3, "content": "a"}, "hi", ["a"]],
+    [{"role": "user"}, {"content": "hi"}, {"role": "user", "content": None}, {"role": 3, "content": "a"}, "hi", ["a"]]
+    + [{"role": "assistant", "tool_calls": calls} for calls in ("a", 3, ["a"], [{"function": "a"}])],
 )
 def test_a_message_needs_role_and_content(message):
-    with pytest.raises(ValueError, match="message 1 needs a role, and content"):
+    with pytest.raises(ValueError, match="message 1 needs a role, and content that"):
         check_messages([{"role": "system", "content": "x"}, message])
 
 
@@ -27,12 +28,6 @@ def test_a_message_needs_role_and_content(message):
 def test_a_part_that_is_neither_text_nor_image_nor_video_is_refused(part):
     with pytest.raises(ValueError, match="has a part that is not text"):
         check_messages([{"role": "user", "content": [part]}])
-
-
-def test_tool_calls_are_refused_instead_of_left_out():
-    messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ValueError, match=r"message 1 has tool_calls; .* chat_template\.jinja"):
-        check_messages([*messages, {"role": "assistant", "tool_calls": [{"function": {}}]}])
 
 
 @pytest.mark.parametrize("turns", [

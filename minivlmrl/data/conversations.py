@@ -35,7 +35,7 @@ def read_conversation(
             if not isinstance(value, FORMS[column]):
                 words = " or ".join(WORDS[kind] for kind in FORMS[column])
                 raise ValueError(f"must be {words}, it is {value!r:.40}")
-            check_messages(turns := as_turns(value), tool_calls=True)
+            check_messages(turns := as_turns(value))
             roles = [turn["role"] for turn in turns]
             if not turns or not set(roles) <= ROLES.keys():
                 raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")

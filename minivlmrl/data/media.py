@@ -100,7 +100,7 @@ def place_media(
     messages = []
     for number, (turn, parts) in enumerate(zip(turns, contents, strict=True)):
         with naming(f"message {number}"):
-            stays = isinstance(turn["content"], str) and not marked
+            stays = isinstance(turn.get("content"), str) and not marked
             messages.append(turn if stays else {**turn, "content": list(map(show, parts))})
     if len(media) > MAX_MEDIA:
         raise ValueError(f"{len(media)} images and videos are over {MAX_MEDIA}; split the row")

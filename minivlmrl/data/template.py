@@ -161,7 +161,7 @@ class ChatTemplate:
 
     def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
-        check_messages(messages, tool_calls=True)
+        check_messages(messages)
         used = set(map(part_kind, parts_of(messages)))
         used |= {"tool_call" for message in messages if message.get("tool_calls")}
         for kind, written in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
@@ -242,7 +242,7 @@ def _is_known(text: str, ours: str, *published: str) -> bool:
 
 def _needs_jinja(messages: list[dict]) -> bool:
     """Tell whether Qwen3-VL's template does more with a conversation than chat.render."""
-    check_messages(messages, tool_calls=True)
+    check_messages(messages)
     shown = {m["role"] for m in messages for p in parts_of([m]) if part_kind(p) != "text"}
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:

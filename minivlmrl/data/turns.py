@@ -77,7 +77,7 @@ def as_turns(answer: str | list[dict], role: str = "assistant") -> list[dict]:
 
 def parts_of(turns: list[dict]) -> list[dict]:
     """List the parts of several turns, none where one has tool_calls alone."""
-    return [part for turn in turns for part in content_parts(turn) or ()]
+    return [part for turn in turns for part in content_parts(turn)]
 
 
 def shown_parts_of(turns: list[dict]) -> list[dict]:
@@ -121,14 +121,16 @@ def check_ends(turns: list[dict]):
         raise ValueError(f"turns must begin and end with an assistant turn; their roles: {roles}")
 
 
-def check_messages(messages: list[dict], tool_calls=False):
-    """Refuse a message that cannot be laid out; `tool_calls`: the template has a place for them."""
+def check_messages(messages: list[dict]):
+    """Refuse a message that cannot be laid out."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
-        content, calls = fields.get("content"), fields.get("tool_calls")
+        content, calls = fields.get("content"), fields.get("tool_calls") or []
         has_content = isinstance(content, str | list) or (content is None and calls)
-        if not has_content or not isinstance(fields.get("role"), str):
-            needed = "a role, and content that is text or a list of parts"
+        called = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+        called = called and all(isinstance(call.get("function", call), dict) for call in calls)
+        if not has_content or not called or not isinstance(fields.get("role"), str):
+            needed = "a role, and content that is text or a list of parts, or tool_calls of objects"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
         for part in parts_of([message]):
             if part_kind(part) is None:
@@ -136,6 +138,3 @@ def check_messages(messages: list[dict], tool_calls=False):
                 raise ValueError(f"message {number} has {wrong}: {part!r:.80}")
         if len(text_of(message)) > MAX_TEXT:
             raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
-        if calls and not tool_calls:
-            cure = "put a template that lays them out into the model's folder"
-            raise ValueError(f"message {number} has tool_calls; {cure} as chat_template.jinja")

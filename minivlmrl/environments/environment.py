@@ -8,7 +8,7 @@ from typing import Annotated
 
 from PIL.Image import Image
 
-from minivlmrl.data.template import WITH_TOOLS, ChatTemplate
+from minivlmrl.data.template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.environments.schema import json_schema, type_schema
 from minivlmrl.hub.checker import build, find_named, naming, with_options
 from minivlmrl.reward_functions.names import guarded
@@ -57,8 +57,9 @@ def with_tools(processor: Processor, name: str | None) -> Processor:
     environment, template = get_environment(name)(), processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
-        if template is None:  # of Qwen2-VL and Qwen2.5-VL
-            template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens)
+        if template is None or template.text == DEFAULT:  # of Qwen2-VL and Qwen2.5-VL
+            values = template.token_names if template else {}
+            template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
             files = processor.tokenizer.files  # an export has it too
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
