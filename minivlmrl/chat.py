@@ -39,8 +39,7 @@ def render(messages: list[dict]) -> list[str]:
 def layout_turn(message: dict) -> list[str]:
     """Lay out one message (ValueError: it needs another template, or a part is unclear)."""
     if message.get("content") is None or message.get("tool_calls"):
-        cure = "sampling.environment lays such out"
-        raise ValueError(f"a message needs content and no tool_calls; {cure}: {message!r:.80}")
+        raise ValueError(f"a message needs content and no tool_calls: {message!r:.80}")
     pieces = []
     for part in content_parts(message):
         kind = part_kind(part)
@@ -55,7 +54,7 @@ def layout_turn(message: dict) -> list[str]:
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return the content of a message as a list of parts, also where it is text or there is none."""
+    """Return the content of a message as a list of parts, also where it is text or none."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 

@@ -16,6 +16,7 @@ from minivlmrl.tasks import shapes
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 OPENING = turn_opening(PROCESSOR)
+PARAMETERS = "\n<function={}>\n<parameter={}>\n{}\n</parameter>\n<parameter={}>\n{}\n</parameter>\n</function>\n"
 QWEN = "<tool_call>\n{}\n</tool_call>"
 
 
@@ -45,6 +46,10 @@ def turn(way: Literal["left", "right"], times: int = 1) -> str:
     return f"{way} {times}"
 
 
+def weigh(at: list[int], sure: bool = False) -> str:
+    return f"{at} {sure}"
+
+
 def name(it: str) -> str:
     return it
 
@@ -58,10 +63,12 @@ def name(it: str) -> str:
         ("turn", "left", "left 1"),
         ("turn", '"right", 2', "right 2"),
         ("", '{"name": "look", "arguments": {"place": "x", "left": 1}}', "1.0 x"),
+        ("", PARAMETERS.format("look", "left", 1, "place", 2), "1.0 2"),
+        ("", PARAMETERS.format("weigh", "at", "[1, 2]", "sure", "True"), "[1, 2] True"),
     ],
 )
 def test_arguments(tool, said, result):
-    assert call({"look": look, "name": name, "turn": turn}, tool, said) == result
+    assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,8 @@ def test_arguments(tool, said, result):
         ("look", "", "left is missing"),
         ("look", '1, "a", 3', "takes 2 argument"),
         ("look", '"far"', "left is 'far', it must be of type float"),
-        ("", '{"name": "eval"}', "there are the tools look"),
+        ("", '{"name": "eval"}', "no tool 'eval'; there are look"),
+        ("", "<function=eval></function>", "no tool 'eval'; there are look"),
         ("", '{"name": "look", "arguments": [1]}', "must be an object"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_demonstrated_call_is_what_the_sampler_makes(monkeypatch, name):
     assert said(demonstrated).replace("\n", "") == said(completion)
 
 
-WRONG = 'error: a call is {"name": ..., "arguments": {...}}; there are the tools both, look, read'
+WRONG = 'error: a call is {"name": ..., "arguments": {...}}'
 TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}')
 TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
 

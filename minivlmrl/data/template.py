@@ -67,7 +67,6 @@ class ChatTemplate:
         self.controls = {name: Control(name) for name in names}
         self.controls |= {str(IMAGE): IMAGE, str(VIDEO): VIDEO}
         self.tools = None  # schemas of those that it declares
-        self.parameters = "<function=" in text  # how calls are written, else as JSON
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
         try:
@@ -169,7 +168,7 @@ class ChatTemplate:
                 raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
         calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
-        for call in calls if self.parameters else ():
+        for call in calls if "<function=" in self.text else ():  # with parameters, not JSON
             if isinstance(call.get("arguments"), str):
                 call["arguments"] = parse_json(call["arguments"])
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them

@@ -17,9 +17,6 @@ from minivlmrl.environments.schema import type_schema
 from minivlmrl.hub.checker import build, require
 from minivlmrl.rows import Processor
 
-# how families write a call, found in their templates
-JSON = '{"name": ..., "arguments": {...}}'
-PARAMETERS = "<function=NAME><parameter=NAME>VALUE</parameter></function>"
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
 
 
@@ -51,7 +48,7 @@ def answer(
     """Call a tool; return parts of a message, its pictures (image, patches, grid), and success."""
     try:
         with time_limit(settings.max_tool_seconds):
-            result = call(tools, name, inside, processor.template)
+            result = call(tools, name, inside)
             parts = [part(one) for one in (result if isinstance(result, list) else [result])]
         images = [one["image"] for one in parts if "image" in one]
         sizes = {"characters": sum(len(one.get("text", "")) for one in parts)}
@@ -72,19 +69,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     def stop(*_):
         raise Overtime(f"it took over {seconds:g} seconds")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
-def call(tools: dict[str, Callable], name: str, inside: str, template=None) -> object:
+def call(tools: dict[str, Callable], name: str, inside: str) -> object:
     """Call a tool with arguments that fit its types (ValueError: they do not)."""
     if name:
         known = fields(arguments_of(tools[name]))
@@ -97,9 +91,10 @@ def call(tools: dict[str, Callable], name: str, inside: str, template=None) -> o
             raise ValueError(f"{name} takes {len(known)} argument(s), not {len(values)}")
     else:
         asked = read_parameters(inside, tools) or json.loads(inside)
-        if not isinstance(asked, dict) or asked.get("name") not in tools:
-            form = PARAMETERS if template and template.parameters else JSON
-            raise ValueError(f"a call is {form}; there are the tools {', '.join(tools)}")
+        if not isinstance(asked, dict) or "name" not in asked:
+            raise ValueError('a call is {"name": ..., "arguments": {...}}')
+        if asked["name"] not in tools:
+            raise ValueError(f"no tool {asked['name']!r}; there are {', '.join(tools)}")
         name, arguments = asked["name"], asked.get("arguments", {})
     return tools[name](**vars(build(arguments_of(tools[name]), arguments, name)))
 
