@@ -217,8 +217,8 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
 
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
 MISFITS = [
-    (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, but {SETTINGS} has patch_size 14"),
-    ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, but {TOKENIZER} has <.image_pad.> \d+"),
+    (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, it must be 14 as in {SETTINGS}"),
+    ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, it must be \d+ as in {TOKENIZER}"),
 ]
 
 
@@ -228,7 +228,7 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
     edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
     load_processor(copy)  # embeddings that no token uses are common
     edit_json(copy / file, **changes)
-    with pytest.raises(ValueError, match=rf"copy/config\.json: .*{says}; take files of one model"):
+    with pytest.raises(ValueError, match=rf"copy/config\.json: {says}"):
         load_processor(copy)
 
 
@@ -370,5 +370,5 @@ def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
     content["model"]["vocab"]["zz"] = 9000
     (copy / "tokenizer.json").write_text(json.dumps(content))
     edit_json(copy / "config.json", vocab_size=8000)
-    with pytest.raises(ValueError, match=r"config\.json: .*vocab_size is 8000, but tokenizer\.json has 9001 tokens"):
+    with pytest.raises(ValueError, match=r"vocab_size is 8000, it must be 9001 as in tokenizer\.json"):
         load_processor(copy)

@@ -108,9 +108,8 @@ def test_a_split_is_its_own_files_or_those_the_hub_made(hub, name, files):
     ("dogs/own", "404"),
 ])  # fmt: skip
 def test_a_split_that_there_is_not_is_named(hub, name, says):
-    with pytest.raises(ValueError, match=rf"^{name}: no such file, nor a data set of the hub \(.*{says}") as error:
+    with pytest.raises(ValueError, match=rf"^{name}: no such file, nor a data set of the hub, .*{says}.*folder$"):
         open_rows(name)
-    assert "\n" not in str(error.value)
 
 
 def test_a_path_is_not_asked_for(hub, tmp_path):
@@ -125,8 +124,7 @@ def test_a_path_is_not_asked_for(hub, tmp_path):
 
 
 def test_the_split_of_a_file():
-    named = {"train.parquet": "train", "en/data/validation-00000-of-00003-a1.parquet": "en/validation"}
-    named |= {"train/train-0.parquet": "train", "0000.parquet": "0000", "en/partial-a/01.parquet": "en/partial-a"}
+    named = {"train.parquet": "train", "en/data/val-00000-of-00003-a1.parquet": "en/val", "0000.parquet": "0000"}
     assert {file: split_of(file) for file in named} == named
 
 

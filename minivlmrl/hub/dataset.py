@@ -7,7 +7,7 @@ from itertools import product
 from os.path import isdir
 from pathlib import Path, PurePosixPath
 
-from minivlmrl.hub.folder import NETWORK_SECONDS, REPOSITORY
+from minivlmrl.hub.folder import NETWORK_SECONDS, REPOSITORY, hub_errors
 
 # its own files, or the hub's conversion of a public data set; cut at 5 GB that is "partial-train"
 BRANCHES = None, "refs/convert/parquet"
@@ -22,36 +22,28 @@ def find_split(name: str) -> list[Path] | None:
     is_path = isdir(path.parent) or re.fullmatch(r"\.[a-z]+", path.suffix)
     if not found or (is_path and not found["revision"]):
         return None
-    try:
-        return _download(found["id"], found["revision"] or "train")
-    except Exception as error:  # each network library of huggingface_hub has its own errors
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{name}: no such file, nor a data set of the hub ({reason})") from error
-
-
-def _download(repo_id: str, split: str) -> list[Path]:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 
-    there = set()
-    for cached, branch in product((True, False), BRANCHES):
-        which = {"repo_type": "dataset", "revision": branch, "local_files_only": cached}
-        get = partial(snapshot_download, repo_id, **which)
-        with suppress(LocalEntryNotFoundError, RevisionNotFoundError):
-            if cached:  # raises where one of these is not
-                folder = Path(get(allow_patterns=f"*{split}*.parquet"))
-                names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-            else:
-                info = HfApi().dataset_info(repo_id, revision=branch, timeout=NETWORK_SECONDS)
-                names = [file.rfilename for file in info.siblings]
-            splits = {name: split_of(name) for name in sorted(names) if name.endswith(".parquet")}
-            there |= {*splits.values()}
-            files = [x for x, of in splits.items() if f"/{of}".endswith(f"/{split}")]
-            if len({*map(splits.get, files)}) == 1:
-                folder = Path(get(allow_patterns=files))
-                return [folder / file for file in files]
-    names = ", ".join(f"{repo_id}@{one}" for one in sorted(there)) or "none, and no parquet files"
-    raise ValueError(f"there is no one split {split}, of {names}")
+    repo_id, split, there = found["id"], found["revision"] or "train", set()
+    with hub_errors(f"{name}: no such file, nor a data set of the hub"):
+        for cached, branch in product((True, False), BRANCHES):
+            which = {"repo_type": "dataset", "revision": branch, "local_files_only": cached}
+            get = partial(snapshot_download, repo_id, **which)
+            with suppress(LocalEntryNotFoundError, RevisionNotFoundError):
+                if cached:  # raises where one of these is not
+                    folder = Path(get(allow_patterns=f"*{split}*.parquet"))
+                    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+                else:
+                    info = HfApi().dataset_info(repo_id, revision=branch, timeout=NETWORK_SECONDS)
+                    names = [file.rfilename for file in info.siblings]
+                splits = {x: split_of(x) for x in sorted(names) if x.endswith(".parquet")}
+                there |= {f"{repo_id}@{one}" for one in splits.values()}
+                files = [x for x, of in splits.items() if f"/{of}".endswith(f"/{split}")]
+                if len({*map(splits.get, files)}) == 1:
+                    return [Path(get(allow_patterns=files)) / file for file in files]
+        names = ", ".join(sorted(there)) or "none, and no parquet files"
+        raise ValueError(f"there is no one split {split}, of {names}")
 
 
 def split_of(file: str) -> str:

@@ -45,13 +45,19 @@ def find_folder(name: str | Path) -> Path:
     if not repository or (isdir(folder.parent) and not repository["revision"]):
         ids = "the id of a repository, NAME@main where its first part is a folder here"
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
-    try:
+    with hub_errors(f"{name}: no such folder, not whole in the Hugging Face cache"):
         return _snapshot(repository["id"], repository["revision"])
-    except Exception as error:  # each network library of huggingface_hub has its own errors
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turn errors into ValueErrors: each network library of huggingface_hub has its own."""
+    try:
+        yield
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        where = f"not whole in the Hugging Face cache, and not downloaded ({reason})"
         cure = "check name and network, or download it elsewhere and give its folder"
-        raise ValueError(f"{name}: no such folder, {where}; {cure}") from error
+        raise ValueError(f"{name}, and not downloaded ({reason}); {cure}") from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import adapters, full, plain_weights
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.hub.checker import naming, require
 from minivlmrl.hub.family import CONTROL_TOKENS, FAMILIES, Family, family_of, hub_name, memory_name
 from minivlmrl.hub.folder import (
     ASKED,
@@ -209,19 +210,15 @@ def load_processor(
     file_of_videos, settings = video_settings(folder)
     images.videos = family.read_videos(settings, str(file_of_videos), images)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    wrong = []
-    for name, ours in PATCHES.items():
-        if (a := getattr(vision, ours)) != (b := getattr(images, name)):
-            wrong.append(f"vision_config.{ours} is {a}, but {file.name} has {name} {b}")
-    for name in ("image_token_id", "video_token_id"):
-        token = CONTROL_TOKENS[name]
-        if (a := getattr(config, name)) != (b := tokenizer.special_tokens[token]):
-            wrong.append(f"{name} is {a}, but tokenizer.json has {token} {b}")
-    size, tokens = config.vocab_size, len(tokenizer)
-    if size < tokens:  # more are common: embeddings that no token uses
-        wrong.append(f"vocab_size is {size}, but tokenizer.json has {tokens} tokens")
-    if wrong:
-        raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take files of one model")
+    with naming(f"{folder}/config.json"):
+        for name, ours in PATCHES.items():
+            said, known = getattr(vision, ours), getattr(images, name)
+            require(said == known, f"vision_config.{ours}", said, f"{known} as in {file.name}")
+        size, words = config.vocab_size, f"{len(tokenizer)} as in tokenizer.json, or more"
+        require(size >= len(tokenizer), "vocab_size", size, words)  # some that no token uses
+        for name in ("image_token_id", "video_token_id"):
+            said, known = getattr(config, name), tokenizer.special_tokens[CONTROL_TOKENS[name]]
+            require(said == known, name, said, f"{known} as in tokenizer.json")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
