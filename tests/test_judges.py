@@ -1,7 +1,7 @@
 """Choices, yes and no, classes: the rows of reward_table.yaml, and solutions that are none."""
 
 import pytest
-from reward_table import CLASS, CLASSES, ROWS
+from reward_table import CLASS, CLASSES, MATH, ROWS
 
 from minivlmrl.reward_functions.judges import choice, judge_rows, yes_no
 from recipes.class_name import class_name
@@ -12,7 +12,7 @@ from earnings import earnings
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
 def test_right_answers_earn_and_hacks_do_not(reward):
     """Also of texts that are long or made to be slow: none of them hangs."""
-    if reward == "math":
+    if reward == MATH:
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     wrong = []
     for _, solution, answer, earned in (row for row in ROWS if row[0] == reward):
@@ -22,11 +22,11 @@ def test_right_answers_earn_and_hacks_do_not(reward):
     assert wrong == []
 
 
-@pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"{CLASS}(classes={CLASSES!r})", "math"])
+@pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"{CLASS}(classes={CLASSES!r})", MATH])
 def test_without_solution_or_answer(reward):
-    if reward == "math":
+    if reward == MATH:
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
-    right = {"number": "3", "choice": "B", "yes_no": "yes", "math": "3"}.get(reward, "frilly")
+    right = {"number": "3", "choice": "B", "yes_no": "yes", MATH: "3"}.get(reward, "frilly")
     columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
     texts = [right] * 3 + ["", " ", right]
     found = earnings([reward], texts, columns, "whole")[:, 0]

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from minivlmrl.reward_functions import math_answer
-from minivlmrl.reward_functions.math_answer import SECONDS, math
+from recipes import math_answer
+from recipes.math_answer import SECONDS, math
 
 
 def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_verify):

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from reward_table import MISSED, ROWS, TAKEN
+from reward_table import MATH, MISSED, ROWS, TAKEN
 
 from minivlmrl.reward_functions.number import number, read_number
 
@@ -57,7 +57,7 @@ def test_against_math_verify(math_verify):
     taken, missed = {}, {}
     for reward, solution, answer, earned in ROWS:
         slow = "9^9" in answer or "9**9" in answer or "!" in answer or "/0" in answer
-        if reward not in ("number", "math") or slow or len(answer) > 150:
+        if reward not in ("number", MATH) or slow or len(answer) > 150:
             continue
         given = (solution, answer) if reward == "number" else (f"${solution}$", f"${answer.strip('$')}$")
         true, said = map(math_verify.parse, given)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated
 
-from PIL.Image import Image
-
 from minivlmrl.data.template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.environments.schema import json_schema, type_schema
 from minivlmrl.hub.checker import build, find_named, naming, with_options
@@ -107,16 +105,3 @@ def arguments_of(tool: Callable) -> type:
             default = [] if parameter.default is parameter.empty else [parameter.default]
             arguments.append((name, hints[name], *default))
         return make_dataclass(tool.__name__, arguments)
-
-
-def copied(value: object) -> object:
-    """Copy lists and dicts for one completion; a picture's pixels only when it is changed."""
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copied(item) for item in value]
-    if isinstance(value, Image):
-        value.load()
-        value = value._new(value.im)
-        value.readonly = 1  # Pillow copies it before it writes
-    return value

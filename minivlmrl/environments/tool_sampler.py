@@ -4,6 +4,7 @@ Draws still go by key; what is trained on are the ids, positions and patches of 
 """
 
 import re
+from copy import deepcopy
 from itertools import accumulate, chain
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from minivlmrl.attention import DecodeAttention
 from minivlmrl.batch import pack
 from minivlmrl.data.boxes import extent
-from minivlmrl.environments.environment import copied, get_environment, settings_of, tools_of
+from minivlmrl.environments.environment import get_environment, settings_of, tools_of
 from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, turn_opening
 from minivlmrl.generate import Choose, Decode
 from minivlmrl.hub.checker import naming
@@ -191,7 +192,7 @@ class ToolSampler(RunSampler):
             plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
             for play in plays:
                 reset = play.environment.reset
-                if (text := guarded("reset", reset, **copied(columns))) is not None:
+                if (text := guarded("reset", reset, **deepcopy(columns))) is not None:
                     raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
         return plays
 

@@ -26,7 +26,6 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.rewards": "format=tag_format accuracy",
     "minivlmrl.reward_functions.judges": "choice yes_no",
     "minivlmrl.reward_functions.number": "number",
-    "minivlmrl.reward_functions.math_answer": "math",
     "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
     "minivlmrl.algorithms.reward_model": "reward_model",
     "minivlmrl.environments.environment": "environment=earned",

@@ -7,7 +7,8 @@ import yaml
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TAKEN, MISSED = (TABLE.pop(f"{name} by math-verify") for name in ("taken", "missed"))
 CLASSES = ["frilly", "dotted", "polka-dotted", "zig_zag", "square", "green square", "no entry", "t-shirt"]
-CLASS = f"{Path(__file__).parents[2]}/recipes/class_name.py:class_name"
+RECIPES = f"{Path(__file__).parents[2]}/recipes"
+CLASS, MATH = f"{RECIPES}/class_name.py:class_name", f"{RECIPES}/math_answer.py:math"
 LONG = {  # reward and solution: what earns nothing
     ("number", "3"): ["3" * 2000, "3" + "0" * 5000, "0" * 200 + "3"],
     ("choice", "B"): ["B" * 5000, "(" * 5000],
@@ -17,7 +18,7 @@ LONG = {  # reward and solution: what earns nothing
 }
 for (reward, solution), answers in LONG.items():
     TABLE[reward][solution]["earns nothing"] += answers
-TABLE[f"{CLASS}(classes={CLASSES!r})"] = TABLE.pop("class")
+TABLE |= {f"{CLASS}(classes={CLASSES!r})": TABLE.pop("class"), MATH: TABLE.pop("math")}
 ROWS = [
     (reward, solution, answer, earned)
     for reward, solutions in TABLE.items()

@@ -1,4 +1,8 @@
-"""The reward `math`: an expression that equals the solution, by math-verify (the extra `math`)."""
+"""A reward to copy: does an expression equal the solution? By math-verify (the extra `math`).
+
+In a recipe, from the folder where the command runs:
+    rewards: {recipes/math_answer.py:math: 1.0}
+"""
 
 import re
 import threading
