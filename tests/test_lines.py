@@ -72,9 +72,17 @@ def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_
     folder, out = run("--stages=[grpo]", *LOUD), tmp_path / "step.html"
     code, lines = replayed(folder, None, 2, f"--lines={out},algorithms,mine.py")
     assert code == 2 and lines[-1].endswith("mine.py is no Python file, and no folder of minivlmrl")
+    code, lines = replayed(folder, None, 2, f"--lines={tmp_path / 'no' / 'step.html'}")
+    assert code == 2 and lines[-1].endswith("name a file in a folder that is there, without torchrun")
     code, lines = replayed(folder, None, 2, f"--lines={out},algorithms,{stages.__file__}")
     assert (code, lines[-2:]) == (0, SAME) and f"wrote {out}" in lines
     assert {"algorithms/grpo_stage", "helpers/stages"} < {call[0] for call in Page(out).calls}
+
+
+def test_a_step_that_fails_is_filmed_too(home, replayed, plain, lively, tmp_path):  # noqa: F811
+    options = ["--stages=[grpo]", "--grpo.learning_rate=1e30", *LOUD, f"--output_dir={tmp_path / 'out'}"]
+    code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--lines={tmp_path / 'a.html'}")
+    assert code == 2 and "not finite" in lines[-1] and Page(tmp_path / "a.html").events[-1][0] == "r"
 
 
 def test_questions_that_the_page_answers(film):

@@ -39,7 +39,7 @@ class Film:
     """
 
     def __init__(self, words: list[str], stage: str, number: int):
-        self.step, self.images, self.norms, self.about = (stage, number), None, {}, {}
+        self.step, self.images, self.norms, self.about = (stage, number), None, {}, {"prompts": []}
         self.events, self.calls, self.more, self.values = [], [], Counter(), {}
         self.frames, self.root = {}, None  # calls by frame, None: left out; the one of train.train
         self.files = {str(path): path.stem for path in PACKAGE.glob("[a-z]*.py")}

@@ -52,13 +52,17 @@ def main(arguments: list[str]) -> int:
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stages][-1]
     page, *words = options.lines.split(",") if options.lines else [None]
+    if page and (not Path(page).absolute().parent.is_dir() or "RANK" in os.environ):
+        raise ValueError(f"--lines={page}: name a file in a folder that is there, without torchrun")
     film = Film(words, stage, number) if page else None
-    algorithm, optimizer, step, rows = go_to(config, stage, number, film)
-    show(algorithm, step, rows, options.prompt)
-    with film or nullcontext():
-        metrics = train.optimizer_step(algorithm, step, optimizer, number)
-    if film:
-        film.write(Path(page), f"{options.run}, {stage} step {number}")
+    try:
+        algorithm, optimizer, step, rows = go_to(config, stage, number, film)
+        show(algorithm, step, rows, options.prompt)
+        with film or nullcontext():
+            metrics = train.optimizer_step(algorithm, step, optimizer, number)
+    finally:
+        if film and film.calls:  # of a step that fails too
+            film.write(Path(page), f"{options.run}, {stage} step {number}")
     ranks.shutdown()
     same = compare(folder, algorithm, step, number, metrics)
     other = "something else: another CPU, number of threads or ranks, or version of torch?"
