@@ -53,40 +53,14 @@ def shout(text: str) -> str:
     return text.upper()
 
 
-def untyped(x) -> str:
-    return x
-
-
-def unknown(x: "Nothing") -> str:
-    return x
-
-
-def odd(x: datetime.date) -> str:
-    return x
-
-
-class Empty:
-    def reset(self, **columns):
-        pass
-
-
-class Unset:
-    def look(self) -> str:
-        return ""
-
-
-class Endless(Counter):
-    max_tool_calls = None
-
-
-class Broken(Counter):
-    def __init__(self):
-        self.count = {}["a"]
-
-
-class Leaving(Counter):
-    def __init__(self):
-        raise SystemExit(0)
+def untyped(x) -> str: ...
+def unknown(x: "Nothing") -> str: ...
+def odd(x: datetime.date) -> str: ...
+class Empty: reset = lambda self, **columns: None
+class Unset: look = lambda self: ""
+class Endless(Counter): max_tool_calls = None
+class Broken(Counter): __init__ = lambda self: {}["a"]
+class Leaving(Counter): __init__ = lambda self: exit(0)
 
 
 tools, number = [double, shout], 3

@@ -1,6 +1,7 @@
 """Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
 
 import random
+import sys
 from typing import Literal
 
 import PIL.Image
@@ -102,21 +103,13 @@ def endless() -> str:
             continue
 
 
-def exits() -> str:
-    raise SystemExit(3)
-
-
-def silent() -> str:
-    raise KeyError
-
-
 SAID = {
     "a dict": (lambda: {"count": 2}, "{'count': 2}"),
     "TRL's part": (lambda: [{"type": "text", "text": "a"}], "a"),
     "half a surrogate": (lambda: "a\ud800", "a?"),
     "nothing": (lambda: None, "None"),
-    "an exit": (exits, "error: 3"),
-    "an error without words": (silent, "error: KeyError"),
+    "an exit": (lambda: sys.exit(3), "error: 3"),
+    "an error without words": (lambda: next(iter(())), "error: StopIteration"),
     "no end": (endless, "error: it took over 0.05 seconds"),
     "much": (lambda: ["a" * 60, "b" * 50], "error: the answer's number of characters is 110, it must be 99 or less"),
     "a large picture": (

@@ -234,7 +234,6 @@ TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (CALL.format("look", '{"columns": 3}'), "(3)"),
         ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
         (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
         ("<tool_call>3</tool_call>", WRONG),
