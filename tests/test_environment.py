@@ -93,8 +93,8 @@ def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "rewards", "error"), [
-    ("Counter", "{accuracy: 1}", "own.py:Counter has get_reward: add rewards: {environment: 1}, or call"),
-    ("double", "{environment: 1}", "own.py:double has no get_reward, which the reward environment asks"),
+    ("Counter", "{accuracy: 1}", "own.py:Counter has get_reward, which rewards: {environment: 1} asks"),
+    ("double", "{environment: 1}", "own.py:double lacks get_reward, which rewards: {environment: 1} asks"),
 ])  # fmt: skip
 def test_get_reward_is_asked_or_refused(own, tmp_path, name, rewards, error):
     options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]

@@ -130,7 +130,7 @@ def check_messages(messages: list[dict]):
         called = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
         called = called and all(isinstance(call.get("function", call), dict) for call in calls)
         if not has_content or not called or not isinstance(fields.get("role"), str):
-            needed = "a role, and content that is text or a list of parts, or tool_calls of objects"
+            needed = "a role, and content that is text or a list of parts"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
         for part in parts_of([message]):
             if part_kind(part) is None:

@@ -75,9 +75,8 @@ def check_reward(name: str | None, rewards: Iterable[str]):
     """Refuse a get_reward that no reward asks, and a reward without it (ValueError)."""
     has = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has != ("environment" in rewards):
-        cure = "has get_reward: add rewards: {environment: 1}, or call that method otherwise"
-        cure = cure if has else "has no get_reward, which the reward environment asks"
-        raise ValueError(f"sampling.environment: {name} {cure}")
+        verb = "has" if has else "lacks"
+        raise ValueError(f"{name} {verb} get_reward, which rewards: {{environment: 1}} asks")
 
 
 def settings_of(environment: object) -> Settings:
@@ -96,8 +95,9 @@ def tools_of(environment: object) -> dict[str, Callable]:
 
 def arguments_of(tool: Callable) -> type:
     """Make a dataclass of a tool's arguments, for hub/checker.py (ValueError: a type is wrong)."""
+    arguments = []
     with naming(f"tool {tool.__name__}"):
-        hints, arguments = guarded("a type", typing.get_type_hints, tool, include_extras=True), []
+        hints = guarded("a type", typing.get_type_hints, tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
             if name not in hints:
                 raise ValueError(f"its argument {name!r} needs a type")

@@ -82,12 +82,10 @@ class Alarms:
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
             yield "cut", f"9 of 10 completions are cut at {limit}; {LONGER}"
         if self.always("tools/failure_frequency", lambda share: share >= 0.5):
-            where = "completions.jsonl has the error that each was told"
-            yield "failed", f"half of the calls of tools fail; {where}"
+            yield "failed", "half of the calls of tools fail; see their errors in completions.jsonl"
         if self.always("tools/cut_ratio", lambda share: share >= 0.5):
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
-            cure = "raise it, or answer with shorter text and smaller pictures"
-            yield "unfit", f"half of the completions end as a tool's answer exceeds {limit}; {cure}"
+            yield "unfit", f"half of the completions end as an answer of a tool exceeds {limit}"
         for name in (name for name in run.rewards if "format" in name):
             if self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
                 yield name, f"no completion has the form that reward {name} asks for; {FORM}"
