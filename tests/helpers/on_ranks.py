@@ -7,6 +7,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import socket
 import time
 import traceback
@@ -113,6 +114,14 @@ def eager(text, tools, ended):
     return [("look", "")] if len(text) > 2 and not ended else []
 
 
+class EagerPlay(tool_sampler.Play):
+    """Looks for calls after every token."""
+
+    def __init__(self, environment):
+        super().__init__(environment)
+        self.closing = re.compile(b"")
+
+
 def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Result:
     """Go through a stage."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
@@ -158,6 +167,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     REWARDS["letters"], tool_sampler.find_calls = "on_ranks:letters", eager
+    tool_sampler.Play = EagerPlay
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:
