@@ -1,8 +1,10 @@
 """Messages and turns that no chat template can lay out."""
 
+import PIL.Image
 import pytest
 from talk import assistant
 
+from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.turns import check_messages, encode_completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -47,3 +49,12 @@ def test_an_image_that_did_not_come_or_a_video_in_a_completion_is_refused(part):
     for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
         with pytest.raises(ValueError, match=r"the prompt has 1 .* placeholder.s. but 0 .* came with it"):
             encode_completion(processor, [], turns)
+
+
+def test_a_picture_of_an_answer_that_the_template_drops_is_refused(published):
+    """Qwen3-VL's shows none of the assistant's."""
+    processor = Processor(shapes.tokenizer(), ImageProcessor(), ChatTemplate(published("qwen3_vl"), "t"))
+    shown = assistant([IMAGE_PART | {"image": PIL.Image.new("RGB", (56, 56))}])
+    turns = [shown, {"role": "tool", "content": "4"}, assistant("four")]
+    with pytest.raises(ValueError, match="the chat template has no place for a picture of the answer"):
+        encode_completion(processor, [{"role": "user", "content": "?"}], turns)

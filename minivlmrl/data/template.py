@@ -101,7 +101,10 @@ class ChatTemplate:
             turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text([*turns, START, "assistant\n"])
         pieces = join_text(self._cut(self._lay_out(self._checked(messages), True)))
-        self._check_shown(pieces, messages)
+        shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
+        kinds = [part_kind(part) for part in shown_parts_of(messages)]
+        if shown != kinds:
+            raise self._error(f"it shows {shown}, the messages have {kinds}")
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
@@ -135,7 +138,6 @@ class ChatTemplate:
         flagged, cuts = [], pairwise([length(len(messages), True), *spans])
         for i, (begin, end) in enumerate(cuts):  # not written, written, not written, ...
             flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
-        self._check_shown([piece for piece, _ in flagged], turns)
         return join_flagged(flagged)
 
     @cached_property
@@ -152,8 +154,7 @@ class ChatTemplate:
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
         """Return this template with tools in its prompts (ValueError: it has no place for them)."""
         if "in tools" not in self.text:
-            cure = "use one that has, or set declare_tools = False in the class"
-            raise self._error(f"it has no place for tools; {cure}")
+            raise self._error("it has no place for tools: set declare_tools = False in the class")
         made = copy(self)
         made.tools = tools
         return made
@@ -181,13 +182,6 @@ class ChatTemplate:
                 if isinstance(message.get("content"), list):
                     message["content"] = "".join(part["text"] for part in message["content"])
         return messages
-
-    def _check_shown(self, pieces: list[str], messages: list[dict]):
-        """Refuse other pictures and videos than messages have."""
-        shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
-        kinds = [part_kind(part) for part in shown_parts_of(messages)]
-        if shown != kinds:
-            raise self._error(f"it shows {shown}, the messages have {kinds}")
 
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
         options = {"messages": messages, "add_generation_prompt": add_generation_prompt}

@@ -33,6 +33,8 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     images = [p["image"] for p in parts_of(turns) if isinstance(p.get("image"), Image)]
     shown = shown_parts(turns, images, ())
     pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
+    if len(pictures) != sum(p is IMAGE for p, _ in pieces):
+        raise ValueError("the chat template has no place for a picture of the answer")
     encoded = processor.encode([p for p, _ in pieces], [grid for *_, grid in pictures])
     flags = [flag and not (isinstance(p, Control) and p in VISION) for p, flag in pieces]
     written = [flag for ids, flag in zip(encoded, flags, strict=True) for _ in ids]
