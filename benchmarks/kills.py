@@ -33,7 +33,7 @@ import tiny  # noqa: E402
 STAGE = {"max_steps": 4, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
 RECIPE = tiny.recipe(
     STAGE,
-    data={"demonstrations": 8, "eval_rows": 2, "pairs": 8},
+    data={"task": "shapes(demonstrations=8, pairs=8)", "eval_rows": 2},
     grpo={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "max_steps": 8},
     ppo={"num_mini_batches": 2},
     rewards={"format": 0.5, "accuracy": 1.0, f"{ROOT}/recipes/lengths.py:cosine(max_length=6)": 0.1},

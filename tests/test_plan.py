@@ -72,7 +72,7 @@ def test_the_least_seconds_of_a_step_by_hand(options, passes, moves):
     sizes = ["--grpo.prompts_per_step=3", "--grpo.num_generations=2", "--grpo.steps_per_generation=2"]
     run = load_config("recipes/own_data.yaml", ["--model.activation_checkpointing=false", *sizes, *BFLOAT16, *options])
     run.sampling.max_new_tokens, costs = 5, Costs(ModelConfig.from_dict(tiny.RUN_MODEL))
-    seconds = least_seconds(run, "grpo", costs, 1, 7, 1, 1, 1)
+    seconds = least_seconds(run, "grpo", costs, 1, 7, *[1 / GB] * 3)
     expected = costs.backbone * (3 * (passes * (7 + 10) + 2 * 7) + 5 * 2 / 2) + moves * costs.parameters * 2
     assert seconds == pytest.approx(expected)
 

@@ -96,7 +96,7 @@ class MetricsLog(ExitStack):
                 raise ValueError(f"{file.name}: deleted while the run writes it; the run ends")
         line, seconds = {"stage": self.name, "step": number}, self.seconds
         self.write(METRICS, line | metrics)
-        self.track(numbers(metrics))
+        self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         took = seconds - self.last
         timing = {"seconds": seconds, "step_time": took, "tokens_per_second": tokens / took}
@@ -205,9 +205,8 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
         for name, value in values.items():
             writer.add_scalar(name, value, steps)
 
-    # with the last step go evaluations of it that are made again
-    for line in read_lines(Path(config.output_dir) / METRICS, Logged)[-1:]:
-        log(numbers(line), steps)
+    for line in read_lines(folder.with_name(METRICS), Logged)[-1:]:  # evaluations of it come again
+        log({n: x for n, x in line.items() if n not in ("stage", "step") and x is not None}, steps)
     return log
 
 
@@ -222,12 +221,6 @@ def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
-
-
-def numbers(line: dict) -> dict[str, float]:
-    """Leave out of a line what is no finite number, and its step."""
-    values = ((name, value) for name, value in line.items() if name != "step")
-    return {n: x for n, x in values if isinstance(x, int | float) and math.isfinite(x)}
 
 
 def curves(evaluation: dict[str, float]) -> dict[str, float]:

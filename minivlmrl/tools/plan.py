@@ -42,13 +42,9 @@ SAVINGS = (
 # what LoRA asks for besides, of which the second packs the base
 LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
 LORA = (LORA, [*LORA, "--adapter.quantize=nf4"])
-# by GB of memory, of the data sheet: a card, its bytes a second, those of its bus to the host one
-# way, and FLOPs a second (bfloat16, dense)
-CARDS = {
-    24: ("L4", 0.3e12, 32e9, 121e12),
-    48: ("L40S", 0.86e12, 32e9, 362e12),
-    80: ("H100", 3.35e12, 64e9, 989e12),
-}
+# by GB of memory, of the data sheet: a card, and GB a second of its memory and of its bus to the
+# host, one way, and GFLOPs a second (bfloat16, dense)
+CARDS = {24: ("L4", 300, 32, 121e3), 48: ("L40S", 864, 32, 362e3), 80: ("H100", 3350, 64, 989e3)}
 
 
 def main(arguments: list[str]):
@@ -101,11 +97,11 @@ def main(arguments: list[str]):
         kept = smallest_saving(needed, stage, memory, SAVINGS[:-1])
         moved = None if kept else smallest_saving(needed, stage, memory)
         ways = {"fits with": kept, "LoRA fits with": next(lora, None), "or it fits with": moved}
+        ways = {said: way for said, way in ways.items() if way}
         for said, way in ways.items():
-            if way:
-                print(f"{said} {' '.join(way)}")
-                show(way)
-        if not any(ways.values()):
+            print(f"{said} {' '.join(way)}")
+            show(way)
+        if not ways:
             print("does not fit: take more GPUs, shorter prompts or a smaller model")
 
 
@@ -151,11 +147,7 @@ def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) 
 def least_seconds(
     run: RunConfig, stage: str, costs: Costs, gpus: int, prompt: int, *speeds: float
 ) -> float:
-    """Seconds of a step, of which decoding reads weights and offloading moves them.
-
-    Args:
-        speeds: bytes a second of the memory, and of the bus to the host, and FLOPs a second.
-    """
+    """Seconds of a step at the `speeds` of CARDS: decoding reads weights, offloading moves them."""
     config, algorithm, new = getattr(run, stage), find_algorithm(stage, run), 0
     G, passes = len(algorithm.answers), 4 if run.adapter.r else 6
     passes += 2 * run.model.activation_checkpointing
@@ -163,13 +155,12 @@ def least_seconds(
         G, new = config.num_generations, run.sampling.max_new_tokens / config.steps_per_generation
     tokens = passes * (prompt + G * run.sampling.max_new_tokens) + 2 * prompt * (new > 0)
     size = DTYPES[run.model.compute_dtype or run.model.dtype].itemsize
-    share, (memory, bus, peak) = config.prompts_per_step / gpus, speeds
+    share, (memory, bus, peak) = config.prompts_per_step / gpus, (GB * x for x in speeds)
     seconds = costs.backbone * (tokens * share / peak + new * size / memory)
-    if run.sharding.cpu_offload:
-        # of a micro-batch to forward and backward, and gradients; of a rollout once or each token
+    if run.sharding.cpu_offload:  # to forward and backward, gradients; to a rollout or its tokens
         moves = 3 * math.ceil(share / config.micro_batch_size)
         if new:
             moves += 1 / config.steps_per_generation if run.rollout.gather_weights else new
-        shards = gpus // run.sharding.replicas
-        seconds += moves * costs.parameters * DTYPES[run.model.dtype].itemsize / shards / bus
+        size, shards = DTYPES[run.model.dtype].itemsize, gpus // run.sharding.replicas
+        seconds += moves * costs.parameters * size / shards / bus
     return seconds
