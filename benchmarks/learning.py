@@ -5,7 +5,7 @@
     python benchmarks/learning.py --only grpo localisation --threads 2
 
 Each run also goes to recipes/expected.json, with which `train.py --expect` compares; with overrides it does not, nor if
-it begins with what another script makes. The recipes of LONG only run when --only names them.
+its options name what another script makes. The recipes of LONG only run when --only names them.
 
 Each row is one run of train.py, on one thread unless asked (so that its numbers do not depend on the number of cores).
 sampled and greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out
@@ -203,7 +203,7 @@ def main():
             print(show(rows[-1]), flush=True)
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps({"runs": rows}, indent=2) + "\n")
-            if not arguments.overrides and not entry.before:
+            if not arguments.overrides and not (entry.before and entry.overrides):
                 of = {"recipe": entry.recipe, "overrides": entry.overrides, "seed": seed, "threads": arguments.threads}
                 of |= {"environment": expect.environment(), "results": expect.results(summary)}
                 expect.add_run(ROOT / RECIPES / expect.FILE, of)
