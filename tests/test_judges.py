@@ -1,9 +1,10 @@
 """Choices, yes and no, classes: the rows of reward_table.yaml, and solutions that are none."""
 
 import pytest
-from reward_table import CLASS, CLASSES, MATH, ROWS
+from reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
 
-from minivlmrl.reward_functions.judges import choice, judge_rows, yes_no
+from minivlmrl.reward_functions.judges import judge_rows
+from recipes.choice import choice, yes_no
 from recipes.class_name import class_name
 
 from earnings import earnings
@@ -22,11 +23,11 @@ def test_right_answers_earn_and_hacks_do_not(reward):
     assert wrong == []
 
 
-@pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"{CLASS}(classes={CLASSES!r})", MATH])
+@pytest.mark.parametrize("reward", [NUMBER, CHOICE, YES_NO, f"{CLASS}(classes={CLASSES!r})", MATH])
 def test_without_solution_or_answer(reward):
     if reward == MATH:
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
-    right = {"number": "3", "choice": "B", "yes_no": "yes", MATH: "3"}.get(reward, "frilly")
+    right = {NUMBER: "3", CHOICE: "B", YES_NO: "yes", MATH: "3"}.get(reward, "frilly")
     columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
     texts = [right] * 3 + ["", " ", right]
     found = earnings([reward], texts, columns, "whole")[:, 0]
@@ -46,7 +47,7 @@ def test_a_solution_that_is_none_is_named(judge, solution, error):
 
 def test_truths_that_are_no_text():
     assert yes_no(["yes", "no", "no"], [True, True, False]) == [1.0, 0.0, 1.0]
-    assert earnings(["number"], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
+    assert earnings([NUMBER], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
 
 
 def test_classes_from_a_file_or_none_at_all(tmp_path):

@@ -3,9 +3,9 @@
 from fractions import Fraction
 
 import pytest
-from reward_table import MATH, MISSED, ROWS, TAKEN
+from reward_table import MATH, MISSED, NUMBER, ROWS, TAKEN
 
-from minivlmrl.reward_functions.number import number, read_number
+from recipes.number import number, read_number
 
 
 @pytest.mark.parametrize("text, value, unit", [
@@ -57,9 +57,9 @@ def test_against_math_verify(math_verify):
     taken, missed = {}, {}
     for reward, solution, answer, earned in ROWS:
         slow = "9^9" in answer or "9**9" in answer or "!" in answer or "/0" in answer
-        if reward not in ("number", MATH) or slow or len(answer) > 150:
+        if reward not in (NUMBER, MATH) or slow or len(answer) > 150:
             continue
-        given = (solution, answer) if reward == "number" else (f"${solution}$", f"${answer.strip('$')}$")
+        given = (solution, answer) if reward == NUMBER else (f"${solution}$", f"${answer.strip('$')}$")
         true, said = map(math_verify.parse, given)
         if true and said and math_verify.verify(true, said) != earned:
             (missed if earned else taken).setdefault(solution, []).append(answer)

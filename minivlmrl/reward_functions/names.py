@@ -1,6 +1,6 @@
 """Rewards by name: of the table, "my_rewards.py:brevity" or "package.module:brevity".
 
-Options may follow, named parameters of the function: "number(tolerance=0.05)". A recipe's rewards
+Options may follow, named parameters of the function: "mine.py:near(tolerance=0.05)". A recipe's rewards
 are found once; each checks what it is given and returns, and names the row that it fails on.
 """
 
@@ -24,8 +24,6 @@ from minivlmrl.scale.ranks import World
 
 FILES = {  # file: its rewards, and the function where a name cannot be one in Python
     "minivlmrl.rewards": "format=tag_format accuracy",
-    "minivlmrl.reward_functions.judges": "choice yes_no",
-    "minivlmrl.reward_functions.number": "number",
     "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
     "minivlmrl.algorithms.reward_model": "reward_model",
     "minivlmrl.environments.environment": "environment=earned",

@@ -9,6 +9,7 @@ TAKEN, MISSED = (TABLE.pop(f"{name} by math-verify") for name in ("taken", "miss
 CLASSES = ["frilly", "dotted", "polka-dotted", "zig_zag", "square", "green square", "no entry", "t-shirt"]
 RECIPES = f"{Path(__file__).parents[2]}/recipes"
 CLASS, MATH = f"{RECIPES}/class_name.py:class_name", f"{RECIPES}/math_answer.py:math"
+NUMBER, CHOICE, YES_NO = (f"{RECIPES}/{name}" for name in ("number.py:number", "choice.py:choice", "choice.py:yes_no"))
 LONG = {  # reward and solution: what earns nothing
     ("number", "3"): ["3" * 2000, "3" + "0" * 5000, "0" * 200 + "3"],
     ("choice", "B"): ["B" * 5000, "(" * 5000],
@@ -19,6 +20,7 @@ LONG = {  # reward and solution: what earns nothing
 for (reward, solution), answers in LONG.items():
     TABLE[reward][solution]["earns nothing"] += answers
 TABLE |= {f"{CLASS}(classes={CLASSES!r})": TABLE.pop("class"), MATH: TABLE.pop("math")}
+TABLE |= {NUMBER: TABLE.pop("number"), CHOICE: TABLE.pop("choice"), YES_NO: TABLE.pop("yes_no")}
 ROWS = [
     (reward, solution, answer, earned)
     for reward, solutions in TABLE.items()

@@ -1,4 +1,8 @@
-"""The reward `number`: an answer that is one number, in any way in which people write it."""
+"""A reward to copy: is the answer the number of the solution, in any way in which people write it?
+
+In a recipe, from the folder where the command runs:
+    rewards: {recipes/number.py:number(tolerance=0.05): 1.0}
+"""
 
 import functools
 import re
