@@ -6,11 +6,9 @@ What is set here is read when torch is imported, or later; a user's own value st
 
 import ctypes
 import os
-import sys
 
 # A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to
-# fifteen times as long when other work kept the cores busy. LATE: torch was imported first.
-LATE = "torch" in sys.modules and "GOMP_SPINCOUNT" not in os.environ
+# fifteen times as long when other work kept the cores busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # a card's memory grows in place: rollouts and steps of all lengths leave no holes in it
 if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:

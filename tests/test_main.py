@@ -21,7 +21,6 @@ def test_every_tool_exists_and_has_a_sentence():
 ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.parametrize("first", ["", "import torch; "], ids=["before torch", "after torch"])
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
@@ -30,15 +29,15 @@ ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segme
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
     ],
 )
-def test_the_package_sets_what_torch_reads_unless_the_user_says_otherwise(own, expected, first):
+def test_the_package_sets_what_torch_reads_unless_the_user_says_otherwise(own, expected):
     """In a notebook too; without torch, which is imported later and then reads it."""
     asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
-    said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules, minivlmrl.LATE]))"
+    said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules]))"
     clean = {name: value for name, value in os.environ.items() if name not in asked}
-    command = [sys.executable, "-c", f"{first}import json, os, sys, minivlmrl; {said}"]
-    values, torch, late = json.loads(subprocess.check_output(command, env=clean | own))
+    command = [sys.executable, "-c", f"import json, os, sys, minivlmrl; {said}"]
+    values, torch = json.loads(subprocess.check_output(command, env=clean | own))
     assert {name: value for name, value in values.items() if value} == expected | own
-    assert (torch, late) == (bool(first), bool(first) and "GOMP_SPINCOUNT" not in own)
+    assert not torch
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)

@@ -28,7 +28,7 @@ def save_csv(path, delimiter=","):
 
 
 def save_tables(folder):
-    """The same rows as a parquet file of two groups, a parquet repository, and as `datasets` saves them."""
+    """The same rows as a parquet file of two groups and a parquet repository."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 
@@ -37,11 +37,6 @@ def save_tables(folder):
     for name, part in (("train-00000-of-00002", table[:1]), ("train-00001-of-00002", table[1:])):
         (folder / "repository" / "data").mkdir(parents=True, exist_ok=True)
         pq.write_table(part, folder / "repository" / "data" / f"{name}.parquet")
-    (folder / "saved").mkdir()
-    stored = str(folder / "saved" / "data-00000.arrow")
-    with pa.OSFile(stored, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    (folder / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000.arrow"}]}))
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def files(tmp_path):
     return tmp_path
 
 
-NAMES = "lines.jsonl list.json pretty.json pretty.jsonl cells.csv cells.tsv imagefolder rows.parquet repository saved"
+NAMES = "lines.jsonl list.json pretty.json pretty.jsonl cells.csv cells.tsv imagefolder rows.parquet repository"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
@@ -126,7 +121,7 @@ def test_a_folder_that_is_no_dataset_is_named(files):
     (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
     for name, says in {
         "imagefolder": "a folder must hold a dataset or one file of rows; its files of rows: metadata.jsonl, more.csv",
-        "dict": "dict: name one of its splits: train",
+        "dict": r"dict: a folder of save_to_disk; save it by datasets.load_from_disk\(...\).to_parquet",
         "repository": "repository: has parquet files of test, train; one a folder",
         "repository/data/test-0.parquet": "test-0.parquet: cannot be read .Parquet file size is 0 bytes",
     }.items():
@@ -153,19 +148,6 @@ def test_a_number_that_is_none_is_missing(tmp_path):
         ):
             FileDataset(tmp_path / name, required=("problem", "solution"))
     assert FileDataset(tmp_path / "rows.jsonl")[1].columns["more"] == [None]
-
-
-@pytest.mark.parametrize(("state", "message"), [
-    ({"_data_files": [{"filename": "../rows.arrow"}]}, "_data_files is '../rows.arrow', it must be a file beside it"),
-    ([], r"state.json: it must hold a JSON object, not \[\]"),
-    ({"_data_files": []}, r"filename of _data_files is \[\], it must be a file beside it"),
-])  # fmt: skip
-def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=message):
-        open_rows(folder)
 
 
 def test_what_json_does_not_have_is_text(tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 from minivlmrl.data.forms import changed
 from minivlmrl.hub.checker import extra, naming, require
 from minivlmrl.hub.dataset import find_split
-from minivlmrl.hub.folder import parse_json, read_json
+from minivlmrl.hub.folder import parse_json
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 NO_JSON = date, time, timedelta, Decimal  # of parquet: text, as in CSV
@@ -38,23 +38,16 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
             return Arrow(files)
         cure = "data.train_file and data.eval_file (null: none) name them"
         raise ValueError(f"{path}: no such file of rows; {cure}")
-    if path.suffix in (".parquet", ".arrow"):
+    if path.suffix == ".parquet":
         return Arrow([path])
     return Cells(path) if path.suffix in (".csv", ".tsv") else Lines(path)
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder of save_to_disk, of parquet files, with one file of rows, or of classes."""
-    if (state := folder / "state.json").is_file():
-        saved = read_json(state).get("_data_files")
-        saved = saved if isinstance(saved, list) and saved else [saved]
-        names = [part.get("filename") if isinstance(part, dict) else part for part in saved]
-        for name in names:
-            field = f"{state}: filename of _data_files"
-            require(Path(str(name)).name == name, field, name, "a file beside it")
-        return Arrow([folder / name for name in names])
-    if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
-        raise ValueError(f"{folder}: name one of its splits: {', '.join(inside)}")
+    """Open a folder of parquet files, with one file of rows, or of classes."""
+    if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
+        cure = 'datasets.load_from_disk(...).to_parquet("rows.parquet")'
+        raise ValueError(f"{folder}: a folder of save_to_disk; save it by {cure}")
     parquet = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     splits = sorted({path.name.partition("-")[0].removesuffix(".parquet") for path in parquet})
     if len(splits) > 1:
@@ -167,7 +160,7 @@ class Images(Lines):
 
 
 class Arrow:
-    """Parquet or Arrow files, one after the other; a row is read with the group stored with it."""
+    """Parquet files, one after the other; a row is read with the group stored with it."""
 
     def __init__(self, paths: list[Path]):
         with extra("parquet", f"{paths[0]}: needs pyarrow"):
@@ -176,16 +169,11 @@ class Arrow:
         self.path, self.folder, self.groups, self.firsts = paths[0], paths[0].parent, [], [0]
         for path in paths:
             try:
-                if path.suffix == ".arrow":
-                    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-                    sizes, load = [table.num_rows], [lambda table=table: table]
-                    names = table.column_names
-                else:
-                    file = pq.ParquetFile(path)
-                    names = file.schema_arrow.names
-                    groups = range(file.num_row_groups)
-                    sizes = [file.metadata.row_group(i).num_rows for i in groups]
-                    load = [functools.partial(file.read_row_group, i) for i in groups]
+                file = pq.ParquetFile(path)
+                names = file.schema_arrow.names
+                groups = range(file.num_row_groups)
+                sizes = [file.metadata.row_group(i).num_rows for i in groups]
+                load = [functools.partial(file.read_row_group, i) for i in groups]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
             _check_names(path, names)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from minivlmrl import LATE
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
@@ -77,9 +76,6 @@ def describe_run(config, model: nn.Module, world: World):
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
     print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)
-    if LATE and not gpu and torch.get_num_threads() > 1:
-        cause = "torch was imported before minivlmrl, and its waiting threads spin long"
-        print(f"{cause}: if other work keeps the cores busy, import minivlmrl first")
     if not all(parameter.requires_grad for parameter in model.parameters()):
         print(table(model))
 
