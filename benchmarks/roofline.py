@@ -40,7 +40,7 @@ from minivlmrl.scale.sharding import recompute_blocks
 
 FREE = {"detach", "alias", "empty", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types"}
 READ_WHAT_THEY_GIVE = {"embedding", "index", "gather", "index_select"}
-WRITE_WHAT_THEY_GET = {"index_copy_", "index_put_"}  # their last argument
+WRITE_WHAT_THEY_GET = {"index_copy_", "index_put_", "scatter_"}  # their last argument
 SORTED = {"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"}
 
 

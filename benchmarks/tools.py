@@ -1,9 +1,9 @@
-"""What a look costs: a step whose completions each ask for a crop, beside one whose completions draw as many tokens.
+"""What looks cost: a step whose completions each ask for a crop, beside one whose completions draw as many tokens.
 
-    python benchmarks/tools.py [--repeats 7]        # one thread, in turn; seconds of the processor, the least of each
+    python benchmarks/tools.py [--repeats 3] [--crops 6,64,256]   # one thread; seconds of the processor, the least
 
-20 prompts of recipes/zoom.yaml with 8 completions of 24 tokens, random weights. With the tool every completion calls it
-after its fifth token, whatever it wrote: 6 of its tokens are a crop's, which the tower sees in sampling and training.
+20 prompts of recipes/zoom.yaml with 8 completions, random weights, which draw 24 tokens. With the tool every completion
+calls it after its fifth token, whatever it wrote, and reads a crop of so many tokens.
 """
 
 import argparse
@@ -12,12 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import PIL.Image
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from minivlmrl.batch import pack  # noqa: E402
 from minivlmrl.environments import tool_sampler  # noqa: E402
+from minivlmrl.generate import Decode  # noqa: E402
 from minivlmrl.hub.checker import load_name  # noqa: E402
 from minivlmrl.logprobs import per_token_logps  # noqa: E402
 from minivlmrl.run.batches import DataSection  # noqa: E402
@@ -28,10 +30,24 @@ from minivlmrl.scale.ranks import World  # noqa: E402
 PROMPTS, GROUP, TOKENS = 20, 8, 24
 
 
+class Shows:
+    max_tool_calls = 1
+
+    def __init__(self, height: int = 16):
+        self.size = 32, height
+
+    def reset(self, **columns):
+        pass
+
+    def zoom(self, quarter: int) -> PIL.Image.Image:
+        return PIL.Image.new("RGB", self.size, (9, 99, 199))
+
+
 def main(arguments: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args(arguments).repeats
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--crops", default="6,64,256", help="tokens of the crop, one after the other")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.chdir(ROOT)
     tool_sampler.token_bytes = lambda *_: b"</zoom>"  # what may end a call
@@ -41,25 +57,24 @@ def main(arguments: list[str]):
     model, processor = random_model("recipes/zoom_model.json", task.tokenizer(), 0)
     rows = [training["prompts"][i] for i in range(PROMPTS)]
     prompts = [row.prompt(processor) for row in rows]
-    keys, world = [str(i) for i in range(PROMPTS)], World()
-    least = {}
-    for _ in range(repeats):
-        for name, environment in (("with crops", "recipes/zoom.py:Quarters"), ("without", None)):
-            sampling = SamplingOptions(max_new_tokens=TOKENS, stop_token_ids=[], environment=environment)
-            sample = tool_sampler.build_sampler(model, processor, sampling, world)
+    steps, step = [], Decode.__call__
+    Decode.__call__ = lambda *given: steps.append(1) or step(*given)
+    print(f"{'crop':>8} {'decode steps':>13} {'rollout':>9} {'training':>9}")
+    for tokens in map(int, ("0," + options.crops).split(",")):
+        environment, least = f"{__file__}:Shows(height={8 * tokens})" if tokens else None, None
+        limit = TOKENS + tokens + 2 * (tokens > 0)  # a picture is between two tokens
+        sampling = SamplingOptions(max_new_tokens=limit, stop_token_ids=[], environment=environment)
+        for _ in range(options.repeats):
+            sample = tool_sampler.build_sampler(model, processor, sampling, World())
+            steps.clear()
             begun = time.process_time()
-            completions = sample(prompts, GROUP, keys)
+            completions = sample(prompts, GROUP, [str(i) for i in range(PROMPTS)])
             drawn = time.process_time()
             per_token_logps(model, pack(prompts, completions, model.config))[0].sum().backward()
             spent = drawn - begun, time.process_time() - drawn
-            looks = sum(len(completion.pictures) for group in completions for completion in group)
-            assert looks == (PROMPTS * GROUP if environment else 0)
-            least[name] = [min(pair) for pair in zip(spent, least.get(name, spent), strict=True)]
-    print(f"{'':12} {'rollout':>9} {'training':>9}")
-    for name, (rollout, train) in least.items():
-        print(f"{name:12} {rollout:8.3f}s {train:8.3f}s")
-    ratios = [a / b for a, b in zip(least["with crops"], least["without"], strict=True)]
-    print(f"{'ratio':12} {ratios[0]:9.2f} {ratios[1]:9.2f}")
+            least = [min(pair) for pair in zip(spent, least or spent, strict=True)]
+            assert {int(c.written.sum()) for group in completions for c in group} == {TOKENS}
+        print(f"{tokens:8} {len(steps):13} {least[0]:8.3f}s {least[1]:8.3f}s", flush=True)
 
 
 if __name__ == "__main__":
