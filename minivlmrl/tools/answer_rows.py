@@ -16,17 +16,12 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
-import torch
-
-from minivlmrl.adapters.lora import full
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.hub.folder import ASKED, digest, find_folder, json_text, write_json
-from minivlmrl.hub.preprocessor import write_image_processor
+from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import find_answer, normalize
 from minivlmrl.rows import Row
@@ -87,10 +82,6 @@ def run(tool: str, arguments: list[str]):
     if world.is_main:
         print(f"recipe: {recipe}", flush=True)
     model, processor = build_model(config, world)
-    decoding = {**asdict(sampling), "num_generations": options.num_generations}
-    # the likeliest answer does not depend on it
-    decoding["seed"] = config.seed if temperature > 0 else None
-    summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
     lines, sample = [], build_sampler(model, processor, sampling, world)
     home = Path(options.model).resolve().parent if Path(options.model).is_dir() else Path()
     out = Path(options.out or home / f"{tool}.jsonl")
@@ -101,9 +92,9 @@ def run(tool: str, arguments: list[str]):
                 file.writelines(json_text(one) + "\n" for one in part)
         lines += part
     if world.is_main:
-        summary |= summarise(lines, names)
+        summary = {"rows": len(rows)} | summarise(lines, names)
         write_json(out.with_suffix(".summary.json"), summary)
-        for name, value in (summary | {"pin": summary["pin"]["all"]}).items():
+        for name, value in summary.items():
             shown = f"{value:.3f}" if isinstance(value, float) else value
             print(f"{name.replace('_', ' '):<28}{shown}")
         print(f"wrote {out} and {out.with_suffix('.summary.json')}")
@@ -159,18 +150,3 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
             majority.append(said[given.index(vote)][1] >= RIGHT)
         found["majority"] = sum(majority) / len(majority)
     return found
-
-
-def pin(config, model, processor, decoding: dict) -> dict[str, str]:
-    """Hash what the results depend on besides rows: prompt, pixels, decoding, weights; and all."""
-    template = processor.template.text if processor.template else "qwen"
-    asked = config.data.prompt_template, config.data.system_prompt, template
-    prompt = *asked, *config.data.template.items()
-    pixels = write_image_processor(processor.image_processor), config.data.video
-    parts = {"prompt": prompt, "pixels": pixels, "decoding": decoding}
-    texts = {name: json_text(value, sort_keys=True) for name, value in parts.items()}
-    hashes = {name: digest([text])[:16] for name, text in texts.items()}
-    tensors = ((name, full(p).cpu().contiguous()) for name, p in sorted(model.named_parameters()))
-    bits = chain.from_iterable((name, x.view(torch.uint8).numpy()) for name, x in tensors)
-    hashes["weights"] = digest(bits)[:16]
-    return hashes | {"all": digest([json_text(hashes)])[:16]}
