@@ -61,7 +61,7 @@ def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run
     assert evaluate("--rows=2", "--sampling.stop_strings=[x]", model=alone)[0] != lines
 
 
-@pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/class_name.py:class_name(classes=None)", "accuracy"]])
+@pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/answers.py:class_name(classes=None)", "accuracy"]])
 def test_rewards_judge_as_they_are_named(evaluate, names):
     """As held-out rewards, one or several, or as rewards with their weights, which do not matter here."""
     asked = json.dumps(dict.fromkeys(names, 0.5))

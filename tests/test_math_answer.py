@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from recipes import math_answer
-from recipes.math_answer import SECONDS, math
+from recipes import answers
+from recipes.answers import SECONDS, math
 
 
 def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_verify):
     """An interval answers an inequality, but the other way round math-verify wants what is asked for: an interval."""
-    monkeypatch.setattr(math_answer, "SECONDS", 600)  # on a busy machine two may pass
+    monkeypatch.setattr(answers, "SECONDS", 600)  # on a busy machine two may pass
     assert math(["(1, 2)", "1 < x < 2"], ["1 < x < 2", "(1, 2)"]) == [1.0, 0.0]
 
 

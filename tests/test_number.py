@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 from reward_table import MATH, MISSED, NUMBER, ROWS, TAKEN
 
-from recipes.number import number, read_number
+from recipes.answers import number, read_number
 
 
 @pytest.mark.parametrize("text, value, unit", [

@@ -12,7 +12,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
-from minivlmrl.run import model, start
+from minivlmrl.run import model
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.run.start import describe_run, fit_rows, notes, try_rewards
 from minivlmrl.scale.ranks import World
@@ -50,16 +50,13 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
 
 
-def test_the_first_rank_says_what_runs_where(home, capsys, monkeypatch):
+def test_the_first_rank_says_what_runs_where(home, capsys):
     config = load_config(home / "recipe.yaml", [])
     policy, _ = model.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
-    monkeypatch.setattr(start, "LATE", True)
-    for rank, threads in ((0, 1), (1, 2), (0, 2)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+    for rank in (0, 1):
         describe_run(config, policy, World(rank, 2, torch.device("cpu")))
-    device, size, device_2, size_2, spins = capsys.readouterr().out.splitlines()
-    assert (device.replace("1)", "2)"), size) == (device_2, size_2) and spins.endswith("import minivlmrl first")
+    device, size = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
 

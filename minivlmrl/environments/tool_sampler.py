@@ -8,6 +8,7 @@ from copy import deepcopy
 from itertools import accumulate, chain
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention
@@ -92,6 +93,14 @@ class Play:
         if completion.sampling_mask:
             counts, kept = completion.sampling_mask
             completion.sampling_mask = written.long().masked_scatter(written, counts), kept
+
+
+def shared(image: Image) -> Image:
+    """Return the same picture, whose pixels are copied when somebody writes to it."""
+    image.load()
+    image = image._new(image.im)
+    image.readonly = 1
+    return image
 
 
 class AnswerAttention(DecodeAttention):
@@ -191,8 +200,8 @@ class ToolSampler(RunSampler):
         with naming(f"{where}: sampling.environment {self.sampling.environment}"):
             plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
             for play in plays:
-                reset = play.environment.reset
-                if (text := guarded("reset", reset, **deepcopy(columns))) is not None:
+                reset, own = play.environment.reset, {id(image): shared(image) for image in images}
+                if (text := guarded("reset", reset, **deepcopy(columns, own))) is not None:
                     raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
         return plays
 

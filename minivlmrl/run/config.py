@@ -223,7 +223,7 @@ def _located(hint, value, beside: Path, overrides: list[str]):
         file += is_code
         said = re.compile(rf"(?<![\w./-]){re.escape(file)}")
         folders = [beside, Path()][:: -1 if any(map(said.search, overrides)) else 1]
-        shipped = recipes_folder().parent  # of a wheel: recipes/number.py
+        shipped = recipes_folder().parent  # of a wheel: recipes/answers.py
         found = filter(os.path.exists, (folder / file for folder in [*folders, shipped]))
         path = os.path.abspath(next(found, folders[0] / file))
         near = os.path.relpath(path)

@@ -254,7 +254,7 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         alone = earned(rewards, rows, [form.format("hm", x) for x in numbers], processor)
         for k in (alone.nanmean(0) < 0.5 * right.nanmean(0)).nonzero()[:, 0].tolist():
             what = f"takes {solutions[0]!r:.40} and not {numbers[0]!r:.40}"
-            cure = "name the unit in the question, or take recipes/number.py:number"
+            cure = "name the unit in the question, or take recipes/answers.py:number"
             yield f"reward {rewards[k].name} {what}: {cure}"
     given = {}  # name of a text: what it earns, (n, K)
     for name, text in HACKS.items():

@@ -127,7 +127,7 @@ FAULTS = {
     ),
     "a truth with a unit": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": f"{i + 3} cm"},
-        check=("reward accuracy takes '3 cm' and not '3'", "take recipes/number.py"),
+        check=("reward accuracy takes '3 cm' and not '3'", "take recipes/answers.py"),
     ),
     "a reward that is a million times the others": Fault(
         ["--rewards={accuracy: 1, one.py:length: 1000}"],

@@ -3,9 +3,7 @@
 import pytest
 from reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
 
-from minivlmrl.reward_functions.judges import judge_rows
-from recipes.choice import choice, yes_no
-from recipes.class_name import class_name
+from recipes.answers import choice, class_name, judge_rows, yes_no
 
 from earnings import earnings
 

@@ -1,0 +1,231 @@
+"""Rewards to copy, which compare an answer with the solution: number, choice, yes_no, class_name, math.
+
+In a recipe, from the folder where the command runs:
+    rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
+An answer is what rewards.find_answer finds in a completion; data.answer says where. All of it has to be the answer:
+two answers, a denial of the right one, or a list of all earn 0. A row without a solution (None, "") is not judged.
+"""
+
+import functools
+import operator
+import re
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from minivlmrl.hub.checker import extra
+from minivlmrl.rewards import find_answer, normalize
+
+LONGEST = 2000  # characters of an answer; one that is longer earns 0
+WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
+DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
+
+
+def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq) -> list:
+    """Compare n answers with their solutions: 1.0 where `same` holds for what `read` finds in both.
+
+    Raises:
+        ValueError: `read` finds nothing in a solution, which is no `kind` then.
+    """
+    values = []
+    for answer, truth in zip(answer_texts, solution, strict=True):
+        truth = "" if truth is None else find_answer(str(truth)) or str(truth)
+        right = read(unwrap(truth)) if truth.strip() else None
+        if truth.strip() and right is None:
+            raise ValueError(f"reward {name}: solution {truth!r:.80} is no {kind}")
+        answer = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
+        equal = right is not None and answer is not None and same(right, answer)
+        values.append(None if right is None else float(equal))
+    return values
+
+
+def unwrap(text: str) -> str:
+    """Take an answer out of what it is set in: "$\\boxed{3}$." gives "3"."""
+    for _ in range(4):
+        text = text.strip().removesuffix(".").strip()
+        inside = re.fullmatch(WRAPPED, text, re.DOTALL)
+        if not inside:
+            break
+        text = next(group for group in inside.groups() if group is not None)
+    return text
+
+
+LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
+LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
+CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
+OTHER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # in the text of a choice: one more letter
+YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
+
+
+def choice(answer_texts: list, solution: list, **columns) -> list:
+    """1.0 for the letter of the right choice: B, (b), B., B) a dog. Not: B or C, not B, A. B. C."""
+
+    def letter(text: str) -> str | None:
+        match = CHOICE.fullmatch(text)
+        one = match and not OTHER.search(match[3] or "")
+        return (match[1] or match[2]).upper() if one else None
+
+    return judge_rows("choice", "choice such as B, (B) or B. a dog", letter, answer_texts, solution)
+
+
+def yes_no(answer_texts: list, solution: list, **columns) -> list:
+    """1.0 for the right one of yes (true) and no (false), alone or first. Not: yes and no."""
+
+    def read(text: str) -> bool | None:
+        match = YES_NO.fullmatch(text)
+        yes = match and match[1].lower() in ("yes", "true")
+        other = r"\bfalse\b" if yes else r"\b(?:yes|true)\b"
+        if not match or re.search(other, match[2], re.IGNORECASE):
+            return None
+        return None if yes and DENIED.search(match[2]) else yes
+
+    return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
+
+
+def class_name(answer_texts: list, solution: list, classes: list | str | None = None, **columns) -> list:
+    """1.0 for the name of the class; case, spacing, - and _ do not matter.
+
+    Args:
+        classes: all names, or a text file with one in each line: then an answer may be a sentence
+            that names one class alone and does not deny it. None: it is the name and nothing else.
+    """
+    if isinstance(classes, str):
+        classes = Path(classes).read_text(encoding="utf-8").splitlines()
+    names = frozenset(_words(name) for name in classes or () if name.strip())
+
+    def named(text: str) -> str | None:
+        there = set(_pattern(names).findall(_words(text)))
+        denied = DENIED.search(_pattern(names).sub("", _words(text)))
+        return there.pop() if len(there) == 1 and not denied else None
+
+    read, kind = named if names else _words, f"class of {len(names)}"
+    return judge_rows("class_name", kind, read, answer_texts, solution)
+
+
+def _words(text: str) -> str:
+    return normalize(re.sub(r"[-_\s]+", " ", text))
+
+
+@functools.cache
+def _pattern(names: frozenset[str]) -> re.Pattern:
+    """Match whole names, the longest first: "green square" is not "square"."""
+    any_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(rf"(?<!\w)(?:{any_of})(?!\w)")
+
+
+LONGEST_NUMBER = 100  # characters
+WORDS = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
+WORDS += "|seventeen|eighteen|nineteen|twenty"
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+# units by what they measure, with their sizes; any other word after a number is not looked at
+KINDS = {
+    "": "%=1/100",
+    "m": "mm=1/1000 cm=1/100 m=1 km=1000 in=254/10000 ft=3048/10000",
+    "g": "mg=1/1000 g=1 kg=1000",
+    "s": "s=1 min=60 h=3600",
+}
+SIZES = [(kind, size.split("=")) for kind, sizes in KINDS.items() for size in sizes.split()]
+UNITS = {unit: (kind, size) for kind, (unit, size) in SIZES}
+SPELLINGS = "percent=% inch=in inches=in foot=ft feet=ft meter=m metre=m millimeter=mm"
+SPELLINGS += " millimetre=mm centimeter=cm centimetre=cm kilometer=km kilometre=km gram=g"
+SPELLINGS += " kilogram=kg milligram=mg sec=s second=s minute=min hr=h hour=h"
+SPELLINGS = dict(pair.split("=") for pair in SPELLINGS.split())
+# after a number they make another one of it, or leave room for more
+OTHER_NUMBER = re.compile(
+    rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
+)
+
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+NUMBER = re.compile(
+    r"(?:(?:the )?(?:final )?answer(?: is|:) ?|[a-z] ?= ?|[=≈~] ?|about |approximately )?"
+    r"(?P<sign>[+-]?) ?[$€£]?(?:(?P<whole>\d+) (?=\d+ ?/))?"
+    rf"(?:(?P<digits>{DIGITS})(?:(?:e| ?[x×*] ?10\^)\{{?(?P<power>[+-]?\d{{1,3}})\}}?| ?/ ?(?P<below>{DIGITS}))?"
+    rf"|(?P<word>{WORDS})\b) ?(?P<unit>%|°[cf]?|[a-zµ]+(?:/[a-z]+|\^\{{?[23]\}}?|[²³])?)?",
+    re.ASCII,
+)
+LATEX = [
+    (r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+    (r"\\(?:times|cdot)", "×"),
+    ("−", "-"),
+    (r"\{,\}|\\[!,;]", ""),
+    (r"\\%", "%"),
+    (r"\\(?:text|mathrm)\{([^{}]*)\}", r" \1"),
+    (r"\^?\\circ", "°"),
+]
+
+
+def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
+    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not: 3 or 4, 3-5.
+
+    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and may be left out.
+
+    Args:
+        tolerance: by what share of the solution it may be off: 0.05 takes 95 to 105 for 100.
+    """
+    same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
+    return judge_rows("number", "number", read_number, answer_texts, solution, same)
+
+
+def read_number(text: str) -> tuple[Fraction, str] | None:
+    """Read "1,234.5 cm" as (2469/2, "cm"); None: it is not one number."""
+    if len(text) > LONGEST_NUMBER:
+        return None
+    for pattern, simple in LATEX:
+        text = re.sub(pattern, simple, text)
+    match = NUMBER.fullmatch(" ".join(text.lower().split()))
+    if not match:
+        return None
+    word, below = match["unit"] or "", Fraction((match["below"] or "1").replace(",", ""))
+    if OTHER_NUMBER.fullmatch(word) or below == 0:
+        return None
+    names = word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))
+    unit = next(filter(UNITS.__contains__, names), word)
+    digits = (match["digits"] or str(WORDS.split("|").index(match["word"]))).replace(",", "")
+    value = Fraction(f"{digits}e{match['power'] or 0}") / below + int(match["whole"] or 0)
+    value *= SCALES.get(word, 1) * (-1 if match["sign"] == "-" else 1)
+    return value, "" if word in SCALES else unit
+
+
+def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
+    def near(a: Fraction, b: Fraction) -> bool:
+        return abs(a - b) <= tolerance * abs(a)
+
+    (a, unit), (b, other) = truth, answer
+    if unit in UNITS and other in UNITS:
+        (kind, size), (other_kind, other_size) = UNITS[unit], UNITS[other]
+        return kind == other_kind and near(a * Fraction(size), b * Fraction(other_size))
+    return near(a, b) or near(a / 100 if unit == "%" else a, b / 100 if other == "%" else b)
+
+
+LONGEST_MATH, SECONDS = 300, 2  # characters; of one comparison, where a signal can end it
+# towers of powers, large powers, factorials
+HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
+
+
+def math(answer_texts: list, solution: list, **columns) -> list:
+    """1.0 for an expression that equals the solution: 0.5, \\frac12, 2^{-1}; sets, equations."""
+    kind = "expression that math-verify can read"
+    return judge_rows("math", kind, _expressions, answer_texts, solution, _equal)
+
+
+def _expressions(text: str) -> list | None:
+    """Read all of a text as one expression."""
+    with extra("math", "reward math needs math-verify"):
+        from math_verify import LatexExtractionConfig, parse
+    if len(text) > LONGEST_MATH or HUGE.search(text):
+        return None
+    options = {"parsing_timeout": _seconds(), "extraction_mode": "first_match"}
+    boxed = LatexExtractionConfig(boxed_match_priority=0)
+    return parse(f"\\boxed{{{text}}}", [boxed], **options) or None
+
+
+def _equal(truth: list, answer: list) -> bool:
+    from math_verify import verify
+
+    return bool(verify(truth, answer, timeout_seconds=_seconds()))
+
+
+def _seconds() -> int | None:
+    """math-verify sets an alarm, which only the main thread can."""
+    return SECONDS if threading.current_thread() is threading.main_thread() else None
