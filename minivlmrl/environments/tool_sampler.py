@@ -38,12 +38,15 @@ class Play:
 
     def __init__(self, environment: object):
         self.environment, self.tools = environment, tools_of(environment)
-        self.settings, self.called, self.failed = settings_of(environment), 0, 0
+        self.settings = settings_of(environment)
+        self.called = self.failed = 0  # tools
         # longer than what it finds
         self.closing = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # since the last answer
-        self.written, self.pictures, self.cut, self.ended = [], [], False, False
-        self.ids, self.unread = [], []  # of all tokens; an answer that is not read yet
+        self.ids, self.written = [], []  # of all tokens
+        self.pictures = []
+        self.unread = []  # an answer that is not read yet
+        self.cut = self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: "ToolSampler") -> bool:
         """Take a drawn token, with which a turn ends or a stop string; say whether the row ends."""
@@ -141,7 +144,8 @@ class ReadingDecode(Decode):
     """A decode step, after which rows read what their tools have answered, in one forward."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
-        self.decode, self.sampler, self.attention_type = decode, sampler, decode.attention_type
+        self.decode, self.sampler = decode, sampler
+        self.attention_type = decode.attention_type
 
     def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
         logits, device = self.decode(model, ids, attention), attention.device
@@ -200,7 +204,8 @@ class ToolSampler(RunSampler):
         with naming(f"{where}: sampling.environment {self.sampling.environment}"):
             plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
             for play in plays:
-                reset, own = play.environment.reset, {id(image): shared(image) for image in images}
+                reset = play.environment.reset
+                own = {id(image): shared(image) for image in images}
                 if (text := guarded("reset", reset, **deepcopy(columns, own))) is not None:
                     raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
         return plays

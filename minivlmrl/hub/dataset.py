@@ -25,7 +25,8 @@ def find_split(name: str) -> list[Path] | None:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 
-    repo_id, split, there = found["id"], found["revision"] or "train", set()
+    repo_id, split = found["id"], found["revision"] or "train"
+    there = set()  # splits
     with hub_errors(f"{name}: no such file, nor a data set of the hub"):
         for cached, branch in product((True, False), BRANCHES):
             which = {"repo_type": "dataset", "revision": branch, "local_files_only": cached}

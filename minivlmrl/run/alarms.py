@@ -116,7 +116,8 @@ class Alarms:
                 continue
             [(always, count)] = Counter(compress(solutions, judged.tolist())).most_common(1)
             values, share = values[judged].double(), count / judged.sum().item()
-            low, high, mean = values.min().item(), values.max().item(), values.mean().item()
+            low, high = values.min().item(), values.max().item()
+            mean = values.mean().item()
             blind = low + (high - low) * share
             if low < high and mean <= blind:
                 earns = f"was {mean:.3g}, and always answering {always!r:.80} {blind:.3g}"

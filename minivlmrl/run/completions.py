@@ -114,7 +114,8 @@ def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
 
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """Say of a prompt and its G completions all but the images: see the file's docstring."""
-    row, processor, weights = rollout.rows[index], algorithm.processor, algorithm.run.rewards
+    row, processor = rollout.rows[index], algorithm.processor
+    weights = algorithm.run.rewards
     group = rollout.completions[index]
     rewards = rollout.rewards[index * len(group) :][: len(group)]
     total = combine(rewards, torch.tensor(list(weights.values()))).tolist()

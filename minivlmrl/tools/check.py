@@ -160,7 +160,8 @@ def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
         yield f"a prompt has {longest} tokens: lower data.max_pixels or cut the text"
     if several and told > 0.8 * len(rows) and 0 < len(others) > 3 * sum(others):
         yield f"{told} of {len(rows)} questions hold their solution: take it out of the prompt"
-    if 5 * (plain := sum(image.getcolors(1) is not None for image in pictures)) > len(pictures):
+    plain = sum(image.getcolors(1) is not None for image in pictures)
+    if 5 * plain > len(pictures):
         cure = "look at the files, they may be damaged, or masks"
         yield f"{plain} of {len(pictures)} images have one colour: {cure}"
     tokens = max(map(processor.image_processor.num_tokens, grids), default=0)

@@ -39,9 +39,12 @@ class Film:
     """
 
     def __init__(self, words: list[str], stage: str, number: int):
-        self.step, self.images, self.norms, self.about = (stage, number), None, {}, {"prompts": []}
-        self.events, self.calls, self.more, self.values = [], [], Counter(), {}
-        self.frames, self.root = {}, None  # calls by frame, None: left out; the one of train.train
+        self.step, self.images = (stage, number), None
+        self.about, self.norms = {"prompts": []}, {}
+        self.events, self.calls = [], []
+        self.more, self.values = Counter(), {}
+        self.frames = {}  # calls by frame, None: left out
+        self.root = None  # the call of train.train
         self.files = {str(path): path.stem for path in PACKAGE.glob("[a-z]*.py")}
         for word in words:
             at = [PACKAGE / word, PACKAGE.parent / word]
@@ -141,9 +144,12 @@ class Film:
         grids = here.get("image_grid_thw", here.get("grid"))
         if name in ("patches", "pixel_values") and np.shape(x)[1:] == (self.images.patch_dim,):
             found = [] if grids is None else pictures(torch.as_tensor(x), grids, self.images)
-            mean, std = (torch.tensor(y) for y in (self.images.image_mean, self.images.image_std))
-            rgb = [(y[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255 for y in found]
-            shown["pictures"] = [png(PIL.Image.fromarray(y.round().byte().numpy())) for y in rgb]
+            mean, std = map(torch.tensor, (self.images.image_mean, self.images.image_std))
+            shown["pictures"] = []
+            for frames in found:
+                rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
+                image = PIL.Image.fromarray(rgb.round().byte().numpy())
+                shown["pictures"].append(png(image))
         return self.values.setdefault(json_text(shown), len(self.values))
 
     def pause(self, algorithm, step):

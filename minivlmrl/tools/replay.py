@@ -95,7 +95,8 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
     if not 0 <= number < (steps := getattr(config, stage).max_steps):
         raise ValueError(f"--step {number}: {stage} has the steps 0 to {steps - 1}")
-    folder, begin, wanted = Path(config.output_dir), None, (config.stages.index(stage), number)
+    folder, begin = Path(config.output_dir), None
+    wanted = config.stages.index(stage), number
     for path in state_folders(folder / "states"):
         progress = read_json(path / RUN)
         if (progress["stage"], progress["step"]) <= wanted:
