@@ -1,6 +1,6 @@
 """What looks cost: a step whose completions each ask for a crop, beside one whose completions draw as many tokens.
 
-    python benchmarks/tools.py [--repeats 3] [--crops 6,64,256]   # one thread; seconds of the processor, the least
+    python benchmarks/tools.py [--repeats 3] [--crops 0,6,64,256]   # one thread; seconds of the processor, the least
 
 20 prompts of recipes/zoom.yaml with 8 completions, random weights, which draw 24 tokens. With the tool every completion
 calls it after its fifth token, whatever it wrote, and reads a crop of so many tokens.
@@ -30,23 +30,10 @@ from minivlmrl.scale.ranks import World  # noqa: E402
 PROMPTS, GROUP, TOKENS = 20, 8, 24
 
 
-class Shows:
-    max_tool_calls = 1
-
-    def __init__(self, height: int = 16):
-        self.size = 32, height
-
-    def reset(self, **columns):
-        pass
-
-    def zoom(self, quarter: int) -> PIL.Image.Image:
-        return PIL.Image.new("RGB", self.size, (9, 99, 199))
-
-
 def main(arguments: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--crops", default="6,64,256", help="tokens of the crop, one after the other")
+    parser.add_argument("--crops", default="0,6,64,256", help="tokens of a crop")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.chdir(ROOT)
@@ -60,8 +47,11 @@ def main(arguments: list[str]):
     steps, step = [], Decode.__call__
     Decode.__call__ = lambda *given: steps.append(1) or step(*given)
     print(f"{'crop':>8} {'decode steps':>13} {'rollout':>9} {'training':>9}")
-    for tokens in map(int, ("0," + options.crops).split(",")):
-        environment, least = f"{__file__}:Shows(height={8 * tokens})" if tokens else None, None
+    for tokens in map(int, options.crops.split(",")):
+        environment, least = "recipes/zoom.py:Quarters" if tokens else None, None
+        crop = PIL.Image.new("RGB", (32, max(8 * tokens, 16)), (9, 99, 199))
+        answer = [{"type": "image", "image": crop}], [(crop, *processor.image_processor(crop))], True
+        tool_sampler.answer = lambda *_, answer=answer: answer
         limit = TOKENS + tokens + 2 * (tokens > 0)  # a picture is between two tokens
         sampling = SamplingOptions(max_new_tokens=limit, stop_token_ids=[], environment=environment)
         for _ in range(options.repeats):

@@ -66,30 +66,24 @@ def test_settings_out_of_bounds_are_refused(bad, says):
         build(SamplingOptions, bad, "recipe.yaml", "sampling.")
 
 
-def every_completion(model, prompt, sampling, words=4):
-    """All completions that these options can draw, as the sampler records them."""
-    wanted = torch.cartesian_prod(*[torch.arange(words)] * sampling.max_new_tokens)
-
-    def draw(probs, rows, step):
-        possible = probs.gather(1, wanted[rows, step, None])[:, 0] > 0
-        return torch.where(possible, wanted[rows, step], probs.argmax(-1))
-
-    [group] = sample(model, [prompt], len(wanted), sampling, (), draw)
-    return list({tuple(c.ids.tolist()): c for c in group}.values())
-
-
 @pytest.mark.parametrize("setting", [dict(top_p=0.8), dict(top_k=2, temperature=0.7), dict(min_p=0.3)], ids=str)
 def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
-    """Enumerated, against all logits; a constant reward without a baseline teaches nothing."""
-    model, prompt, sampling = tiny.model(dtype=torch.float64), prompts(1)[0], options(max_new_tokens=4, **setting)
+    """All completions of 4 tokens that can be drawn, as the sampler records them, against all logits; a constant reward
+    without a baseline teaches nothing."""
+    model, sampling = tiny.model(dtype=torch.float64), options(max_new_tokens=4, **setting)
     model.lm_head = torch.nn.Linear(64, 4, bias=False).double()
     weights = [*tiny.telling_weights(model).parameters()]
-    completions = every_completion(model, prompt, sampling)
-    batch = pack([prompt], [completions], model.config)
+    wanted = torch.cartesian_prod(*[torch.arange(4)] * 4)
+
+    def draw(probs, rows, counts):
+        possible = probs.gather(1, wanted[rows, counts, None])[:, 0] > 0
+        return torch.where(possible, wanted[rows, counts], probs.argmax(-1))
+
+    [group] = sample(model, prompts(1), len(wanted), sampling, (), draw)
+    batch = pack(prompts(1), [{tuple(c.ids.tolist()): c for c in group}.values()], model.config)
     scores = filter_logits(model.lm_head(completion_states(model, batch)), sampling)
-    logps = scores.log_softmax(-1).gather(1, batch.completion_ids[:, None])[:, 0]
-    chances = batch.pad(logps).sum(1).exp()
-    assert len(completions) < 200 and chances.sum().item() == pytest.approx(1, abs=1e-12)
+    chances = batch.pad(scores.log_softmax(-1).gather(1, batch.completion_ids[:, None])[:, 0]).sum(1).exp()
+    assert len(chances) < 200 and chances.sum().item() == pytest.approx(1, abs=1e-12)
 
     def gradient(value):
         parts = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
@@ -97,11 +91,10 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
 
     def expected(rewards):
         trained = batch.pad(per_token_logps(model, batch, sampling.temperature)[0])
-        options, counts = PolicyLoss("dr_grpo"), Counts(1, 1, 1)
-        loss, _ = grpo_loss(trained, chances.detach() * rewards, batch.completion_mask, options, counts=counts)
-        return -gradient(loss)
+        given = chances.detach() * rewards, batch.completion_mask, PolicyLoss("dr_grpo")
+        return -gradient(grpo_loss(trained, *given, counts=Counts(1, 1, 1))[0])
 
-    rewards = torch.rand(len(completions), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards = torch.rand(len(chances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     exact = gradient(chances @ rewards)
     assert (expected(rewards) - exact).norm() < 1e-10 * exact.norm()
     assert expected(torch.ones_like(rewards)).norm() < 1e-10 * exact.norm()
