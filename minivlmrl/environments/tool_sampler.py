@@ -5,7 +5,7 @@ Draws still go by key; what is trained on are the ids, positions and patches of 
 
 import re
 from copy import deepcopy
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from PIL.Image import Image
@@ -115,16 +115,20 @@ class AnswerAttention(DecodeAttention):
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], counts: list[int]):
         self.decoding, self.memory = decoding, decoding.memory
-        ends, newest = list(accumulate(counts)), decoding.newest.tolist()
-        tokens = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        self.spans = list(zip([slice(row, row + 1) for row in rows], tokens, strict=True))
-        lengths, added = (decoding.prompt_bias == 0).sum(1).tolist(), [0] * len(newest)
-        self.keys = []  # of each answer: its prompt, that one's tokens, own tokens before and after
+        lengths = (decoding.prompt_bias == 0).sum(1).tolist()
+        newest = decoding.newest.tolist()
+        added, longest = [0] * len(newest), max(newest)
+        self.spans, self.keys, end = [], [], 0
         for row, count in zip(rows, counts, strict=True):
-            prompt, before, added[row] = int(decoding.prompt_index[row]), newest[row] + 1, count
+            self.spans.append((slice(row, row + 1), slice(end, end + count)))
+            end += count
+            prompt, before = int(decoding.prompt_index[row]), newest[row] + 1
+            # the prompt and its tokens, own tokens before and after
             self.keys.append((prompt, lengths[prompt], before, before + count))
-        longest = max(max(after for *_, after in self.keys) - 1 - max(newest), 0)
-        decoding.advance(to_device(torch.tensor(added), decoding.device), longest)
+            added[row] = count
+            longest = max(longest, newest[row] + count)
+        tokens = to_device(torch.tensor(added), decoding.device)
+        decoding.advance(tokens, longest - max(newest))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own, shared = self.decoding.row_kv[layer_index], self.decoding.prompt_kv[layer_index]
