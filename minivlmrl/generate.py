@@ -95,11 +95,11 @@ def generate(
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     going_on = torch.ones_like(attention.rows, dtype=torch.bool)
-    steps = []  # of each: which rows went on, rows, tokens, log-probabilities, whether they end
+    steps = []  # of each: rows, -1 if ended before, tokens, log-probabilities, whether they end
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
         ids, logps, ends = choose(logits, attention.rows, counts)
-        steps.append((going_on, attention.rows, ids, logps, ends))
+        steps.append((attention.rows.where(going_on, -1), ids, logps, ends))
         going_on = going_on & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.select_every == 0 or step == max_new_tokens:
             on_host = going_on.cpu()  # a GPU is waited for here alone
@@ -124,8 +124,8 @@ def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decod
 
 def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     """Gather what was chosen step by step into a Completion for each row: B lists of G."""
-    went_on, *columns = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    rows, ids, logps, ends = (column[went_on] for column in columns)  # an ended row may run on
+    columns = [torch.cat(column).cpu() for column in zip(*steps, strict=True)]
+    rows, ids, logps, ends = (column[columns[0] >= 0] for column in columns)
     if not logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
