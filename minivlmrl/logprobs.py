@@ -8,7 +8,8 @@ from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 def plain_per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps by its definition, all logits in memory: for tests and exercise 7."""
-    log_probs = (model.lm_head(completion_states(model, batch)) / temperature).log_softmax(-1)
+    logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
+    log_probs = logits.log_softmax(-1)
     logps = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
     return logps, -(log_probs.exp() * log_probs).sum(-1)
 
@@ -20,7 +21,6 @@ def per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, 
     filters left ids out, batch.sampling_mask, probabilities are of the others alone.
 
     Args:
-        model: a Qwen2_5_VL.
         batch: its M completion tokens are scored.
         temperature: divides the logits; take the one that the completions were sampled with.
     Returns:
