@@ -42,7 +42,7 @@ def scripted(monkeypatch):
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
     def draw(sample, rows, count, rewards):
-        return torch.tensor([row.columns[sample.kind] for row in rows]), [[None]] * len(rows)
+        return torch.tensor([row.columns[sample.kind][: len(rewards)] for row in rows]), [[None]] * len(rows)
 
     monkeypatch.setattr(file, "build_sampler", build_sampler)
     monkeypatch.setattr(file, "draw", draw)

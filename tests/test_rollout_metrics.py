@@ -18,6 +18,10 @@ def rollout(*lengths):
     return SimpleNamespace(completions=[made[i : i + 2] for i in range(0, len(made), 2)])
 
 
+def run(**rewards):
+    return SimpleNamespace(rewards=rewards, sampling=SimpleNamespace(environment=None))
+
+
 def stage(**parts):
     """A stage with these parts alone."""
     algorithm = GRPOStage.__new__(GRPOStage)
@@ -28,8 +32,7 @@ def stage(**parts):
 @pytest.mark.parametrize("world", [ONE, SECOND])
 def test_metrics_of_a_rollout_by_hand(world):
     """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
-    run, config = SimpleNamespace(rewards={"format": 0.5, "accuracy": 1.0}), SimpleNamespace(num_generations=2)
-    algorithm = stage(world=world, run=run, config=config)
+    algorithm = stage(world=world, run=run(format=0.5, accuracy=1.0), config=SimpleNamespace(num_generations=2))
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
     found = algorithm.metrics(rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert found == pytest.approx({
@@ -42,7 +45,7 @@ def test_metrics_of_a_rollout_by_hand(world):
 
 
 def test_without_groups_nothing_is_said_of_them():
-    algorithm = stage(compares_groups=False, world=ONE, run=SimpleNamespace(rewards={"format": 1.0}))
+    algorithm = stage(compares_groups=False, world=ONE, run=run(format=1.0))
     found = algorithm.metrics(rollout(1, 3), torch.ones(2, 1), torch.ones(2))
     assert not found.keys() & {"reward_std", "frac_reward_zero_std"} and found["reward"] == 1
 
