@@ -15,7 +15,7 @@ from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch, looks_aw
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
     "rewards/accuracy/std": 0.4, "frac_reward_zero_std": 0.8, "completions/clipped_ratio": 0.1, "entropy": 0.5,
-    "grad_norm": 1.0,
+    "grad_norm": 1.0, "tools/call_frequency": 1.0,
 }  # fmt: skip
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
 CASES = [  # what differs from a healthy step, temperature, what the sentence says
@@ -25,6 +25,7 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
     ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
     ({"tools/failure_frequency": 0.2}, 1.0, r"a fifth of the calls .*; pay for calls that are answered \(docs/tools"),
+    ({"tools/call_frequency": 0.6}, 1.0, "a completion calls 0.6 tools, not 1 as at first"),
     ({"tools/cut_ratio": 0.5}, 1.0, r"exceeds sampling\.max_new_tokens \(9\)"),
     ({"entropy": 1e-4}, 1.0, "certain of every token"),
     ({"entropy": 0.95 * math.log(512)}, 1.0, "writes noise"),

@@ -81,9 +81,12 @@ class Alarms:
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
             yield "cut", f"9 of 10 completions are cut at {limit}; {LONGER}"
+        calls, cure = "tools/call_frequency", "pay for calls that are answered (docs/tools.md)"
         if self.always("tools/failure_frequency", lambda share: share >= 0.2):
-            cure = "pay for calls that are answered (docs/tools.md)"
             yield "failed", f"a fifth of the calls of tools fail, see completions.jsonl; {cure}"
+        if self.always(calls, lambda count: count < 0.75 * self.first.get(calls, 0)):
+            was = f"not {self.first[calls]:.2g} as at first; if they need it"
+            yield "fewer calls", f"a completion calls {last[calls]:.2g} tools, {was}, {cure}"
         if self.always("tools/cut_ratio", lambda share: share >= 0.5):
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
             yield "unfit", f"half of the completions end as an answer of a tool exceeds {limit}"
