@@ -50,7 +50,7 @@ GRANTED = {
     "0.2.0": {
         # tests: each point of these had to have one that was red; words: a page that a test writes
         "What strangers found": {"package and kernels": 60, "tests": 350},
-        "The last metre": {"package and kernels": 190, "tests": 280, "words of README and docs": 480},
+        "The last metre": {"package and kernels": 190, "tests": 280, "words of README and docs": 500},
         "A step, line by line": {"package and kernels": 180, "tests": 100},
         "Each row at its own step": {"package and kernels": 20},
     },
