@@ -109,7 +109,8 @@ def decode_builds() -> list[Build]:
     """Decoding of 3B and 7B with 8 rows a prompt, of a row alone, and of Qwen3.5's wide heads with 16."""
     pointers = dict.fromkeys(["q", "k", "v", "hidden", "own_k", "own_v", "unseen"], "*bf16")
     pointers |= {"outs": "*fp32", "ends": "*fp32"}
-    numbers = dict.fromkeys(["lines", "slots", "programs", "P", "size", "C", "own_size"], "i32") | {"scale": "fp32"}
+    counts = "lines", "slots", "programs", "P", "size", "C", "S", "own_size"
+    numbers = dict.fromkeys(counts, "i32") | {"scale": "fp32"}
     found = []
     for K, h, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
         sizes = {"K": K, "h": h, "D": D, "TILE": tile, "OWN": 16, "BLOCK": decoding.BLOCK}
