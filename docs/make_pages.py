@@ -5,11 +5,11 @@ tests/test_docs.py compares them with the files, test_exercises.py that of exerc
 
 from pathlib import Path
 
-from docs import draw, exercises, first_hour, walkthrough
+from docs import draw, exercises, first_hour, held_out, walkthrough
 
 DOCS = Path(__file__).parent
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
-PAGES |= {"first_hour.ipynb": first_hour.page, **draw.PICTURES}
+PAGES |= {"first_hour.ipynb": first_hour.page, **draw.PICTURES, **held_out.PICTURES}
 
 
 def main():

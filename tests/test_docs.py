@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
+import sys
 import typing
 import xml.etree.ElementTree
 from pathlib import Path
@@ -17,7 +19,7 @@ from parity.families import families as make_families
 from runs import metrics
 
 from benchmarks import house
-from docs import make_pages
+from docs import held_out, make_pages
 from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.algorithms.base import TrainingConfig
@@ -264,6 +266,38 @@ def test_a_page_is_as_committed(name):
         off = 1.01 * 10**-decimals if decimals else 0
         assert float(mine) == pytest.approx(float(theirs), rel=0, abs=off)
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_the_moving_picture_has_each_moment_of_its_run():
+    """README's, of at most 1 MB; what does not move shows the end, whose number is the last of the run."""
+    path = ROOT / "docs" / "held_out.svg"
+    text, run = path.read_text(), json.loads(path.with_suffix(".json").read_text())
+    values = [found.split(";") for found in re.findall("values='([^']+)'", text)]
+    resting = len(run["moments"]) + held_out.REST + held_out.END
+    assert {len(one) for one in values} == {resting} and len(values) > 128 and path.stat().st_size < 2**20
+    assert [moment["step"] for moment in run["moments"]] == [*range(0, len(run["rewards"]) + 1, held_out.EVERY)]
+    for moment in run["moments"]:
+        assert f">step {moment['step']}<" in text and f">{moment['iou']:.2f}<" in text
+    shifts = re.findall(r"translate\((0 -\d+)\)'><animateTransform[^>]*;(0 -\d+)'", text)
+    assert len(shifts) == 2 + held_out.SHOWN and all(still == last for still, last in shifts)
+    assert f"]({path.relative_to(ROOT)})](" in README.split("\n## ")[0] and run["command"] in RESULTS
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
+    """By mkdocs, strict; also the book's chapters with their code, and search."""
+    pytest.importorskip("material", reason="extra missing: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    index = (tmp_path / "index.html").read_text()
+    assert all(f'href="code/minivlmrl/{name}.py.html"' in index for name in house.READING_ORDER)
+    assert 'href="step.html"' in index and (tmp_path / "held_out.svg").exists()
+    chapter = (tmp_path / "code" / "minivlmrl" / "losses.py.html").read_text()
+    assert "Chapter 13 of 15" in chapter and 'href="../tests/test_losses.py.html"' in chapter
+    searched = {page["location"] for page in json.loads((tmp_path / "search/search_index.json").read_text())["docs"]}
+    assert {"data.html", "code/minivlmrl/losses.py.html"} <= searched
+    assert len((ROOT / "docs/site/mkdocs.yml").read_text().splitlines()) <= 40
 
 
 def test_the_cells_of_the_first_hour_run(tmp_path, monkeypatch, capsys, plain):

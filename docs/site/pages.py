@@ -1,0 +1,102 @@
+"""What mkdocs does not do by itself: README as the start, a page of each file of code that a page names, the menu.
+
+All come from the Markdown that is read without a site: the menu is docs/README.md, the book's order README's table.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
+START, INDEX = "README.md", "docs/README.md"
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is in the site: data.md of docs/data.md, code/train.py.md of train.py."""
+    if path in (START, INDEX):
+        return {START: "index.md", INDEX: "pages.md"}[path]
+    if path.startswith("docs/") and not path.endswith(".py"):
+        return path.removeprefix("docs/")
+    return f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
+
+
+def links(text: str, path: str) -> list[str]:
+    """The files and folders of the repository that a page links to, by their paths in it."""
+    found = [posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for _, target in LINK.findall(text)]
+    return [target for target in found if (ROOT / target).exists()]
+
+
+def moved(text: str, path: str) -> str:
+    """A page of the repository with its links as the site has them."""
+
+    def replace(match):
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
+        if not (ROOT / target).exists():
+            return match[0]
+        return match[1] + posixpath.relpath(site_path(target), posixpath.dirname(site_path(path)) or ".")
+
+    return LINK.sub(replace, text)
+
+
+def written(path: str) -> str:
+    """Markdown of a page, a folder or a file of code of the repository, with the repository's links."""
+    source = ROOT / path
+    if source.is_dir():
+        names = sorted(entry.name for entry in source.iterdir() if entry.suffix in (".py", ".yaml", ".md"))
+        return "\n".join([f"# {path}/\n", *(f"- [{name}]({source.name}/{name})" for name in names if name[0] != "_")])
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".md":
+        return text
+    fence, about = "`" * 4, ""
+    if path in (chapters := book()):
+        number, test = [*chapters].index(path) + 1, f"tests/test_{source.name}"
+        about = f"Chapter {number} of {len(chapters)}: {chapters[path]}. Proved by [{test}](../{test}).\n\n"
+    code = f"{fence}{{.{LANGUAGES[source.suffix]} title='{path}' linenums='1'}}\n{text}\n{fence}\n"
+    return f"---\nhide: [toc]\n---\n\n# {source.name}\n\n{about}{code}"
+
+
+def book() -> dict[str, str]:
+    """What each file of the book does, of README's table, in its order: {"minivlmrl/image.py": "image file -> ..."}."""
+    table = re.findall(r"^\| \[\w+\.py\]\((\S+)\) \| (.+?) \|", (ROOT / START).read_text(), re.MULTILINE)
+    return dict(table)
+
+
+def on_config(config):
+    """Make the menu."""
+    index = (ROOT / INDEX).read_text(encoding="utf-8")
+    sections = re.findall(r"^\*\*(.+?)\*\*\n\n((?:[- ] ?.*\n)+)", index, re.MULTILINE)
+    config.nav = [{"minivlmrl": "index.md"}, {"All pages": "pages.md"}]
+    config.nav += [
+        {title: [{name: file} for name, file in re.findall(r"\[([^]]+)\]\((\w+\.(?:md|html))\)", text)]}
+        for title, text in sections
+    ]
+    config.nav += [{"The book": [{Path(path).name: site_path(path)} for path in book()]}]
+    return config
+
+
+def on_files(files, config):
+    """Add the start, the index and the code that pages link to."""
+    for file in [file for file in files if file.src_uri == "README.md"]:
+        files.remove(file)
+    waiting, made = [START, INDEX, *(f"docs/{file.src_uri}" for file in files.documentation_pages())], set()
+    chapters = book()
+    while waiting:
+        path = waiting.pop()
+        if path not in made and (path in (START, INDEX) or site_path(path).startswith("code/")):
+            files.append(File.generated(config, site_path(path), content=moved(written(path), path)))
+        if path not in made and (path.endswith(".md") or (ROOT / path).is_dir()):
+            waiting += links(written(path), path)
+        waiting += [f"tests/test_{Path(path).name}"] * (path in chapters)
+        made.add(path)
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Rewrite the links of the pages of docs/; those of generated pages are right."""
+    if page.file.generated_by:
+        return markdown
+    return moved(markdown, f"docs/{page.file.src_uri}")
