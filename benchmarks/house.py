@@ -54,6 +54,7 @@ GRANTED = {
         "A step, line by line": {"package and kernels": 180, "tests": 100},
         "The first thousand users: one screen": {"tests": 60, "words of README and docs": 1100},
         "Each row at its own step": {"package and kernels": 20},
+        "The first thousand users, outside a clone": {"tests": 90, "benchmarks": 130, "words of README and docs": 550},
     },
 }
 

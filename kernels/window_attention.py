@@ -16,9 +16,8 @@ so the backward needs q, k and v alone: it computes S and P, 64 x 64 numbers, ag
 Segments are independent. In torch, consecutive segments of equal length are one batched call
 without a mask; where such runs are too short for a call each, the segments are sorted by length
 first. In Triton one program computes one segment of at most 64 tokens and one head, forward or
-backward: no loop, nothing shared, one read of its inputs and one write of its outputs. A head of D
-= 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of two, and padded to
-128 the backward needs a third more registers and shared memory (sm_90).
+backward: one read of its inputs, one write of its outputs. A head of D = 80 is two blocks of
+columns, 64 and 16: with one of 128 the backward needs a third more registers (sm_90).
 """
 
 import math

@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: those of the command line by default.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if hasattr(sys.stdout, "reconfigure"):  # a pipe of Windows takes 256 characters
+        sys.stdout.reconfigure(errors="replace")
     name = arguments[0] if arguments else "--help"
     if name not in TOOLS:
         lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]

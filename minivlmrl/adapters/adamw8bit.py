@@ -3,8 +3,7 @@
 A row of a moment is cut into blocks of 256 values. A block keeps its largest absolute value in
 float32, its scale, and for each value the index of the nearest of 256 numbers between -1 and 1,
 which lie closer together near 0. No block crosses a row, and ranks share a weight by rows: any
-number of them computes the same codes. bitsandbytes cuts the flat tensor instead, which is the same
-where 256 divides a row.
+number of them computes the same codes. bitsandbytes cuts the flat tensor instead.
 """
 
 import math

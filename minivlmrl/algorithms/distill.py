@@ -72,10 +72,9 @@ class Distill(GRPOStage):
             ours = processor.tokenizer.backend.get_vocab()
             theirs = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
             if others := [text for text in ours if theirs.get(text) != ours[text]]:
-                cause = (
-                    f"{len(others)} tokens of the student are others here, such as {others[0]!r}"
-                )
-                raise ValueError(f"{path}: {cause}; a teacher has the student's tokenizer")
+                cause = f"{len(others)} tokens of the student are others here"
+                cure = f"such as {others[0]!r}; a teacher has the student's tokenizer"
+                raise ValueError(f"{path}: {cause}, {cure}")
             size, least = self.computed.config.vocab_size, model.config.vocab_size
             require(size >= least, f"{path}: vocab_size", size, f"the student's {least} or more")
         self.teacher = model if isinstance(self.computed, AdapterCopy) else self.computed

@@ -108,11 +108,10 @@ class Family(GRPOStage):
         # the first ones with different rewards
         kept = sorted(groups, key=lambda group: not group[-1])[:count]
         per_step = count // self.steps_per_rollout
-        local = [
-            g for i in range(0, count, per_step) for g in self.world.share(kept[i : i + per_step])
-        ]
+        steps = (kept[i : i + per_step] for i in range(0, count, per_step))
+        local = [g for step in steps for g in self.world.share(step)]
         rows, completions, rewards, _ = zip(*local, strict=True)
-        rows = [self.batches.row(*row) for row in rows]
+        rows = [self.batches.noted(*self.batches.make(*row)) for row in rows]
         prompts = [row.prompt(self.processor) for row in rows]
         return Rollout(rows, prompts, list(completions), torch.cat(rewards))
 

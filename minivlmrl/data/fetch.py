@@ -4,10 +4,10 @@ import base64
 import contextlib
 import io
 import os
-import urllib.parse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import url2pathname
 
 import PIL.Image
 from PIL.Image import Image
@@ -76,7 +76,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
             cure = "python recipes/download.py ROWS.jsonl does so once"
             raise ValueError(f"download it, or a run sees another picture tomorrow: {cure}")
     if url.startswith("file://"):
-        text = urllib.parse.unquote(url.removeprefix("file://").removeprefix("localhost"))
+        text = url2pathname(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
     # it might never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):

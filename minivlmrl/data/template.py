@@ -43,8 +43,8 @@ PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94
 # and ours, for transformers: it is saved into a folder that has none; with tools, where an
 # environment declares them
 HERE = Path(__file__).parent
-DEFAULT = (HERE / "qwen2_5_vl.jinja").read_text().removesuffix("\n")
-WITH_TOOLS = (HERE / "qwen2_5_vl_tools.jinja").read_text().removesuffix("\n")
+DEFAULT = (HERE / "qwen2_5_vl.jinja").read_text("utf-8").removesuffix("\n")
+WITH_TOOLS = (HERE / "qwen2_5_vl_tools.jinja").read_text("utf-8").removesuffix("\n")
 # without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 

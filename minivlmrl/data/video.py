@@ -59,7 +59,6 @@ class Video:
 
         Frames are resized one by one: "torch" gives to the bit what transformers'
         Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
-        (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
         """
         depth, count = processor.temporal_patch_size, len(self.frames)
         height, width = frame_size(processor, count, *self.frames[0].size[::-1], **options)

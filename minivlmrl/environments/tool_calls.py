@@ -64,18 +64,21 @@ def answer(
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a block (Overtime); in another thread than the main one nothing can."""
+    """Interrupt a block (Overtime); in other threads than the main one, on Windows, nothing can."""
 
     def stop(*_):
         raise Overtime(f"it took over {seconds:g} seconds")
 
-    if threading.current_thread() is threading.main_thread():
+    main = threading.current_thread() is threading.main_thread()
+    can = main and hasattr(signal, "SIGALRM")
+    if can:
         signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if can:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def call(tools: dict[str, Callable], name: str, inside: str) -> object:

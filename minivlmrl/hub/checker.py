@@ -98,7 +98,7 @@ def extra(name: str, needed: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError(f"{needed}: pip install -c constraints.txt -e '.[{name}]'") from error
+        raise ValueError(f"{needed}: pip install 'minivlmrl[{name}]'") from error
 
 
 @functools.cache
@@ -110,9 +110,8 @@ def load_name(target: str) -> Any:
             return runpy.run_path(module)[name]
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{target}: it cannot be loaded ({type(error).__name__}: {error})"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{target}: it cannot be loaded ({cause})") from error
 
 
 def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -152,9 +151,8 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     values = {}
     for name, value in options.items():
         if name not in known:
-            raise ValueError(
-                f"there is no option {name!r}; there are: {', '.join(known) or 'none'}"
-            )
+            there = ", ".join(known) or "none"
+            raise ValueError(f"there is no option {name!r}; there are: {there}")
         bounded = typing.get_origin(known[name]) is Annotated
         values[name] = _read(known[name], value, name, json=False) if bounded else value
     return functools.partial(function, **values) if values else function

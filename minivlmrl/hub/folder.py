@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from os.path import isdir
 from pathlib import Path
 
@@ -160,7 +161,7 @@ def video_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def write_json(path: Path, content: dict):
-    path.write_text(json_text(content, indent=2) + "\n", encoding="utf-8")
+    path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
@@ -221,21 +222,26 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
     """Make a run's folder and keep it for this run alone (ValueError on all ranks: it is taken)."""
-    import fcntl
-
     path, failure = Path(folder) / ".lock", None
     with ExitStack() as held:
         try:
             if world.is_main:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # until it is closed
-                fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = held.enter_context(path.open("ab"))  # until it is closed
+                if find_spec("fcntl"):
+                    import fcntl
+
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                else:  # Windows
+                    import msvcrt
+
+                    msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         except BlockingIOError:
             failure = f"another run is writing into {folder}; wait for it, or take another folder"
         except OSError as error:
             # a file system without locks
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                failure = error
+                failure = f"{error}; does another run write there?"
         if failure := world.gather_objects(failure)[0]:
             raise ValueError(f"output_dir: {failure}")
         yield
@@ -243,11 +249,15 @@ def locked(folder: str | Path, world) -> Iterator[None]:
 
 def flush_file(path: Path):
     """Wait until a file is on disk; of a folder its list of names, which makes a rename last."""
-    handle = os.open(path, os.O_RDONLY)
+    folder = path.is_dir()
+    if folder and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows opens no folder, and flushes no file that was opened to read
+    mode = os.O_RDONLY if folder else os.O_RDWR
+    handle = os.open(path, mode)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not path.is_dir():
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not folder:
             raise  # FUSE and CIFS do not do it for folders
     finally:
         os.close(handle)

@@ -201,7 +201,6 @@ class ModelConfig:
 def _section(config: dict, where: str, *names: str) -> dict:
     """Return the object that the first of these keys holds, {} where they are missing or null."""
     name = next(filter(config.get, names), "")
-    require(
-        isinstance(config.get(name, {}), dict), f"{where}: {name}", config.get(name), "an object"
-    )
-    return config.get(name, {})
+    section = config.get(name, {})
+    require(isinstance(section, dict), f"{where}: {name}", section, "an object")
+    return section

@@ -1,8 +1,7 @@
 """Rewards for boxes: how well an answer's boxes cover the true ones.
 
 `solution` is in pixels of the image file, an answer in whatever space it was asked for, so these
-rewards are given image_sizes and answer_extents too, see box_columns. A row without an image has
-None there, and cannot be judged.
+rewards are given image_sizes and answer_extents too, None of a row without an image: box_columns.
 
 boxes.parse_boxes reads an answer. Every box counts: it is matched with one true box or it is one
 too many. The sum over pairs is divided by the number of boxes on the longer side.

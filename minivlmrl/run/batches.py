@@ -163,10 +163,6 @@ class Batches(Iterator):
         self.draws += 1
         return rows
 
-    def row(self, index: int, key: str) -> Row:
-        """Return a row with the key of its draws, or the next readable one if asked for."""
-        return self.noted(*self.make(index, key))
-
     def make(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
         """Make a row's prompt, or the next readable one's; and what was wrong, by number."""
         failures = {}

@@ -76,8 +76,8 @@ class CompletionsLog:
             name = f"{algorithm.stage}-{row.index}"
             images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
             lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
-        with self.path.open("a") as file:
-            file.writelines(json_text(line) + "\n" for line in lines)
+        with self.path.open("ab") as file:
+            file.writelines(f"{json_text(line)}\n".encode() for line in lines)
 
     def save(self, image, name: str) -> str:
         """Save an image, scaled down, unless it is there; return its path from the run's folder."""

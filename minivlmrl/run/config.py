@@ -182,7 +182,8 @@ def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
         value = getattr(section, field_name) or ()
         names = [value] if isinstance(value, str) else value
         for name in names if {Code, RewardName} & _types(hint) else ():
-            said = any(name.removeprefix(f"{Path.cwd()}/") in override for override in overrides)
+            near = name.removeprefix(os.path.join(os.getcwd(), ""))
+            said = any(near in one for one in overrides)
             # a text among its options could be a URL, a file or another name
             if not said and not re.fullmatch(r"\w+(\([^'\"]*\))?", name):
                 what = f"{recipe}: it was found, not asked for, and names code, {name}; read it"
@@ -226,9 +227,9 @@ def _located(hint, value, beside: Path, overrides: list[str]):
         shipped = recipes_folder().parent  # of a wheel: recipes/answers.py
         found = filter(os.path.exists, (folder / file for folder in [*folders, shipped]))
         path = os.path.abspath(next(found, folders[0] / file))
-        near = os.path.relpath(path)
-        short = RewardName in types and not file.startswith("/") and not near.startswith("..")
-        return f"{near if short else path}{name}"
+        if RewardName in types and not os.path.isabs(file):
+            path = path.removeprefix(os.path.join(os.getcwd(), ""))
+        return f"{path}{name}"
     if FilePath in types and os.path.exists(value):
         return str(Path(value).resolve())
     return value

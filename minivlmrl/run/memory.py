@@ -2,8 +2,7 @@
 
 Activations are counted: forward and backward run on the meta device, where tensors have shapes but
 no numbers. The rest is parameters times bytes, divided by the shards of the recipe. Not counted:
-the CUDA context, nccl's buffers and gaps between allocations (RESERVE is for them), and
-evaluations.
+evaluations, and what RESERVE is for (CUDA's context, nccl's buffers, gaps between allocations).
 """
 
 import copy

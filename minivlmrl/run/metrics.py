@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 
 import torch
 from torch import Tensor
@@ -42,14 +41,17 @@ class MetricsLog(ExitStack):
         self.completions = CompletionsLog(config, world, progress)
         if world.is_main:
             for name in FILES:
-                self.files[name] = self.enter_context((Path(config.output_dir) / name).open("w+"))
-                print(progress.logs.get(name, ""), file=self.files[name], end="", flush=True)
+                path = Path(config.output_dir, name)
+                file = self.files[name] = self.enter_context(path.open("wb"))
+                file.write(progress.logs.get(name, "").encode())
+                file.flush()
             names = dict.fromkeys(config.report_to)
             self.trackers = [TRACKERS[name](config, self.steps, self) for name in names]
 
     def write(self, name: str, line: dict):
         """Add a line to a file."""
-        print(json_text(line), file=self.files[name], flush=True)
+        self.files[name].write(f"{json_text(line)}\n".encode())
+        self.files[name].flush()
 
     def track(self, values: dict[str, float]):
         """Send values to the trackers, after this many steps of all stages."""
@@ -159,18 +161,23 @@ def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: boo
 
 
 def peak_memory() -> dict[str, float]:
-    """Most memory that this process has held so far, in GiB: of its GPU, or of the machine."""
-    peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    """Most memory that this process has held, in GiB: of its GPU, or of the machine if it says."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
+    elif importlib.util.find_spec("resource"):
+        from resource import RUSAGE_SELF, getrusage
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = getrusage(RUSAGE_SELF).ru_maxrss * unit
+    else:  # Windows
+        return {}
     return {"peak_memory_gib": round(peak / 2**30, 3)}
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[str, float], float]]:
     """Bring the metrics of all micro-batches to the host at once: a transfer waits for the GPU."""
-    numbers = iter(
-        torch.stack([value.double() for metrics, _ in parts for value in metrics.values()]).tolist()
-    )
+    values = [value.double() for metrics, _ in parts for value in metrics.values()]
+    numbers = iter(torch.stack(values).tolist())
     return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
 
 

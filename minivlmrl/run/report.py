@@ -40,7 +40,7 @@ def write_page(folders: list[Path], out: Path):
     """Write the page of these runs' folders."""
     # no </script> in it
     text = json_text([collect(folder) for folder in folders]).replace("<", "\\u003c")
-    out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{DATA}}", text), encoding="utf-8")
+    out.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
     print(f"wrote {out}")
 
 

@@ -46,7 +46,7 @@ class Results:
         if self.world.is_main:
             rows = f"evaluated on {len(held_out)} rows" if held_out else "not evaluated"
             head = f"# {config.recipe}; {rows}\n"  # the page shows it
-            (self.folder / "config.yaml").write_text(head + to_yaml(config))
+            (self.folder / "config.yaml").write_bytes(f"{head}{to_yaml(config)}".encode())
             print(f"output: {self.folder}", flush=True)
 
     def measure(self, name: str, algorithm=None):

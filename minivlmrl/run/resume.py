@@ -5,9 +5,8 @@ output_dir/states/000120/    after 120 optimizer steps of all stages
     run.json                 Progress
     complete.json            checksums of the other files; written last
 
-A state is written between rollouts, so nothing of a rollout is in it, and every draw depends on a
-key, so no random generator is. While it is written its folder is called 000120.partial: under its
-own name it is complete or absent.
+A state is written between rollouts and has nothing of one; every draw depends on a key, so it has
+no random generator. While it is written its folder is called 000120.partial.
 """
 
 import re
@@ -93,9 +92,8 @@ class Progress:
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Name what a recipe says, "grpo.beta", the threads it takes, and hashes of its files."""
     values = asdict(config) | {"num_threads": torch.get_num_threads()}
-    values = flat(
-        {name: values[name] for name in values.keys() - {"stages", "output_dir", "resume"}}
-    )
+    names = values.keys() - {"stages", "output_dir", "resume"}
+    values = flat({name: values[name] for name in names})
     path, file = config.model.path, config.data.train_file
     if config.adapter.r:  # a state does not hold what is below adapters
         weights = weight_files(find_folder(path)) if path else [Path(config.model.config)]

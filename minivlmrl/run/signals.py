@@ -24,7 +24,8 @@ class StopSignals:
     Its `world` is the one of a run that long work may end, see leave.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
+    SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 
     def __init__(self, world: World):
         self.world = replace(world, leave=self.leave)
@@ -55,9 +56,9 @@ class StopSignals:
 
     def note(self, number: int, _frame):
         """Handle a signal."""
-        now = time.monotonic()
+        now, name = time.monotonic(), signal.Signals(number).name
         same = min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST
-        if number == signal.SIGHUP:
+        if name == "SIGHUP":
             for stream in self.terminals:  # to write to one that is gone is an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is not None and now - self.first >= same:
@@ -66,7 +67,6 @@ class StopSignals:
         elif self.first is None:
             self.first = now
             if self.world.is_main:  # print is not safe in a handler
-                name = signal.Signals(number).name
                 said = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
                 os.write(2, said.encode())
 

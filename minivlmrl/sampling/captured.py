@@ -3,11 +3,9 @@
 A step that the host starts kernel by kernel waits for the host: 36 layers are over a thousand
 launches. A graph is one launch, and runs the same kernels on the same memory every time. So what
 changes from step to step is in tensors, and what the model computes with stays where it is: own
-keys are in buffers with room, a mask hides what is not there yet, and the host is asked every few
-steps which rows have ended. Once dropping these would save a quarter of the keys, the other rows
-are compacted; then, and when own keys need more room, a new graph is made.
-
-Draws are those of the eager step, from logits whose last bits differ: sums go over masked keys too.
+keys are in buffers with room, a mask hides what is not there yet, and every few steps rows that
+have ended are dropped. For that, and for more room, a new graph is made. Draws are those of the
+eager step, from logits whose last bits differ: sums go over masked keys too.
 """
 
 from functools import cache

@@ -319,7 +319,7 @@ def _write_processor(folder: Path, processor: Processor):
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     text = DEFAULT if template is None else template.text
     if text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
-        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+        (folder / "chat_template.jinja").write_bytes(text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
     pad = tokenizer.special_tokens["<|endoftext|>"]

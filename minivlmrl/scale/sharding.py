@@ -1,8 +1,7 @@
 """Weights, gradients and optimizer state sharded over the ranks (FSDP2), unknown to models.
 
 Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed
-after that. All other weights are one more unit, the root: embeddings and head may be one tensor,
-and logprobs.py reads the head's.
+after that. All other weights are one more unit, the root: embeddings and head may be one tensor.
 
 All ranks must run the same units in the same order, or they wait for ever. So they have equal
 numbers of prompts and of micro-batches; VisionInStep and in_lockstep make equal whether there are

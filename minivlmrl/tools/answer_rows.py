@@ -7,9 +7,8 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many
 
 The recipe (default: config.yaml of the run that the model is of, else minivlmrl.yaml beside its
 weights, else recipes/own_data.yaml with a plain {problem}) gives the prompt template, the size of
-images, where completions end, and data.answer; --section.name=value changes any of its fields.
-Rewards are those of data.eval_rewards, or those that --rewards={NAME: 1} names. Its section adapter
-is not used: checkpoint/ of a run has the adapter in its weights.
+images, where completions end, data.answer and data.eval_rewards; --section.name=value changes any.
+Its adapter is not used: checkpoint/ of a run has it in its weights.
 """
 
 import argparse
@@ -88,8 +87,8 @@ def run(tool: str, arguments: list[str]):
     key, describe = f"{config.seed}/evaluate", partial(line, processor, names)
     for part in answer_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
-            with out.open("a" if lines else "w") as file:
-                file.writelines(json_text(one) + "\n" for one in part)
+            with out.open("ab" if lines else "wb") as file:
+                file.writelines(f"{json_text(one)}\n".encode() for one in part)
         lines += part
     if world.is_main:
         summary = {"rows": len(rows)} | summarise(lines, names)

@@ -2,9 +2,8 @@
 
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
-It draws completions for 16 prompts, asks the rewards about them, about answers that need no picture
-and about texts that are no answers, and prints a sentence for each thing that will not work, with
-what to do. Nothing is written. The exit status is 1 if something was found.
+It draws completions for 16 prompts, asks the rewards about them and about texts that are no answer,
+and prints what will not work, and what to do: then the exit status is 1. Nothing is written.
 """
 
 import random

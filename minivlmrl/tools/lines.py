@@ -155,15 +155,14 @@ class Film:
     def pause(self, algorithm, step):
         """Stop before the update, and describe the step's first prompts and who sees whom."""
         self.__exit__()
-        rollout, processor = step.rollout, algorithm.processor
+        rollout, processor, policy = step.rollout, algorithm.processor, algorithm.policy
+        heat = algorithm.run.sampling.temperature
         prompts = [said for _, said in groups(algorithm, step)][:GROUPS] if rollout else []
         for index, said in zip(step.prompts, prompts, strict=False):
             said["pictures"] = [png(image) for image in rollout.rows[index].images]
             for one, drawn in zip(said["completions"], rollout.completions[index], strict=True):
                 about = rollout.prompts[index], drawn, one["advantage"]
-                maps = looked(
-                    algorithm.policy, processor, *about, algorithm.run.sampling.temperature
-                )
+                maps = looked(policy, processor, *about, heat)
                 one["maps"] = [matrix(x, 32) for x in maps]
         runs, used = [], set()
         for group in (batch.group for batch in step.micro_batches):
@@ -183,7 +182,7 @@ class Film:
         data["values"] = [json.loads(text) for text in self.values]
         rounded = json.loads(json_text(data), parse_float=lambda text: float(f"{float(text):.4g}"))
         text = json_text(rounded, separators=(",", ":")).replace("<", "\\u003c")
-        path.write_text(PAGE.read_text("utf-8").replace("{{DATA}}", text), "utf-8")
+        path.write_bytes(PAGE.read_text("utf-8").replace("{{DATA}}", text).encode())
         print(f"wrote {path}")
 
 

@@ -53,7 +53,7 @@ def write_rows(rows: Rows, folder: Path) -> Path:
     text = "".join(json_text(_plain(row, folder)) + "\n" for row in rows)
     path = folder / f"{digest([text])[:32]}.jsonl"
     draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
-    draft.write_text(text)
+    draft.write_bytes(text.encode())
     return draft.replace(path)
 
 

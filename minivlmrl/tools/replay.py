@@ -34,9 +34,8 @@ from minivlmrl.tools.lines import Film
 
 def main(arguments: list[str]) -> int:
     """Replay a step and print one of its groups; 1 if a file of the run says something else."""
-    parser = argparse.ArgumentParser(
-        "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
-    )
+    about = {"description": __doc__, "allow_abbrev": False}
+    parser = argparse.ArgumentParser("python -m minivlmrl replay", **about)
     parser.add_argument("run", help="the folder of a run; or a recipe, with --section.name=value")
     parser.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
     parser.add_argument("--stage", help="by default the last one")
