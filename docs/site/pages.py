@@ -69,7 +69,7 @@ def on_config(config):
     """Make the menu."""
     index = (ROOT / INDEX).read_text(encoding="utf-8")
     sections = re.findall(r"^\*\*(.+?)\*\*\n\n((?:[- ] ?.*\n)+)", index, re.MULTILINE)
-    config.nav = [{"minivlmrl": "index.md"}, {"All pages": "pages.md"}]
+    config.nav = [{"Home": "index.md"}, {"All pages": "pages.md"}]
     config.nav += [
         {title: [{name: file} for name, file in re.findall(r"\[([^]]+)\]\((\w+\.(?:md|html))\)", text)]}
         for title, text in sections
