@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import re
@@ -24,6 +25,7 @@ from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.table import ALGORITHMS
+from minivlmrl.hub.checker import option_paths
 from minivlmrl.objectives.preference_losses import DPO_LOSSES
 from minivlmrl.reward_functions.names import REWARDS, get_reward
 from minivlmrl.rewards import find_answer
@@ -133,6 +135,34 @@ def test_every_option_of_a_stage_is_explained(options):
     hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
     assert ({*hints} | {text for hint in hints.values() for text in choices(hint)}) - CODE == set()
     assert set(DPO_LOSSES) - CODE == set()
+
+
+def setting(config, path):
+    return functools.reduce(getattr, path.split("."), config)
+
+
+COMING = ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl")
+COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"], f"From {name}")]
+
+
+def test_options_of_other_trainers_have_a_name_here():
+    named = [name for _, ours, _ in COMING for name in re.findall("`([^`]+)`", ours)]
+    assert len(COMING) > 90 and set(named) <= {*option_paths(RunConfig)}
+    assert [theirs for theirs, ours, _ in COMING if "`" not in ours and ours != "none"] == []
+    assert all(re.fullmatch("(VLM-R1 |ms-swift )?(`[^`]+`(, )?)+", theirs) for theirs, *_ in COMING)
+
+
+@pytest.mark.parametrize("row", rows_of(PAGES["docs/coming_from.md"], "From TRL"), ids=lambda row: row[0])
+def test_options_of_trl_are_trls_and_same_is_same(row):
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig
+    known = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+    theirs, ours = (re.findall("`([^`]+)`", cell) for cell in row[:2])
+    assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
+    if row[2].startswith("same"):
+        defaults = [known[name].default for name in theirs]
+        here = [setting(RunConfig(), name) for name in ours]
+        assert defaults == (here if len(here) == len(theirs) else list(*here))
 
 
 def test_every_metric_is_explained(run, plain):
