@@ -2,10 +2,11 @@
 
 Each stage is compared by itself, from what the trainer had before it, so one mistake is reported
 once. For a stage that differs known causes are tried alone, then in the most promising pairs, each
-also up to a factor. Exit status 0: all agrees, 1: not.
+also up to a factor. Exit status 0: all agrees, 1: not, 2: nothing could be compared.
 """
 
 import argparse
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ def causes(name: str, d: Dump) -> list[Cause]:
             changes = {} if "of" in row else TABLE["terms"]
             for kind in row.get("of", "").split():
                 units = TABLE[kind] if kind == "pictures" else getattr(d, kind)
+                if "mask" in names:  # what is compared is no unit for itself
+                    units = [text for text in units if "counted tokens" not in text]
                 for how, change in row.get("changes", {"{}": None}).items():
                     of = ((kind, text, *filter(None, [change])) for text in units)
                     changes = changes | {how.format(x[1]): x for x in of}
@@ -99,6 +102,8 @@ def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
     findings, named = [], []
     for name, stage in STAGES.items():
+        if name == "mask" and d.ids is None:
+            continue  # it is of ids that nothing explains
         try:
             if (answer := stage(d, {})) is None:
                 continue
@@ -115,6 +120,9 @@ def audit(d: Dump) -> list[Finding]:
             continue
         again = [fit for one in named if (fit := fits(name, d, one))]
         f.where, f.again, f.explained = where(answer, d), bool(again), again or explain(name, d)
+        ids = next((other for other in findings if other.stage == "tokens" and not other.ok), None)
+        if name == "mask" and ids and not f.explained:  # it is of these ids
+            f.again, f.explained = True, ids.explained
         named += [one for one, _ in f.explained[:1] if all(cause.change for cause in one)]
         change = merged(f.explained[0][0]) if f.explained else None
         if name == "logps":  # gradients are then those of the forward that is known
@@ -306,13 +314,44 @@ def report(findings: list[Finding], d: Dump) -> str:
     return "\n".join(lines)
 
 
+def checked(folder) -> tuple[list[Finding], Dump]:
+    """Audit a step's folder (ValueError: it is none, or nothing of it can be compared)."""
+    d = read(folder)
+    with naming(folder):
+        findings = audit(d)
+        some = sum(f.numbers for f in findings) and d["completion_mask"].any()
+        if all(f.ok for f in findings) and not some:
+            why = "no token counts" if findings else "each stage lacks a tensor or a field"
+            raise ValueError(f"nothing was compared: {why}; docs/audit.md says what a step has")
+    return findings, d
+
+
+def as_json(findings: list[Finding], d: Dump) -> dict:
+    """Return what `report` says as an object; fields may come, none of these goes."""
+    stages = [
+        {
+            **{name: getattr(f, name) for name in ("stage", "numbers", "again", "where")},
+            "agrees": f.ok,
+            "error": f.error if math.isfinite(f.error) else None,
+            "explained": [
+                {"causes": [{"name": of.name, "says": of.says} for of in some], "error": left}
+                for some, left in f.explained
+            ],
+        }
+        for f in findings
+    ]
+    left = [name for name in STAGES if name not in {f.stage for f in findings}]
+    agrees = all(f.ok for f in findings)
+    return {"schema": 1, "agrees": agrees, "stages": stages, "not_in_this_step": left}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Audit the step that the command line names; returns the exit status."""
     p = argparse.ArgumentParser("python -m minivlmrl audit", description="Check a dumped step.")
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
-    folder = p.parse_args(arguments).step
-    d = read(folder)
-    with naming(folder):
-        findings = audit(d)
-    print(report(findings, d))
-    return int(not all(f.ok for f in findings))
+    p.add_argument("--json", action="store_true", help="print one object, as docs/audit.md has it")
+    options = p.parse_args(arguments)
+    findings, d = checked(options.step)
+    said = as_json(findings, d)
+    print(json.dumps(said, indent=1) if options.json else report(findings, d))
+    return int(not said["agrees"])

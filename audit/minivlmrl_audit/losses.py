@@ -5,14 +5,16 @@ from torch import Tensor
 
 from minivlmrl.objectives.policy_losses import FamilyLoss
 from minivlmrl.objectives.preference_losses import DPOLoss
-from minivlmrl_audit.audit import Cause, explain, fits
+from minivlmrl_audit.audit import Cause, explain, fits, where
 from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.stages import loss
 
 OPTIONS = {"grpo": FamilyLoss, "dpo": DPOLoss}  # of a kind, as the audit takes them
 SEARCHES = 3  # for a mistake that explains cases: each takes seconds
+TIED = 4  # names that give the same numbers: as many are printed
 
 
-def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
+def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Make a step of a case, with the loss and the gradient that someone's function gave."""
     kind, tensors = options["kind"], batch | {"logps_gradient": gradient}
     rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in tensors.items()}
@@ -20,7 +22,7 @@ def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
     rows |= dict.fromkeys(("input_ids", "prompt_mask"), torch.zeros_like(mask, dtype=torch.long))
     number = torch.arange(len(mask))
     rows |= {"pair": number // 2, "chosen": 1 - number % 2} if kind == "dpo" else {}
-    rows["loss"] = loss.view(1)
+    rows["loss"] = value.view(1)
     known = OPTIONS[kind].__dataclass_fields__ if kind in OPTIONS else ["loss_type"]
     about = {"kind": kind, "loss": {name: options[name] for name in known if name in options}}
     if kind == "grpo":
@@ -34,10 +36,15 @@ def mistakes(cases: list[tuple]) -> list[str]:
     steps, lines = [as_step(*case) for case in cases], []
     while steps and len(lines) < SEARCHES:
         explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        best = max(explanations, key=lambda causes: sum(explains(causes, step) for step in steps))
-        rest = [step for step in steps[1:] if not explains(best, step)]
-        says = " and ".join(f"{cause.says} ({cause.name})" for cause in best)
-        lines.append(f"{len(steps) - len(rest)} of them: {says or 'no known mistake'}")
+        hits = [[explains(causes, step) for step in steps] for causes in explanations]
+        most = max(map(sum, hits))
+        tied = [some for some, hit in zip(explanations, hits, strict=True) if sum(hit) == most]
+        rest = [step for step in steps[1:] if not explains(tied[0], step)]
+        names = [" and ".join(f"{of.says} ({of.name})" for of in some) for some in tied[:TIED]]
+        says = "; or ".join(dict.fromkeys(names)) or "no known mistake"
+        lines.append(f"{len(steps) - len(rest)} of them: {says}")
+        if not tied[0]:  # where it differs first
+            lines += [f"  {line}" for line in where(loss(steps[0], {}), steps[0])]
         steps = rest
     return lines
 

@@ -16,9 +16,16 @@ from torch.nn.functional import pad
 TABLE = yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))
 
 
+class FormulaError(Exception):
+    """What the text of a cause did: causes.yaml has to be repaired, not the step."""
+
+
 def formula(how: str, **names):
     """Compute a formula of causes.yaml."""
-    return eval(how, {"torch": torch, **names})
+    try:
+        return eval(how, {"torch": torch, **names})
+    except Exception as error:
+        raise FormulaError(f"causes.yaml: {how!r}: {type(error).__name__} {error}") from error
 
 
 def piece(d, change: dict, name: str, x, at=(), **names):
@@ -129,4 +136,4 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions"
 def first(x: Tensor, k: int = 1) -> Tensor:
     """Mark the first k of each run of a mask (..., S)."""
     begin = x & ~pad(x, (1, -1))
-    return x & torch.stack([pad(begin, (i, -i)) for i in range(k)]).any(0)
+    return x & torch.stack([pad(begin, (i, -i)) for i in range(min(k, x.shape[-1]))]).any(0)

@@ -231,7 +231,8 @@ def policy(
         terms = [policy(d, part, lp, entropies, mask, rest | more) for more in ({}, flipped, free)]
         (low, unit), (high, _), (unclipped, _) = terms
         return low + high - unclipped, unit
-    o = changed(FamilyLoss(**d.about.get("loss", {})), change)
+    asked = FamilyLoss(**d.about.get("loss", {}))
+    o = changed(asked, change)
     flip, times = -1.0 if change.get("flip") else 1.0, piece(d, change, "policy term", 1.0)
     o.beta = piece(d, change, "KL", o.beta) * flip / (times or 1.0)
     o.entropy_coef = piece(d, change, "entropy", o.entropy_coef)
@@ -245,13 +246,19 @@ def policy(
         ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
         ratio = piece(d, change, "correction", ratio)[part]
     level = piece(d, change, "ratio mask", mask)[part]
+    names = {"e": entropies[part], "level": level, "keep": kept_tokens, "o": o}
     kept = kept_tokens(entropies[part], level, o.top_entropy_quantile)
+    kept = piece(d, change, "kept", kept, after=d.completion[part].double(), **names)
     constants = {"old_per_token_logps": old, "ref_per_token_logps": ref, "kept": kept}
     constants |= {"sampling_per_token_logps": sampler, "importance_sampling_ratio": ratio}
     x, _ = policy_terms(lp, a * flip * bool(times), level, o, **constants)
-    x = piece(d, change, "terms", x * flip * (times or 1.0) * mask[part], at=(part,))
+    names = {"lp": lp, "old": old, "r": ref, "beta": o.beta}
+    x = piece(d, change, "terms", x * flip * (times or 1.0) * mask[part], at=(part,), **names)
     divide = other_mask(d, mask, change, "divide")
-    over, average = counts(d, part, divide, change), AVERAGES[change.get("average", o.loss_type)]
+    over, average = (
+        counts(d, part, divide, change),
+        AVERAGES[change.get("average", asked.loss_type)],
+    )
     bonus = o.entropy_coef * mean_entropy(entropies[part], kept, over) if o.entropy_coef else 0.0
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
 

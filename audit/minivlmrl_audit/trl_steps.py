@@ -39,6 +39,8 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump an SFTTrainer's; a model that takes no num_items_in_batch is averaged by micro-batch."""
+    if getattr(trainer.args, "label_smoothing_factor", 0):
+        raise ValueError("label_smoothing_factor: the audit has no definition of it; leave it 0")
     about = {"kind": "sft", "loss": {"loss_type": trainer.args.loss_type.removeprefix("chunked_")}}
     about["mean_over"] = "step" if trainer.model_accepts_loss_kwargs else "micro_batch"
 
@@ -117,6 +119,8 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
         prompt = pad(inputs["prompt_mask"], (0, inputs["completion_ids"].shape[1]))
         counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         own = {"completion_mask": counted, "prompt_mask": prompt}
+        if inputs.get("sampling_per_token_logps") is not None:
+            own["sampler_logps"] = inputs["sampling_per_token_logps"]
         return {name: x for name, x in inputs.items() if name in dump.BY_ROW} | own
 
     record = Steps(trainer, folder, steps, about, rows)
@@ -140,12 +144,16 @@ def conversations(trainer, log: list) -> dict:
             waiting[row] += of_turn
             continue
         at, encode = -1, partial(trainer._tokenizer.encode, add_special_tokens=False)
+        again = [encode(trainer._tokenizer.decode(own)) for own in had]
         for given, new in zip(row, of_turn, strict=True):
-            fits = [shared(x + own, given) for x, own in zip(prompts, had, strict=True)]
+            fits = [
+                max((shared(x + own, given) == len(x + own), shared(x + own, given)) for own in of)
+                for x, *of in zip(prompts, had, again, strict=True)
+            ]
             at = max(range(at + 1, len(ids)), key=fits.__getitem__)
             given, own = given[len(prompts[at]) :], had[at]
             if given[: len(own)] != own:
-                own = encode(trainer._tokenizer.decode(own))
+                own = again[at]
             cut = len(own) if given[: len(own)] == own else shared(had[at], given)
             new = new[: trainer.max_completion_length - len(given)]
             flags[at] += [0] * len(given[cut:]) + [1] * len(new)

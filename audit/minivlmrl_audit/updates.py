@@ -153,6 +153,9 @@ def gradients(d: Dump, change: dict) -> Answer:
             share *= clip_share(grads, d.about["optimizer"]["max_grad_norm"])
         for name, x in grads.items():
             total[name] = total.get(name, 0) + x * share
+        if change.get("clipped so far"):
+            share = clip_share(total, d.about["optimizer"]["max_grad_norm"])
+            total = {name: x * share for name, x in total.items()}
     if "without" in change:
         lacks = (name for name in total if not has.get(name, torch.zeros(1)).any())
         lacks = "|".join(f"^{re.escape(name)}$" for name in lacks)
@@ -215,7 +218,8 @@ def update(d: Dump, change: dict) -> Answer:
     for name, w in before.items():
         g, m, v = (x.get(name, w * 0) for x in (grads, *states))
         decay = 0.0 if name in o.get("no_decay", ()) else o["weight_decay"]
-        decay, value = piece(d, change, "decay", decay, every=o["weight_decay"]), w
+        names = {"every": o["weight_decay"], "rate": rate}
+        decay, value = piece(d, change, "decay", decay, **names), w
         for t in range(first, first + change.get("times", 1)):
             slope = g
             if change.get("coupled"):

@@ -14,10 +14,11 @@ from test_parity import DAPO, usual
 from minivlmrl.objectives import parity
 from minivlmrl_audit import audit as module
 from minivlmrl_audit import stages
-from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TOLERANCE, audit, causes, error, explain, main, report
+from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TOLERANCE, audit, causes, computed, error, explain, main, report
+from minivlmrl_audit.checks import assert_step
 from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
-from minivlmrl_audit.moves import TABLE, edited, first
+from minivlmrl_audit.moves import TABLE, FormulaError, edited, first
 from minivlmrl_audit.updates import schedule
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
     d = step()
     said = report(audit(d), d)
     assert "DIFFERS" not in said and "of averages," not in said and "of clips, which" not in said
-    assert "cannot show: 17 of 17 mistakes of KLs, which need beta and a reference" in said
+    assert "cannot show: 18 of 18 mistakes of KLs, which need beta and a reference" in said
     d = step(lengths=(4,) * 6)
     assert "mistakes of averages, which need completions of several lengths" in report(audit(d), d)
 
@@ -106,6 +107,111 @@ def test_the_table_is_whole():
     assert all(f" {len(CAUSES)} causes" in page for page in pages)
     named = [(cause.name, cause.stages) for cause in CAUSES]
     assert len(set(named)) == len(named) and all(thing["says"] for thing in TABLE["things"])
+
+
+def test_what_the_text_of_a_cause_does_is_not_swallowed():
+    with pytest.raises(FormulaError, match=r"causes.yaml: 'x - \(mask > 0\)': NameError"):
+        computed("loss", step(), {"terms": "x - (mask > 0)"})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
+    """A mask that counts random tokens after the end has no name: its first token says nothing of the others."""
+    d = step()
+    d.about["stop_token_ids"] = [7]
+    own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
+    own[:, :2] = True
+    d.tensors["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
+    d.tensors |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
+    assert not [cause.name for causes, _ in explain("mask", d) for cause in causes]
+
+
+@pytest.mark.parametrize("tensors, why", [
+    ({}, "each stage lacks a tensor or a field"),
+    ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token counts"),
+])  # fmt: skip
+def test_a_step_of_which_nothing_is_compared_does_not_pass(tensors, why, tmp_path):
+    write(tmp_path, {"kind": "sft"}, ONE_ROW | tensors)
+    for ask in (lambda: main([str(tmp_path)]), lambda: assert_step(tmp_path)):
+        with pytest.raises(ValueError, match=f"nothing was compared: {why}"):
+            ask()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_a_repository_asks_in_its_tests(right, tmp_path, capsys):
+    """One object with the fields that the page names; a function that fails with the report."""
+    d = step(gradient=lambda x: x if right else x / 2)
+    write(tmp_path, d.about, d.tensors)
+    assert main([str(tmp_path), "--json"]) == int(not right)
+    said = json.loads(capsys.readouterr().out)
+    [loss] = said["stages"]
+    assert (said["schema"], said["agrees"], loss["stage"], loss["agrees"]) == (1, right, "loss", right)
+    assert {"mask", "update"} < {*said["not_in_this_step"]} and (loss["error"] < TOLERANCE) == right
+    names = [cause["name"] for fit in loss["explained"] for cause in fit["causes"]]
+    page = (ROOT / "docs/audit.md").read_text()
+    assert all(f"`{field}`" in page for field in (*said, *loss))
+    if right:
+        return assert_step(tmp_path)
+    assert not names and loss["where"][0].startswith("logps_gradient")
+    with pytest.raises(AssertionError, match=f"(?s)^{tmp_path}\nloss +DIFFERS .*logps_gradient at"):
+        assert_step(tmp_path)
+
+
+def policy(lp, old, r, a, mask, e, w=None, clip=0.2, beta=0.1, kl=None):
+    """GRPO's terms by hand; w, kl and clip may be wrong."""
+    ratio = (lp - old).exp() if w is None else w(lp, old)
+    terms = -torch.min(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
+    k3 = (r - lp).exp() - (r - lp) - 1
+    return (terms + beta * (k3 if kl is None else kl(lp, old, k3))) * mask
+
+
+def rows_mean(x, mask):
+    return (x.sum(1) / mask.sum(1)).mean()
+
+
+def dual(lp, old, r, a, mask, e):
+    own = policy(lp, old, r, a, mask, e)
+    ratio = (lp - old).exp()
+    bound = -1.5 * a + 0.1 * ((r - lp).exp() - (r - lp) - 1)
+    return rows_mean(torch.where((a < 0) & (ratio > 1.5), bound, own) * mask, mask)
+
+
+WRONG = {  # the loss of a step, what the audit has to name
+    "log-ratio clamped at 0.2": lambda *x: rows_mean(
+        policy(*x, w=lambda lp, old: (lp - old).clamp(-0.2, 0.2).exp(), clip=0.5), x[4]),
+    "detached ratio": lambda *x: rows_mean(policy(
+        *x, w=lambda lp, old: (lp - old).exp().detach() * (lp + 0), clip=99), x[4]),
+    "no ratio": lambda *x: rows_mean(policy(*x, w=lambda lp, old: lp, clip=99), x[4]),
+    "KL times a detached ratio": lambda *x: rows_mean(
+        policy(*x, kl=lambda lp, old, k3: k3 * (lp - old).exp().detach()), x[4]),
+    "dual clip 1.5": dual,
+    "divided by the root of the length": lambda *x: (policy(*x).sum(1) / x[4].sum(1).sqrt()).mean(),
+    "entropy bonus 0.01": lambda *x: rows_mean(policy(*x), x[4]) - 0.01 * (x[5] * x[4]).sum() / x[4].sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_that_has_such_a_mistake_is_named(name):
+    d = step()
+    g = torch.Generator().manual_seed(1)
+    lp, e = d["per_token_logps"].clone().requires_grad_(), torch.rand(6, 5, generator=g).double().requires_grad_()
+    r, a = d["old_per_token_logps"] - 0.3 * torch.rand(6, 5, generator=g), d["advantages"][:, None]
+    loss = WRONG[name](lp, d["old_per_token_logps"], r, a, d["completion_mask"], e)
+    slopes = torch.autograd.grad(loss + 0 * e.sum(), (lp, e))
+    given = {"entropies": e.detach(), "ref_per_token_logps": r, "loss": loss.detach()[None]}
+    given |= dict(zip(("logps_gradient", "entropies_gradient"), slopes, strict=True))
+    about = {
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "use_bias_correction_kl": name.startswith("KL"),
+    }
+    if "clamped" in name:
+        about |= {"epsilon_low": 0.5, "epsilon_high": 0.5}
+    given |= {name: x for name, x in d.tensors.items() if name not in {*given, "group", "row"}}
+    wrong = Dump({"kind": "grpo", "loss": about}, given | {"micro_batch": torch.zeros(6).long()})
+    assert name in [causes[0].name for causes, _ in explain("loss", wrong) if len(causes) == 1]
 
 
 ONE = torch.ones(1, 1)

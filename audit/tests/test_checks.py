@@ -48,6 +48,32 @@ def test_splits_and_ranks():
             check(lambda parts: {"w": torch.zeros(2)}, 6)
 
 
+NAN = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
+
+
+@pytest.mark.parametrize("rows, gradients, says", [
+    (6, lambda parts: NAN, "b differs by inf"),
+    (6, lambda parts: NAN if len(parts) > 1 else {"a": torch.ones(2), "b": torch.ones(2)}, "b differs by inf"),
+    (6, lambda parts: {"abc"[i]: torch.ones(2) for i in range(len(parts))}, "b has a gradient in one of both alone"),
+    (1, mean_over_tokens, "rows is 1: .* nothing is compared"),
+])  # fmt: skip
+def test_gradients_that_are_broken_or_not_compared_fail(rows, gradients, says):
+    for check in (assert_split_invariant, assert_rank_invariant):
+        with pytest.raises(AssertionError, match=says):
+            check(gradients, rows)
+
+
+def test_logps_that_are_not_compared_fail():
+    logps = -torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(AssertionError, match="the mask counts no token"):
+        assert_same_logps(logps, logps + 1, torch.zeros(3, 8))
+    mask = torch.ones(3, 8)
+    mask[2, 7] = 0
+    assert_same_logps(logps, logps.where(mask > 0, torch.nan), mask)
+    with pytest.raises(AssertionError, match=r"^row 2, token 7: .* and nan nats"):
+        assert_same_logps(logps, logps.where(mask > 0, torch.nan))
+
+
 def test_images():
     assert_image_matters(lambda pixels: pixels.sum(1), numpy.arange(6.0).reshape(2, 3))
     with pytest.raises(AssertionError, match="is it ignored"):

@@ -36,7 +36,9 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
     wrong, steps, count = [], [], 0
     for case, options, batch, value, slope in cases(kind=kind, **only):
         logps = batch["per_token_logps"].requires_grad_()
-        loss = my_loss(batch, options)
+        if getattr(loss := my_loss(batch, options), "shape", None) != ():
+            of = f"a tensor {(*loss.shape,)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"my_loss gave {of}, not one number: a tensor of shape ()")
         [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)  # 0 of a detached loss
         errors = distance(loss.detach(), value), distance(gradient, slope)
         count += 1
@@ -83,10 +85,7 @@ def mistakes(steps: list[tuple]) -> list[str]:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Measure the largest difference, relative to the larger of 1 and |theirs|.
-
-    It is infinite where shapes or NaNs do not match.
-    """
+    """Measure the largest difference, relative to the larger of 1 and |theirs|; inf for NaN."""
     ours, theirs = ours.double(), theirs.double()
     if ours.shape != theirs.shape or not torch.equal(ours.isnan(), theirs.isnan()):
         return math.inf
