@@ -137,10 +137,6 @@ def test_every_option_of_a_stage_is_explained(options):
     assert set(DPO_LOSSES) - CODE == set()
 
 
-def setting(config, path):
-    return functools.reduce(getattr, path.split("."), config)
-
-
 COMING = ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl")
 COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"], f"From {name}")]
 
@@ -161,7 +157,7 @@ def test_options_of_trl_are_trls_and_same_is_same(row):
     assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
     if row[2].startswith("same"):
         defaults = [known[name].default for name in theirs]
-        here = [setting(RunConfig(), name) for name in ours]
+        here = [functools.reduce(getattr, name.split("."), RunConfig()) for name in ours]
         assert defaults == (here if len(here) == len(theirs) else list(*here))
 
 
@@ -320,7 +316,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    index = (tmp_path / "index.html").read_text()
+    index = (tmp_path / "index.html").read_text()  # with the menu
     assert all(f'href="code/minivlmrl/{name}.py.html"' in index for name in house.READING_ORDER)
     assert 'href="step.html"' in index and (tmp_path / "held_out.svg").exists()
     chapter = (tmp_path / "code" / "minivlmrl" / "losses.py.html").read_text()
