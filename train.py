@@ -1,4 +1,4 @@
-"""The run of minivlmrl/train.py, started from a clone: torchrun train.py [RECIPE] [--section.name=value ...].
+"""From a clone: torchrun train.py [RECIPE] [--section.name=value ...], as `python -m minivlmrl train` elsewhere.
 
 With --expect the run ends with a comparison with recipes/expected.json, see benchmarks/expect.py.
 """

@@ -91,7 +91,7 @@ def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_pa
     assert first == {"stage": "sft", "step": 0, "greedy": 0.5}
     assert second == {"stage": "sft", "step": 1, "greedy": 0.25, "iou greedy": 0.125}
     assert 100 <= metrics(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
-    assert "evaluation, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
+    assert "held-out, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
 
 
 def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):

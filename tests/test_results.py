@@ -105,7 +105,7 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
     for name in ("metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
         assert (with_them / name).read_bytes() == (without / name).read_bytes()
     out = capsys.readouterr().out
-    assert "evaluation, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
+    assert "held-out, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
     assert collect(with_them)["evaluations"][-1] == {"step": 6} | {
         f"eval/{name}": lines[4][name] for name in ("sampled", "greedy", "format")
     }

@@ -140,7 +140,7 @@ class MetricsLog(ExitStack):
         self.write(EVALUATIONS, line | values)
         self.track(curves(values))
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
-        tqdm.write(f"evaluation, {stage} {done}: {shown} ({seconds:.1f} s)")
+        tqdm.write(f"held-out, {stage} {done}: {shown} ({seconds:.1f} s)")
         if "grey" not in values:
             return
         if warning := looks_away(read_lines(Path(self.files[EVALUATIONS].name), Logged), rows):

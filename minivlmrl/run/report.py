@@ -41,7 +41,7 @@ def write_page(folders: list[Path], out: Path):
     # no </script> in it
     text = json_text([collect(folder) for folder in folders]).replace("<", "\\u003c")
     out.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
-    print(f"wrote {out}")
+    print(f"open {out} in a browser")
 
 
 def collect(folder: Path) -> dict:

@@ -105,10 +105,10 @@ def parser() -> argparse.ArgumentParser:
     about = {"description": __doc__.splitlines()[0], "allow_abbrev": False}
     p = argparse.ArgumentParser("python -m minivlmrl ask", **about)
     p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
-    p.add_argument("--prompt", required=True, help="<image> or <video> in it: where each belongs")
+    p.add_argument("--prompt", required=True, help="<image> in it: where each belongs")
     media = {"action": "append", "default": [], "metavar": "FILE"}
-    p.add_argument("--image", **media, help="may be given again")
-    p.add_argument("--video", **media, help="may be given again")
+    p.add_argument("--image", **media, help="a picture, again for more")
+    p.add_argument("--video", **media, help="again for more")
     p.add_argument("--system", help="instead of the family's system message, if it has one")
     p.add_argument("--seed", type=int, default=0, help="the same seed gives the same answer")
     p.add_argument("--device", help="by default cuda if there is one")

@@ -32,7 +32,7 @@ def show(*names: str):
         if name not in known:
             raise ValueError(f"--help {name}: no such section; sections are {', '.join(known)}")
     print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
-    print("Every option, as a recipe (YAML) or the command line sets it, with its default.")
+    print("Train by a recipe, by default shapes.yaml. Its options, defaults:")
     for name in names or known:
         config = known[name]
         print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")

@@ -54,7 +54,7 @@ def main(arguments: list[str]):
     p.add_argument("--model", required=True, help="a folder with a config.json, or that file")
     p.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
-    p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt")
+    p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="a prompt's text")
     p.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28 (Qwen3: 32)")
     p.add_argument("--frames", type=int, default=1, help="that share image_tokens")
     given, rest = p.parse_known_args(arguments)
