@@ -129,22 +129,22 @@ def main():
         options.json.write_text(json.dumps({"cases": cases, **about, "date": date}, indent=2) + "\n")
 
 
-def measure(size: int, prompts: int, steps: int) -> dict:
+def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:
     """Median milliseconds of a step on each side, for one size of image."""
     import transformers
 
     rows = make_rows(size, prompts)
-    model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
+    model, processor = random_model(config, shapes.tokenizer(), seed=0)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model", model, processor)
-        turns = take_turns(our_side(model, processor, rows))
+        turns = take_turns(our_side(model, processor, rows, new_tokens))
         path = Path(folder) / "model"
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        trainer = trl_side(theirs, path, rows, WARMUP + steps, turns)
+        trainer = trl_side(theirs, path, rows, warmup + steps, turns, new_tokens)
         trainer.remove_callback(transformers.PrinterCallback)
         prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
         trainer.train()
-    ours, theirs = (statistics.median(s[WARMUP:]) * 1e3 for s in (turns.our_seconds, turns.trl_seconds))
+    ours, theirs = (statistics.median(s[warmup:]) * 1e3 for s in (turns.our_seconds, turns.trl_seconds))
     return {
         "image_pixels": size, "prompt_tokens": prompt_tokens, "prompts": prompts,
         "ours_ms": round(ours, 1), "trl_ms": round(theirs, 1), "ratio": round(theirs / ours, 2),

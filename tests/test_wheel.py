@@ -1,6 +1,4 @@
-"""What a user's pip makes of a clone, and of its sdist, trains and audits in an environment without the clone;
-and what is installed is pinned.
-"""
+"""What pip makes of both sdists does what README says, in an environment and a folder without the clone; pins hold."""
 
 import contextlib
 import itertools
@@ -14,10 +12,12 @@ import sysconfig
 import tarfile
 import tomllib
 import venv
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +32,25 @@ logps = (old + 0.1).requires_grad_()
 loss = -((logps - old).exp() * batch["advantages"][:, None] * batch["completion_mask"]).mean()
 batch |= {"loss": loss[None], "logps_gradient": torch.autograd.grad(loss, logps)[0], "per_token_logps": logps}
 dump.write("step", {"kind": "grpo", "loss": {"loss_type": "dapo"}}, batch)
+"""
+TOOLS = """
+import functools, glob, json, sys
+from minivlmrl.__main__ import main
+from minivlmrl.tools import notebook
+from minivlmrl.train import main as train
+
+model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/images/*.webp")[0]
+assert main(["plan", *model]) == 0
+assert main(["ask", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
+assert main(["check", "localisation.yaml"]) == 0
+assert train(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
+small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
+notebook.train = functools.partial(notebook.train, **small, log_completions=1)
+for path in sys.argv[1:]:
+    space = {"__name__": "__main__"}
+    for cell in json.load(open(path, encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #"), space)
 """
 
 
@@ -58,30 +77,32 @@ def sdist(folder, output):
     return output / done.stdout.splitlines()[-1]
 
 
-@pytest.fixture(scope="module", params=["clone", "sdist"])
-def sources(clone, request, tmp_path_factory):
-    """What pip is given for the library and for the audit."""
-    folders = clone, clone / "audit"
-    if request.param == "clone":
-        return folders
-    return [sdist(folder, tmp_path_factory.mktemp("dist")) for folder in folders]
+@pytest.fixture(scope="module")
+def wheels(clone, tmp_path_factory):
+    """Of the library and of the audit, each made of its sdist."""
+    made, pip = [], [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    for folder in (clone, clone / "audit"):
+        dist = tmp_path_factory.mktemp("dist")
+        subprocess.run([*pip, "--wheel-dir", dist, sdist(folder, dist)], check=True)
+        made += dist.glob("*.whl")
+    return made
 
 
 @pytest.fixture(scope="module")
-def python(sources, tmp_path_factory):
+def python(wheels, tmp_path_factory):
     """The Python of an environment with the library alone; it sees what else is installed here, but no clone."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
     python = folder / "bin" / "python"
-    install(python, sources[0])
+    install(python, wheels[0])
     return python
 
 
 def install(python, source):
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--no-build-isolation", "--ignore-installed", source], check=True)
+    subprocess.run([*pip, "--ignore-installed", source], check=True)
 
 
 def run(python, folder, *arguments):
@@ -92,21 +113,28 @@ def run(python, folder, *arguments):
 
 
 @pytest.mark.slow
-def test_what_is_installed_trains_and_audits(sources, python, tmp_path):
+def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     """Three steps of the default recipe, one of a recipe whose task lies beside it, and a step with a mistake."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
-    assert (tmp_path / "runs" / "shapes" / "checkpoint" / "model.safetensors").is_file()
-    [recipe] = python.parents[1].glob("lib/python*/site-packages/minivlmrl/recipes/localisation.yaml")
-    small = "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"
-    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", str(recipe), *small)
-    assert status == 0 and "constant box" in out, out
+    assert {"page.html", "checkpoint", "config.yaml"} <= {
+        path.name for path in (tmp_path / "runs" / "shapes").iterdir()
+    }
+    status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
+    said = (
+        "1 GPUs of 80 GB",
+        "nothing found that will go wrong",
+        "(cut after 2 tokens)",
+        "constant box",
+        "triangles answered",
+    )
+    assert status == 0 and [text for text in said if text not in out] == [], out
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
     assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out
-    install(python, sources[1])
+    install(python, wheels[1])
     assert run(python, tmp_path, "-c", STEP) == (0, "")
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
     assert status == 1 and "explained by: divided by padded length" in out, out
@@ -125,10 +153,24 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 
 @pytest.mark.slow
+def test_an_index_takes_the_wheels(wheels):
+    """As twine and the index check what they are given: fields, a README that they can show, the license."""
+    for path in wheels:
+        with zipfile.ZipFile(path) as archive:
+            [about] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            about = Metadata.from_email(archive.read(about), validate=True)
+            names = archive.namelist()
+        assert about.description_content_type == "text/markdown" and about.description.startswith("# ")
+        assert about.license_expression == "MIT" and [name for name in names if name.endswith("/LICENSE")], path
+        assert {name.partition("/")[0] for name in names} == {about.name.replace("-", "_"), names[-1].partition("/")[0]}
+
+
+@pytest.mark.slow
 def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_path):
     with tarfile.open(sdist(clone, tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert set(files()) - names == {".gitignore", ".ci/run"}
+    left_out = {name for name in set(files()) - names if not name.startswith((".github/", "."))}
+    assert left_out == set()
 
 
 def test_the_audit_is_of_the_librarys_version():

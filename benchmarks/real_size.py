@@ -1,0 +1,139 @@
+"""A GRPO step of models of real size on a CPU: seconds, peak memory beside `plan`'s, and the export read again.
+
+python benchmarks/real_size.py 3b      # recipes/own_data.yaml with LoRA in bfloat16; 15 GB of memory, 20 of disk
+python benchmarks/real_size.py 7b      # the same on a base in NF4; 25 GB of disk more
+python benchmarks/real_size.py trl     # 182 million parameters, all trained in float32, beside TRL's GRPOTrainer
+python benchmarks/real_size.py toy     # the first at toy size: that it runs
+
+Nothing can be downloaded, so weights are random: drawn in bfloat16 and written shard by shard, never held together.
+A step has 2 prompts, each with a picture of 448 x 336, and 4 completions of 16 tokens for each. `trl` is grpo_step.py
+with a larger model: 2 prompts of 288 tokens, 8 completions of 16.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+
+import grpo_step
+import PIL.Image
+import torch
+from sizes import HUB
+
+from minivlmrl.hub.folder import INDEX, read_json, read_lines, save_tensors, write_json
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.run.completions import Logged
+from minivlmrl.run.config import load_config
+from minivlmrl.run.memory import RESERVE, Costs, most, plan
+from minivlmrl.scale.checkpoint import load_processor, plain_weights, random_model, save_model
+from minivlmrl.tasks import shapes
+
+SHARD = 5 * 10**8  # weights of one file, about
+PICTURE = 448, 336
+LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
+SIZES = {"toy": LORA, "3b": LORA, "7b": [*LORA, "--adapter.quantize=nf4"]}
+STEP = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4", "--sampling.max_new_tokens=16", "--data.eval_rows=2"]
+# judges noise: differs within a group, or nothing would be trained
+REWARD = """
+def first_token(completions, completion_ids, **columns):
+    return [float(ids[0] % 7) for ids in completion_ids]
+"""
+SMALL = json.loads(grpo_step.MODEL_CONFIG.read_text())
+SMALL |= {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+SMALL |= {"num_key_value_heads": 4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+SMALL["vision_config"] |= {"depth": 12, "hidden_size": 512, "intermediate_size": 1376, "num_heads": 8}
+SMALL["vision_config"] |= {"out_hidden_size": 1024, "fullatt_block_indexes": [3, 7, 11]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=[*SIZES, "trl"])
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    o = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        way = beside_trl if o.size == "trl" else measure
+        numbers = way(o.size, Path(folder), o.steps)
+    print(json.dumps(numbers, indent=1))
+    if o.json:
+        o.json.write_text(json.dumps(numbers) + "\n")
+
+
+def beside_trl(_size: str, folder: Path, steps: int) -> dict:
+    """Medians of both sides; that of grpo_step.py for a model of 182 million parameters."""
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    return grpo_step.measure(224, 2, steps, folder / "config.json", 16, warmup=1)
+
+
+def measure(size: str, folder: Path, steps: int) -> dict:
+    """Write a folder, train, and ask what was exported."""
+    write_folder(folder / "model", HUB[size])
+    row = {"image": "picture.png", "problem": "What is it?", "solution": "noise"}
+    PIL.Image.effect_noise(PICTURE, 80).convert("RGB").save(folder / "picture.png")
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [f"--data.{name}={folder / 'rows.jsonl'}" for name in ("train_file", "eval_file")]
+    options = [*SIZES[size], *STEP, *rows, f"--model.path={folder / 'model'}", f"--output_dir={folder / 'run'}"]
+    options += [
+        f"--grpo.max_steps={steps + 1}",
+        f"--rewards={{{folder / 'reward.py'}:first_token: 1.0}}",
+        "--resume=never",
+    ]
+    begin = time.perf_counter()
+    minivlmrl("train", "own_data.yaml", *options)
+    seconds = [line["step_time"] for line in read_lines(folder / "run" / "timings.jsonl", Logged)]
+    numbers = {"seconds": statistics.median(seconds[1:]), "all_seconds": seconds}
+    numbers |= {"whole_run_seconds": time.perf_counter() - begin, "peak_gb": getrusage(RUSAGE_CHILDREN).ru_maxrss / 1e6}
+    export = folder / "run" / "checkpoint"
+    numbers["export_gb"] = sum(path.stat().st_size for path in export.glob("*.safetensors")) / 1e9
+    asked = ["--image", str(folder / "picture.png"), "--prompt", row["problem"], "--max_new_tokens", "2"]
+    minivlmrl("ask", "--model", str(export), *asked)
+    run, config = load_config("own_data.yaml", options), ModelConfig.from_dict(read_json(folder / "model/config.json"))
+    processor = load_processor(folder / "model")
+    image = math.prod(processor.image_processor(PIL.Image.open(folder / "picture.png"))[1]) // 4
+    phases = plan(run, "grpo", Costs(config), 1, 100, image)
+    return numbers | {"planned_gb": (most(phases) - RESERVE) / 1e9}
+
+
+def minivlmrl(*arguments: str):
+    subprocess.run([sys.executable, "-m", "minivlmrl", *arguments], check=True)
+
+
+@torch.no_grad()
+def write_folder(folder: Path, values: dict):
+    """Write what the hub's folders have: a tokenizer for another size of vocabulary, and random weights in bfloat16."""
+    (folder.parent / "toy.json").write_text(json.dumps(HUB["toy"]))
+    small, processor = random_model(folder.parent / "toy.json", shapes.tokenizer(), seed=0)
+    save_model(folder, small, processor)
+    (folder / "model.safetensors").unlink()
+    control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
+    control |= {"vocab_size": max(values["vocab_size"], small.config.vocab_size), "torch_dtype": "bfloat16"}
+    write_json(folder / "config.json", values | control)
+    generator, shards = torch.Generator().manual_seed(0), [[]]
+    weights = plain_weights(Costs(ModelConfig.from_dict(values | control)).model)
+    for name in weights:
+        if sum(weights[other].numel() for other in shards[-1]) > SHARD:
+            shards.append([])
+        shards[-1].append(name)
+    files = {f"part-{number:05d}.safetensors": names for number, names in enumerate(shards)}
+    for file, names in files.items():
+        save_tensors({name: draw(name, weights[name].shape, generator) for name in names}, folder / file)
+    write_json(folder / INDEX, {"weight_map": {name: file for file, names in files.items() for name in names}})
+
+
+def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """A weight in bfloat16: matrices N(0, 1 / fan_in), norms 1, biases 0."""
+    weight = torch.full(shape, float(not name.endswith("bias")), dtype=torch.bfloat16)
+    if len(shape) > 1:
+        weight.normal_(0, 1 / math.sqrt(weight[0].numel()), generator=generator)
+    return weight
+
+
+if __name__ == "__main__":
+    main()
