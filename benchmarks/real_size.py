@@ -3,11 +3,10 @@
 python benchmarks/real_size.py 3b      # recipes/own_data.yaml with LoRA in bfloat16; 15 GB of memory, 20 of disk
 python benchmarks/real_size.py 7b      # the same on a base in NF4; 25 GB of disk more
 python benchmarks/real_size.py trl     # 182 million parameters, all trained in float32, beside TRL's GRPOTrainer
-python benchmarks/real_size.py toy     # the first at toy size: that it runs
 
 Nothing can be downloaded, so weights are random: drawn in bfloat16 and written shard by shard, never held together.
-A step has 2 prompts, each with a picture of 448 x 336, and 4 completions of 16 tokens for each. `trl` is grpo_step.py
-with a larger model: 2 prompts of 288 tokens, 8 completions of 16.
+A step has 2 prompts with a picture of 448 x 336 and 4 completions of 16 tokens each; `trl` is grpo_step.py with 2
+prompts of 288 tokens and 8 completions of 16.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
@@ -31,11 +29,11 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.completions import Logged
 from minivlmrl.run.config import load_config
 from minivlmrl.run.memory import RESERVE, Costs, most, plan
-from minivlmrl.scale.checkpoint import load_processor, plain_weights, random_model, save_model
+from minivlmrl.scale.checkpoint import plain_weights, random_model, save_model
 from minivlmrl.tasks import shapes
 
 SHARD = 5 * 10**8  # weights of one file, about
-PICTURE = 448, 336
+PICTURE, TOKENS = (448, 336), (94, 192)  # pixels; of a prompt's text and picture
 LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
 SIZES = {"toy": LORA, "3b": LORA, "7b": [*LORA, "--adapter.quantize=nf4"]}
 STEP = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4", "--sampling.max_new_tokens=16", "--data.eval_rows=2"]
@@ -80,24 +78,17 @@ def measure(size: str, folder: Path, steps: int) -> dict:
     (folder / "reward.py").write_text(REWARD)
     rows = [f"--data.{name}={folder / 'rows.jsonl'}" for name in ("train_file", "eval_file")]
     options = [*SIZES[size], *STEP, *rows, f"--model.path={folder / 'model'}", f"--output_dir={folder / 'run'}"]
-    options += [
-        f"--grpo.max_steps={steps + 1}",
-        f"--rewards={{{folder / 'reward.py'}:first_token: 1.0}}",
-        "--resume=never",
-    ]
-    begin = time.perf_counter()
+    options += [f"--grpo.max_steps={steps + 1}", f"--rewards={{{folder / 'reward.py'}:first_token: 1.0}}"]
     minivlmrl("train", "own_data.yaml", *options)
     seconds = [line["step_time"] for line in read_lines(folder / "run" / "timings.jsonl", Logged)]
     numbers = {"seconds": statistics.median(seconds[1:]), "all_seconds": seconds}
-    numbers |= {"whole_run_seconds": time.perf_counter() - begin, "peak_gb": getrusage(RUSAGE_CHILDREN).ru_maxrss / 1e6}
+    numbers["peak_gb"] = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     export = folder / "run" / "checkpoint"
     numbers["export_gb"] = sum(path.stat().st_size for path in export.glob("*.safetensors")) / 1e9
     asked = ["--image", str(folder / "picture.png"), "--prompt", row["problem"], "--max_new_tokens", "2"]
     minivlmrl("ask", "--model", str(export), *asked)
-    run, config = load_config("own_data.yaml", options), ModelConfig.from_dict(read_json(folder / "model/config.json"))
-    processor = load_processor(folder / "model")
-    image = math.prod(processor.image_processor(PIL.Image.open(folder / "picture.png"))[1]) // 4
-    phases = plan(run, "grpo", Costs(config), 1, 100, image)
+    costs = Costs(ModelConfig.from_dict(read_json(folder / "model" / "config.json")))
+    phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
     return numbers | {"planned_gb": (most(phases) - RESERVE) / 1e9}
 
 

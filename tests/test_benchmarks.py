@@ -67,6 +67,14 @@ def test_grpo_step(call):
 
 
 @pytest.mark.slow
+def test_real_size(call, monkeypatch):
+    """At toy size: it trains, asks what it has exported, and says what `plan` says."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    _, numbers = call("real_size", "toy", "--steps=1")
+    assert numbers["planned_gb"] < 0.1 < numbers["peak_gb"] and numbers["export_gb"] > 0 < numbers["seconds"]
+
+
+@pytest.mark.slow
 def test_learning(tmp_path):
     short = ["--data.eval_rows=2", "--sft.max_steps=1"]
     for stage in ("dpo", "reward_model", "grpo"):

@@ -34,7 +34,6 @@ from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
-from minivlmrl.tools import notebook
 
 ROOT = Path(__file__).parents[1]
 families = functools.cache(make_families)
@@ -324,21 +323,3 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     searched = {page["location"] for page in json.loads((tmp_path / "search/search_index.json").read_text())["docs"]}
     assert {"data.html", "code/minivlmrl/losses.py.html"} <= searched
     assert len((ROOT / "docs/site/mkdocs.yml").read_text().splitlines()) <= 40
-
-
-def test_the_cells_of_the_first_hour_run(tmp_path, monkeypatch, capsys, plain):
-    """Without Jupyter: with few rows, and few steps of each stage; it ends with a reward of the reader's own."""
-    monkeypatch.chdir(tmp_path)
-    small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}, "num_threads": 1}
-    monkeypatch.setattr(notebook, "train", functools.partial(notebook.train, **small, log_completions=1))
-    space = {"__name__": "__main__"}
-    cells = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))["cells"]
-    assert len(cells) <= 15 and [cell["cell_type"] for cell in cells[:2]] == ["markdown", "code"]
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #"), space)
-    printed = capsys.readouterr().out
-    assert "loss" in space and "triangles answered: 0.00 0.00\nright answers:      0.00 0.00" in printed
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sft", "first", "triangles"}
-    assert space["triangles"](["<think>I see red</think><answer>red triangle</answer>", "red"]) == [1.0, 0.0]
-    del REWARDS["triangles"]

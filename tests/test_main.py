@@ -62,11 +62,3 @@ def test_every_tool_has_a_help_page(capsys, tool):
 def test_a_mistake_is_one_line(capsys):
     assert start.main(["plan", "--model", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("python -m minivlmrl plan: nowhere: no such file or folder")
-
-
-def test_the_audit_says_how_to_install_it_where_it_is_missing(capsys, monkeypatch):
-    """Where it is there, it has a help page; tests/test_wheel.py installs it."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert start.main(["audit", "step"]) == 2
-    says = "it is a distribution of its own, minivlmrl-audit: pip install ./audit, in a clone"
-    assert capsys.readouterr().err == f"python -m minivlmrl audit: {says}\n"

@@ -1,8 +1,14 @@
 """What macOS and Windows do otherwise: a run where Python lacks and refuses what Windows does, and units of macOS."""
 
+import builtins
+import errno
+import fcntl
+import io
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +16,7 @@ from minivlmrl.run.metrics import peak_memory
 
 RUN = """
 import sys
-from pretend_windows import pretend
+from test_platforms import pretend
 
 def train(*options):
     from minivlmrl.train import main
@@ -33,12 +39,45 @@ with time_limit(1), locked("windows", World()), locked("windows", World()):
 OTHER = {"timings.jsonl", "config.yaml", "page.html", "summary.json", "run.json", "complete.json"}  # times, options
 
 
+def refuse(number: int):
+    raise OSError(number, os.strerror(number))
+
+
+def pretend():
+    """No fcntl, resource, timers and two signals, no handle of a folder, no flush of what was opened to read.
+
+    No rename onto what is there, a drive for each folder, lines of text that end with two characters; names stay ours.
+    """
+    opened, synced, renamed, text = os.open, os.fsync, os.rename, io.open
+
+    def open_handle(path, flags, *more, **options):
+        is_folder = os.path.isdir(path) and not options  # shutil's rmtree is another on Windows
+        return refuse(errno.EACCES) if is_folder else opened(path, flags, *more, **options)
+
+    def fsync(handle):
+        read_only = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        return refuse(errno.EBADF) if read_only else synced(handle)
+
+    def open_text(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **options):
+        newline = newline if {*"br"} & {*mode} or newline is not None else "\r\n"
+        return text(file, mode, buffering, encoding, errors, newline, **options)
+
+    def locking(handle, *_):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    os.open, os.fsync, io.open, builtins.open = open_handle, fsync, open_text, open_text
+    os.rename = lambda old, new: refuse(errno.EEXIST) if os.path.exists(new) else renamed(old, new)
+    os.path.relpath = lambda path: refuse(errno.EINVAL)
+    sys.modules |= {"fcntl": None, "resource": None, "msvcrt": SimpleNamespace(locking=locking, LK_NBLCK=2)}
+    for module, name in ((signal, "SIGUSR1"), (signal, "SIGHUP"), (signal, "SIGALRM"), (os, "O_DIRECTORY")):
+        delattr(module, name)
+
+
 @pytest.mark.slow
 def test_windows_trains_resumes_and_saves_the_same_bytes(tmp_path):
     (home := tmp_path / "home").mkdir()
-    reward = "def length(completions, **columns):\n    return [*map(len, completions)]\n"
-    (tmp_path / "my_rewards.py").write_text(reward)
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    (tmp_path / "my_rewards.py").write_text("def length(completions, **columns): return [*map(len, completions)]")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # not UTF-8
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNDEFAULTENCODING": "1"}
     done = subprocess.run([sys.executable, "-c", RUN], cwd=home, env=environment, capture_output=True, text=True)
     assert "ValueError: output_dir: another run is writing into windows" in done.stderr.splitlines()[-1], done.stderr

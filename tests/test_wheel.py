@@ -120,17 +120,9 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert status == 0 and "held-out" in out, out
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
-    assert {"page.html", "checkpoint", "config.yaml"} <= {
-        path.name for path in (tmp_path / "runs" / "shapes").iterdir()
-    }
+    assert (tmp_path / "runs" / "shapes" / "page.html").is_file()
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
-    said = (
-        "1 GPUs of 80 GB",
-        "nothing found that will go wrong",
-        "(cut after 2 tokens)",
-        "constant box",
-        "triangles answered",
-    )
+    said = "1 GPUs of 80 GB", "(cut after 2 tokens)", "nothing found that", "constant box", "answered: 0.00 0.00"
     assert status == 0 and [text for text in said if text not in out] == [], out
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
     assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out
@@ -157,20 +149,20 @@ def test_an_index_takes_the_wheels(wheels):
     """As twine and the index check what they are given: fields, a README that they can show, the license."""
     for path in wheels:
         with zipfile.ZipFile(path) as archive:
-            [about] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-            about = Metadata.from_email(archive.read(about), validate=True)
             names = archive.namelist()
-        assert about.description_content_type == "text/markdown" and about.description.startswith("# ")
-        assert about.license_expression == "MIT" and [name for name in names if name.endswith("/LICENSE")], path
-        assert {name.partition("/")[0] for name in names} == {about.name.replace("-", "_"), names[-1].partition("/")[0]}
+            [written] = [archive.read(name) for name in names if name.endswith(".dist-info/METADATA")]
+        about = Metadata.from_email(written, validate=True)
+        assert about.description_content_type == "text/markdown" and about.license_expression == "MIT"
+        own = about.name.replace("-", "_")
+        assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"}
+        assert f"{own}-{about.version}.dist-info/licenses/LICENSE" in names
 
 
 @pytest.mark.slow
 def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_path):
     with tarfile.open(sdist(clone, tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    left_out = {name for name in set(files()) - names if not name.startswith((".github/", "."))}
-    assert left_out == set()
+    assert [name for name in files() if name not in names and name[0] != "."] == []
 
 
 def test_the_audit_is_of_the_librarys_version():

@@ -241,7 +241,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
         except OSError as error:
             # a file system without locks
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                failure = f"{error}; does another run write there?"
+                failure = f"{error}; is another run there?"
         if failure := world.gather_objects(failure)[0]:
             raise ValueError(f"output_dir: {failure}")
         yield
@@ -252,8 +252,8 @@ def flush_file(path: Path):
     folder = path.is_dir()
     if folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows opens no folder, and flushes no file that was opened to read
-    mode = os.O_RDONLY if folder else os.O_RDWR
-    handle = os.open(path, mode)
+    flags = os.O_RDONLY if folder else os.O_RDWR
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     except OSError as error:

@@ -183,7 +183,7 @@ def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
         names = [value] if isinstance(value, str) else value
         for name in names if {Code, RewardName} & _types(hint) else ():
             near = name.removeprefix(os.path.join(os.getcwd(), ""))
-            said = any(near in one for one in overrides)
+            said = any(near in x for x in overrides)
             # a text among its options could be a URL, a file or another name
             if not said and not re.fullmatch(r"\w+(\([^'\"]*\))?", name):
                 what = f"{recipe}: it was found, not asked for, and names code, {name}; read it"

@@ -25,6 +25,7 @@ EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 # of micro-batches; of all other metrics the mean counts
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
+Means = tuple[dict[str, float], float]  # and how many tokens or pairs they are over
 
 
 class MetricsLog(ExitStack):
@@ -174,15 +175,15 @@ def peak_memory() -> dict[str, float]:
     return {"peak_memory_gib": round(peak / 2**30, 3)}
 
 
-def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[str, float], float]]:
+def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
     """Bring the metrics of all micro-batches to the host at once: a transfer waits for the GPU."""
     values = [value.double() for metrics, _ in parts for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist())
     return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
 
 
-def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Combine (means, tokens or pairs that they are over) of micro-batches or ranks."""
+def merge(parts: list[Means]) -> Means:
+    """Combine means of micro-batches or ranks."""
     total, merged = sum(weight for _, weight in parts), {}
     for name in parts[0][0]:
         if name in OVER_STEP:
