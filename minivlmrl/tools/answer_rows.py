@@ -39,10 +39,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     about = {"description": __doc__.partition("\n\n")[0], "epilog": epilog}
     p = argparse.ArgumentParser(f"python -m minivlmrl {name}", **about, allow_abbrev=False)
     p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
-    p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
+    p.add_argument("--model", required=True, help="a folder, or an id on the hub")
     p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
     p.add_argument("--out", help=f"the results file; default: {name}.jsonl beside the model")
-    p.add_argument("--num_generations", type=int, default=1, help="answers to each row; default: 1")
+    p.add_argument("--num_generations", type=int, default=1, help="answers to each row")
     p.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
     p.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
     return p

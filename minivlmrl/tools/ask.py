@@ -104,17 +104,17 @@ def parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
     about = {"description": __doc__.splitlines()[0], "allow_abbrev": False}
     p = argparse.ArgumentParser("python -m minivlmrl ask", **about)
-    p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
+    p.add_argument("--model", required=True, help="a folder, or an id on the hub")
     p.add_argument("--prompt", required=True, help="<image> in it: where each belongs")
     media = {"action": "append", "default": [], "metavar": "FILE"}
     p.add_argument("--image", **media, help="a picture, again for more")
     p.add_argument("--video", **media, help="again for more")
-    p.add_argument("--system", help="instead of the family's system message, if it has one")
-    p.add_argument("--seed", type=int, default=0, help="the same seed gives the same answer")
-    p.add_argument("--device", help="by default cuda if there is one")
-    p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
-    p.add_argument("--min_pixels", type=int, help="of an image; by default the model's own")
-    p.add_argument("--max_pixels", type=int, help="of an image; by default the model's own")
+    p.add_argument("--system", help="instead of the family's system message")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same answer")
+    p.add_argument("--device", help="default: cuda if there is one")
+    p.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the model's")
+    p.add_argument("--min_pixels", type=int, help="of an image; default: the model's")
+    p.add_argument("--max_pixels", type=int, help="of an image; default: the model's")
     group = p.add_argument_group("sampling", SamplingOptions.__doc__)
     sentences = help_of(SamplingOptions)
     for name, kind in typing.get_type_hints(SamplingOptions).items():

@@ -13,7 +13,7 @@ from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 def main(arguments: list[str]):
     """Write base plus adapter, in the dtype of the base."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
-    parser.add_argument("--model", required=True, help="the base: a folder or a repository's id")
+    parser.add_argument("--model", required=True, help="the base: a folder, or an id on the hub")
     parser.add_argument("--adapter", required=True, help="a folder that PEFT or a run wrote")
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--quantize", choices=["nf4"], help="as adapter.quantize of the run")

@@ -15,7 +15,7 @@ def main(arguments: list[str]):
     """Write the page of one or two runs."""
     p = argparse.ArgumentParser("python -m minivlmrl page", description=__doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or of two")
-    p.add_argument("--out", help="the file to write; default: page.html in the first run's folder")
+    p.add_argument("--out", help="default: page.html in the first run's folder")
     options = p.parse_args(arguments)
     if len(options.runs) > 2:
         raise ValueError("page shows one run or two")
