@@ -56,7 +56,8 @@ def written(path: str) -> str:
         number, test = [*chapters].index(path) + 1, f"tests/test_{source.name}"
         about = f"Chapter {number} of {len(chapters)}: {chapters[path]}. Proved by [{test}](../{test}).\n\n"
     code = f"{fence}{{.{LANGUAGES[source.suffix]} title='{path}' linenums='1'}}\n{text}\n{fence}\n"
-    return f"---\nhide: [toc]\n---\n\n# {source.name}\n\n{about}{code}"
+    unsearched = "" if about else "search: {exclude: true}\n"  # tests say every word that a chapter says
+    return f"---\nhide: [toc]\n{unsearched}---\n\n# {source.name}\n\n{about}{code}"
 
 
 def book() -> dict[str, str]:
