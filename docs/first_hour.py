@@ -1,21 +1,36 @@
 """docs/first_hour.ipynb: a notebook for the first hour, made of the cells below. `python -m docs.make_pages` writes it.
 
-tests/test_docs.py runs its cells in order, with fewer rows and steps.
+tests/test_wheel.py runs its cells in order, with fewer rows and steps.
 """
 
 import json
 import re
 from pathlib import Path
 
+REPOSITORY = "minivlmrl/minivlmrl"  # of the badges, see releasing.md
+BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+BADGE += f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/docs/NAME.ipynb)"
+INSTALL = """
+import importlib.util, subprocess, sys
+
+if not importlib.util.find_spec("minivlmrl"):  # on Colab; in a clone it is there
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "minivlmrl"], check=True)
+""".strip()
 LOSSES = Path(__file__).with_name("policy_gradients.md").read_text(encoding="utf-8")
 CELLS = """
 # The first hour
 
+BADGE
+
 A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
-answers, train it, and then train it with a reward of your own. Install once, in a clone, in a terminal:
+answers, train it, and then train it with a reward of your own. In a clone:
 `pip install -c constraints.txt -e . notebook`, then `jupyter notebook docs/first_hour.ipynb`.
 The [walkthrough](walkthrough.md) has every number of one step, [this page](step.html) every line of it; the
 [FAQ](faq.md) answers what others have asked.
+---
+INSTALL
+---
+**Rows** are a picture, a question and its solution; for SFT also a demonstrated answer.
 ---
 from minivlmrl.tasks.shapes import Shapes
 
@@ -101,17 +116,18 @@ show("runs/triangles")
 """
 
 
-def cells() -> list[tuple[str, str]]:
-    """(kind, text) of each cell: "markdown" and "code" by turns."""
-    [loss] = [code for code in re.findall(r"```python\n(.*?)```", LOSSES, re.DOTALL) if "grpo_loss" in code]
-    texts = [text.strip("\n").replace("LOSS\n", loss, 1) for text in CELLS.split("\n---\n")]
-    return [("code" if number % 2 else "markdown", text) for number, text in enumerate(texts)]
-
-
 def page() -> str:
     """The notebook, without outputs."""
-    written = []
-    for number, (kind, text) in enumerate(cells()):
+    [loss] = [code for code in re.findall(r"```python\n(.*?)```", LOSSES, re.DOTALL) if "grpo_loss" in code]
+    return notebook("first_hour", CELLS.replace("LOSS\n", loss, 1))
+
+
+def notebook(name: str, cells: str) -> str:
+    """A notebook of docs/ of its cells: Markdown and code by turns."""
+    written, badge = [], BADGE.replace("NAME", name)
+    for number, text in enumerate(cells.split("\n---\n")):
+        text = text.strip("\n").replace("BADGE", badge).replace("INSTALL", INSTALL)
+        kind = "code" if number % 2 else "markdown"
         cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
         written.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

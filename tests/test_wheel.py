@@ -50,7 +50,8 @@ for path in sys.argv[1:]:
     space = {"__name__": "__main__"}
     for cell in json.load(open(path, encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
-            exec("".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #"), space)
+            code = "".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #")
+            exec(code.replace("240, 60  #", "30, 3  #"), space)
 """
 
 
@@ -122,7 +123,14 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "page.html").is_file()
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
-    said = "1 GPUs of 80 GB", "(cut after 2 tokens)", "nothing found that", "constant box", "answered: 0.00 0.00"
+    said = (
+        "1 GPUs of 80 GB",
+        "(cut after 2 tokens)",
+        "nothing found that",
+        "constant box",
+        "answered: 0.00 0.00",
+        "right: start",
+    )
     assert status == 0 and [text for text in said if text not in out] == [], out
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
     assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out

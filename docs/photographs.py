@@ -1,0 +1,93 @@
+"""docs/photographs.ipynb: from a folder of photographs to a model and its page. `python -m docs.make_pages` writes it.
+
+tests/test_wheel.py runs its cells in order, with fewer pictures and steps.
+"""
+
+from docs import first_hour
+
+CELLS = """
+# Your folder of photographs
+
+BADGE
+
+A folder with one folder a class, `photographs/cat/1.jpg`, becomes a model that names the class of a picture: LoRA, and
+a reward for the right name. With a GPU it is Qwen2-VL-2B, which fits a T4 of 16 GB; without one a toy of random weights
+goes the same way in two minutes.
+---
+INSTALL
+---
+**The folder.** Upload your own beside this notebook, as `photographs`. If there is none, this cell draws one.
+---
+from pathlib import Path
+from minivlmrl.tasks.shapes import Shapes
+
+PICTURES, STEPS = 240, 60  # fewer make it faster, more make it better
+FOLDER = Path("photographs")
+if not FOLDER.is_dir():
+    for number, row in enumerate(Shapes(PICTURES, "photographs")):
+        path = FOLDER / row.columns["solution"] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row.images[0].save(path)
+classes = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+print(classes)
+---
+**Rows.** A picture, a question, and the class as its solution. Every fifth picture is held out: the model is not
+trained on it.
+---
+QUESTION = f"Which of these is it: {', '.join(classes)}?"
+photographs = [
+    {"image": str(path), "problem": QUESTION, "solution": path.parent.name, "completion": path.parent.name}
+    for path in sorted(FOLDER.glob("*/*.*"))
+]
+held_out, rows = photographs[::5], [row for number, row in enumerate(photographs) if number % 5]
+print(len(rows), "rows,", len(held_out), "held out")
+rows[0]
+---
+**What fits.** `plan` counts what a step takes, of the sizes in config.json alone: here of Qwen2-VL-2B on 16 GB. It is a
+prediction; a T4 computes bfloat16 slowly.
+---
+import json
+from minivlmrl.tools import plan
+
+tower = {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16, "mlp_ratio": 4}
+sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+sizes |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "vision_config": tower}
+Path("config.json").write_text(json.dumps({"model_type": "qwen2_vl", **sizes}))
+RECIPE, LORA = "cls_qwen2_vl_2b.yaml", {"r": 64}
+options = ["--adapter.r=64", "--model.dtype=bfloat16", "--model.compute_dtype=null", "--image_tokens=196"]
+plan.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
+---
+**Train.** A toy has to learn to speak before it can be rewarded: a few steps of SFT. Qwen2-VL-2B can speak.
+---
+import torch
+from minivlmrl.run.config import recipes_folder
+from minivlmrl.tools.notebook import train
+
+how = {"adapter": LORA, "output_dir": "runs/photographs", "resume": "never"}
+if torch.cuda.is_available():
+    how["model"] = {"path": "Qwen/Qwen2-VL-2B-Instruct", "dtype": "bfloat16", "compute_dtype": None}
+    how["grpo"] = {"max_steps": STEPS, "learning_rate": 1e-5}
+else:
+    toy = {"path": None, "config": str(recipes_folder() / "shapes_model.json"), "compute_dtype": None}
+    small = {"data": {"resize": None}, "resume": "never"}
+    speak = {"max_steps": STEPS // 3, "prompts_per_step": 16, "learning_rate": 2e-3}
+    train(RECIPE, rows, held_out, stages=["sft"], model=toy, sft=speak, output_dir="runs/toy", **small)
+    how |= small | {"model": toy | {"path": "runs/toy/checkpoint", "config": None}}
+    how["grpo"] = {"max_steps": STEPS, "learning_rate": 3e-3}
+summary = train(RECIPE, rows, held_out, **how)
+---
+**The model and its page.** `runs/photographs/page.html` shows curves, pictures and answers: open it in a browser.
+`checkpoint/` is the model, with the adapter in its weights; `checkpoint/adapter/` is the adapter alone, for PEFT.
+---
+from minivlmrl.tools import ask
+
+print("right:", *(f"{name} {summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
+print(held_out[0]["image"])
+picture = "--image", held_out[0]["image"]
+ask.main(["--model=runs/photographs/checkpoint", *picture, "--prompt", QUESTION, "--temperature=0"])
+"""
+
+
+def page() -> str:
+    """The notebook, without outputs."""
+    return first_hour.notebook("photographs", CELLS)
