@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal, NewType
 
 import yaml
@@ -107,7 +108,9 @@ def load_name(target: str) -> Any:
     module, _, name = target.rpartition(":")
     try:
         if module.endswith(".py"):
-            return runpy.run_path(module)[name]
+            homes = Path(), *Path(__file__).resolve().parents[1:3]  # here, or ours: run/config.py
+            found = filter(Path.is_file, (home / module for home in homes))
+            return runpy.run_path(str(next(found, module)))[name]
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {error}"

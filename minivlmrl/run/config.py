@@ -228,7 +228,8 @@ def _located(hint, value, beside: Path, overrides: list[str]):
         found = filter(os.path.exists, (folder / file for folder in [*folders, shipped]))
         path = os.path.abspath(next(found, folders[0] / file))
         if RewardName in types and not os.path.isabs(file):
-            path = path.removeprefix(os.path.join(os.getcwd(), ""))
+            for home in (os.getcwd(), shipped):
+                path = path.removeprefix(os.path.join(home, ""))
         return f"{path}{name}"
     if FilePath in types and os.path.exists(value):
         return str(Path(value).resolve())

@@ -123,8 +123,7 @@ class MetricsLog(ExitStack):
             for name in names
             if name in metrics
         }
-        # more would leave no room for the bar
-        self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)
+        self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)  # the bar needs room
         self.bar.update()
         every = 10 if "ipykernel" in sys.modules else 1  # a notebook keeps all lines
         if self.bar.disable and (number % every == 0 or number + 1 == self.bar.total):

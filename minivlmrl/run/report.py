@@ -67,8 +67,7 @@ def collect(folder: Path) -> dict:
         "name": folder.resolve().name,
         "about": about(folder),
         "metrics": metrics,
-        # the last of each stage
-        "timings": list({line["stage"]: line for line in timings}.values()),
+        "timings": list({line["stage"]: line for line in timings}.values()),  # the last ones
         "warnings": warnings,
         "evaluations": evaluations,
         "summary": read_json(summary) if summary.is_file() else None,

@@ -38,8 +38,7 @@ class StopSignals:
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         # Python allows no other
         heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
-        # which nohup sets
-        asked = [number for number in heard if signal.getsignal(number) != signal.SIG_IGN]
+        asked = [number for number in heard if signal.getsignal(number) != signal.SIG_IGN]  # nohup
         self.before = {number: signal.signal(number, self.note) for number in asked}
         return self
 

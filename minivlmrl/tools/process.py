@@ -23,7 +23,6 @@ def show_mistake(error: Exception) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = last.filename.startswith(str(Path(__file__).parents[1]))
     line = shortened(" ".join(str(error).split()))
-    # wherever something was written
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += ": the disk is full; make room and go on with --resume=auto"
     elif not ours or not last.line.startswith("raise "):
