@@ -42,6 +42,11 @@ PARTS = {
     "profile": Part(3.5, "benchmarks/gpu_profile.py", "--toy"),
     "grpo": Part(3, "benchmarks/gpu_grpo.py --json={out}/grpo.json", "--toy --steps=1"),
     "decode": Part(5, "benchmarks/decode.py --json={out}/decode.json", "--toy --repeats=1"),
+    "vllm_tests": Part(5, "-m pytest -m slow tests/test_vllm_sampler.py", "--collect-only"),
+    "vllm_run": Part(
+        2, f"{RUN}vllm --model.compute_dtype=bfloat16 --sampling.engine=vllm", f"{SHORT} --sampling.engine=own"
+    ),
+    "vllm_speed": Part(2, "benchmarks/vllm_speed.py", ""),
     "kernels": Part(8, "benchmarks/gpu_kernels.py --minutes=7 --json={out}/kernels.json", "--toy"),
 }
 

@@ -2,16 +2,21 @@
 
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
+from minivlmrl.batch import pack
 from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
+from minivlmrl.hub.checker import load_name, naming
 from minivlmrl.reward_functions.names import recipe_columns
 from minivlmrl.sampling.pieces import pieces
+
+VLLM = "minivlmrl.sampling.vllm_sampler:VLLMSampler"  # imported where it is asked for
 
 
 class GRPOStage(Algorithm, GRPO):
@@ -26,6 +31,9 @@ class GRPOStage(Algorithm, GRPO):
         if not run.rewards:
             raise ValueError(f"rewards: {cls.stage} needs at least one")
         check_reward(run.sampling.environment, run.rewards)
+        if run.sampling.engine == "vllm":
+            with naming("sampling.engine: install vLLM as docs/vllm.md says"):
+                load_name(VLLM)
         if FOLDER in run.rewards:
             check_reward_model(run, cls.stage)
 
@@ -38,7 +46,8 @@ class GRPOStage(Algorithm, GRPO):
         judged = FOLDER in run.rewards
         # the reference's tower is the policy's then; a reward model reads prompts with its own
         frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
-        sample = build_sampler(
+        build = build_sampler if run.sampling.engine == "own" else load_name(VLLM)
+        sample = build(
             *(model, processor, run.sampling, world, run.rollout.gather_weights),
             keeps_vision=frozen and not judged,
         )
@@ -46,6 +55,33 @@ class GRPOStage(Algorithm, GRPO):
         GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
         self.steps_per_rollout = self.config.steps_per_generation
         self.reward_model = RewardModelScores(run, model, world) if judged else None
+        self.proven = run.sampling.engine == "own"
+
+    def roll_out(self, rows) -> Rollout:
+        rollout = super().roll_out(rows)
+        if not self.proven:
+            self.prove(rollout)
+        return rollout
+
+    @torch.no_grad()
+    def prove(self, rollout: Rollout):
+        """Refuse to begin (ValueError) unless vLLM's log-probabilities are the policy's."""
+        run, worst, device = self.run, (0.0, ""), self.world.device
+        dtypes = {run.model.compute_dtype or run.model.dtype, run.sampling.vllm.get("dtype")}
+        bound = 0.5 if dtypes & {"bfloat16", "float16"} else 1e-3
+        parts = rollout.rows, rollout.prompts, rollout.completions
+        for row, prompt, drawn in zip(*parts, strict=True):
+            logps, _ = self.logps(pack([prompt], [drawn], self.policy.config, device))
+            apart = logps - torch.cat([c.logps for c in drawn]).to(device)
+            # in 16 bits single tokens differ
+            apart = apart.abs().max() if bound == 1e-3 else apart.square().mean().sqrt()
+            worst = max(worst, (apart.item(), row.where or f"row {row.index}"))
+        apart, where = max(self.world.gather_objects(worst))
+        if apart > bound * run.rollout.max_logp_mismatch:
+            found = f"log-probabilities of {where} differ by {apart:.3g} nats"
+            cure = f"at most {bound} x rollout.max_logp_mismatch"
+            raise ValueError(f"vLLM computes another policy: {found}, {cure}; docs/vllm.md")
+        self.proven = True
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:
         columns = recipe_columns(rows, prompts, completions, self.processor)

@@ -44,7 +44,7 @@ THEIRS = {
     "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
-    "use_vllm": "not there: the model that is trained samples",
+    "use_vllm": "sampling.engine=vllm",
 }
 # what is quoted, without the apostrophes of words, or a word that is no path
 LONG = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")

@@ -117,6 +117,8 @@ class RunConfig:
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
+        if self.sampling.engine != "own" and not self.rollout.gather_weights:
+            raise ValueError("rollout.gather_weights is false, it must be true for sampling.engine")
         if self.model.tower_pieces and self.adapter.dropout and self.adapter.target != ["language"]:
             raise ValueError("model.tower_pieces: no adapter.dropout in the tower, take one")
         for name in ("dropout", "path", "quantize"):

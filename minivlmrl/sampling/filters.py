@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,8 +30,13 @@ class SamplingOptions(SamplingConfig):
     # tools that a completion may call: file.py:NAME, docs/tools.md
     environment: Code | None = None
     graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
+    # who computes logits of rollouts: the policy itself, or vLLM (docs/vllm.md)
+    engine: Literal["own", "vllm"] = "own"
+    vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
 
     def __post_init__(self):
+        if self.environment:
+            require(self.engine == "own", "engine", self.engine, "own with an environment")
         require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
 
     @property

@@ -254,9 +254,7 @@ def save_model(
         max_shard_size: bytes of one file of weights.
     """
     reshard(model)
-    weights = plain_weights(model)
-    if FAMILIES[model.config.model_type].memory_names:
-        weights = {memory_name(name): weight for name, weight in weights.items()}
+    weights = file_weights(model)
     write_adapter = gather_adapter(model, base) if adapters(model) else None
     empty = partial(torch.empty_like, device="meta")
     shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
@@ -272,12 +270,10 @@ def save_model(
             save_tensors(tensors, new / file)
 
         def finish():
-            dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-            write_json(new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+            write_settings(new, model, processor)
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
                 write_json(new / INDEX, index)
-            _write_processor(new, processor)
             if write_adapter is not None:
                 write_adapter(new / "adapter")
                 if (asked := new / ASKED).exists():
@@ -298,6 +294,12 @@ def save_model(
         world.on_main(finish)
 
 
+def file_weights(model: nn.Module) -> dict[str, object]:
+    """Name each weight of the plain model as files of its family do: see plain_weights."""
+    name_of = memory_name if family_of(model).memory_names else str
+    return {name_of(name): weight for name, weight in plain_weights(model).items()}
+
+
 def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
     for name, tensor in tensors.items():
@@ -306,7 +308,10 @@ def check_finite(tensors: dict[str, Tensor], where: object):
             raise ValueError(f"{where}: {cause}; what was there is untouched")
 
 
-def _write_processor(folder: Path, processor: Processor):
+def write_settings(folder: Path, model: nn.Module, processor: Processor):
+    """Write all files of a model's folder but its weights."""
+    dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
     images, template, tokenizer = processor.image_processor, processor.template, processor.tokenizer
     carried = tokenizer.files
     for name, content in carried.items():

@@ -176,4 +176,5 @@ def shutdown():
     """Leave the process group, if there is one, all ranks together."""
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves while another still works can abort
-        dist.destroy_process_group()
+        if "vllm" not in sys.modules:  # its engine ends the group with its own
+            dist.destroy_process_group()

@@ -1,0 +1,169 @@
+"""Rollouts by vLLM: it computes logits, all else stays what sample.py does (docs/vllm.md).
+
+It gets the trainer's weights before each rollout, and prompts as our ids and patches: nothing is
+tokenized, resized or normalised a second time. Tokens are chosen here, so no row's draws depend on
+its batch, and in float32 they are those of the policy itself. r running rows, V vocabulary.
+"""
+
+import os
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights are handed over
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it binds the trainer's threads
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | os.environ
+
+import vllm
+from vllm.inputs.engine import mm_input, tokens_input
+from vllm.multimodal import inputs
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+from minivlmrl.adapters.lora import full
+from minivlmrl.generate import Choose, collect
+from minivlmrl.rows import Completion, Prompt
+from minivlmrl.sampling.sample import RunSampler
+from minivlmrl.scale.checkpoint import file_weights, write_settings
+
+# our patches are normalised, and no video comes: vLLM would try the longest there can be
+OURS = {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}}
+OURS |= {"async_scheduling": False, "enable_chunked_prefill": False}  # a token is chosen once
+OURS |= {"load_format": "dummy", "generation_config": "vllm", "mm_processor_cache_gb": 0}
+ENGINES = WeakKeyDictionary()  # model -> vllm.LLM: the stages of a run share one
+
+
+class Rollout:
+    """What is chosen while vLLM draws some rows."""
+
+    def __init__(self, choose: Choose, num_rows: int):
+        self.choose, self.steps = choose, []  # see generate.collect
+        self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens of each row so far
+        self.ended: list[str] = []  # the rows that ended last, as vLLM knows them
+
+    def leave_chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """Choose the next token of these rows, and leave it alone in their logits (r, V)."""
+        index = torch.tensor(rows, device=logits.device)
+        ids, logps, ends = self.choose(logits, index, self.counts[rows].to(logits.device))
+        self.steps.append((index, ids, logps, ends))
+        self.counts[rows] += 1
+        self.ended = [str(row) for row in index[ends].tolist()]
+        return torch.full_like(logits, -torch.inf).scatter_(1, ids[:, None], 0.0)
+
+
+class Choosing(LogitsProcessor, LogitsProcessorV2):
+    """Has a Rollout choose tokens: update_state is for vLLM's runner V1, add_request for V2."""
+
+    rollout: Rollout | None = None  # the one that is drawn; None: vLLM warms up
+
+    def __init__(self, vllm_config, *_):
+        self.rows: dict[int, int] = {}  # place in the batch, or slot of runner V2 -> row
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update):
+        row = lambda params, *_: params.extra_args["row"]  # noqa: E731
+        process_dict_updates(self.rows, batch_update, row)
+
+    def add_request(self, slot: int, params) -> bool:
+        self.rows[slot] = (params.extra_args or {}).get("row")  # none while vLLM warms up
+        return True
+
+    def apply(self, logits: Tensor, context=None) -> Tensor:
+        """Take the logits (r, V) of the rows in the batch; context is V2's."""
+        places = sorted(self.rows) if context is None else context.idx_mapping_np.tolist()
+        rows, rollout = [self.rows[place] for place in places], Choosing.rollout
+        return logits if rollout is None else rollout.leave_chosen(logits, rows)
+
+
+class VLLMSampler(RunSampler):
+    """Draws as RunSampler does, on logits of vLLM; sampling.vllm has options of vllm.LLM."""
+
+    def __init__(self, model, processor, sampling, world, *_, **__):
+        super().__init__(model, processor, sampling, world)
+        if model not in ENGINES:
+            ENGINES[model] = start_engine(model, processor, sampling.vllm, world)
+        self.llm, self.sleeps = ENGINES[model], world.device.type == "cuda"
+
+    def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
+        """Hand over the weights, merged and gathered, and sample; all ranks call this."""
+        if self.sleeps:
+            self.llm.wake_up(tags=["weights"])  # empty memory, which is filled now
+        weights = ((name, full(x)) for name, x in file_weights(self.model).items())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()  # else a picture keeps what the old tower saw
+        completions = super().__call__(prompts, num_generations, keys)
+        if self.sleeps:
+            self.llm.sleep(level=2)  # gives the memory of weights and keys back
+        return completions
+
+    def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
+        engine, count = self.llm.llm_engine, len(prompts) * num_generations
+        Choosing.rollout = rollout = Rollout(choose, count)
+        options = {"max_tokens": self.sampling.max_new_tokens, "ignore_eos": True}
+        options |= {"temperature": 0, "detokenize": False}  # 0: the argmax
+        given = [self.given(prompt) for prompt in prompts]
+        for row in range(count):
+            params = vllm.SamplingParams(**options, extra_args={"row": row})
+            engine.add_request(str(row), given[row // num_generations], params)
+        with torch.inference_mode():
+            while engine.has_unfinished_requests():
+                engine.step()
+                engine.abort_request(rollout.ended)
+        Choosing.rollout = None
+        groups = collect(rollout.steps, num_generations)
+        if self.filters is not None:
+            self.filters.tell(chain(*groups))
+        return groups
+
+    def given(self, prompt: Prompt) -> dict:
+        """Make vLLM's input of a prompt, past its own processor."""
+        ids, grids, config = prompt.input_ids, prompt.image_grid_thw, self.model.config
+        if (ids == config.video_token_id).any():
+            raise ValueError(f"{prompt.row.where}: a video needs sampling.engine=own")
+        if not len(grids):
+            return tokens_input(ids.tolist())
+        sizes = grids.prod(-1)  # patches of each image
+        tokens = (sizes // config.vision_config.spatial_merge_size**2).tolist()
+        at = (ids == config.image_token_id).nonzero()[:, 0].split(tokens)
+        places = [inputs.PlaceholderRange(int(own[0]), len(own)) for own in at]
+        parts = zip(grids, prompt.pixel_values.split(sizes.tolist()), strict=True)
+        images = (grid.numpy().tobytes() + x.numpy().tobytes() for grid, x in parts)
+        names = [sha256(image).hexdigest() for image in images]
+        form = inputs.MultiModalFieldConfig
+        fields = {"pixel_values": form.flat_from_sizes("image", sizes)}
+        fields["image_grid_thw"] = form.batched("image", keep_on_cpu=True)
+        items = inputs.MultiModalKwargsItems.from_hf_inputs(vars(prompt), fields)
+        return mm_input(ids.tolist(), items, {"image": names}, {"image": places})
+
+
+def start_engine(model, processor, options: dict, world):
+    """Start a vllm.LLM without weights in this process (ValueError: it refuses an option)."""
+    sharding, on_gpu = getattr(model, "sharding", None), world.device.type == "cuda"
+    usual = {
+        "dtype": sharding.compute_dtype if sharding else model.lm_head.weight.dtype,
+        "enable_sleep_mode": on_gpu,
+        "skip_mm_profiling": not on_gpu,
+        "enforce_eager": not on_gpu,  # to compile takes longer than CPUs gain
+    }
+    if world.size > 1:
+        usual["distributed_executor_backend"] = "external_launcher"
+    with TemporaryDirectory() as folder:
+        write_settings(Path(folder), model, processor)
+        try:
+            llm = vllm.LLM(folder, logits_processors=[Choosing], **OURS, **usual | options)
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
+    if on_gpu:
+        llm.sleep(level=2)
+    return llm

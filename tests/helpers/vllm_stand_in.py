@@ -1,0 +1,91 @@
+"""A stand-in of what the sampler calls of vLLM; tests/recorded/vllm_0.32.0.json is what the real one did."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+from minivlmrl.batch import pack
+from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.family import hub_name
+from minivlmrl.logprobs import completion_states
+from minivlmrl.rows import Prompt
+from minivlmrl.scale.checkpoint import _make, read_config
+
+SAMPLER = "minivlmrl.sampling.vllm_sampler"
+
+
+class LLM:
+    """Computes logits with our own model, from what it was handed."""
+
+    def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
+        self.llm_engine, self.normalises = self, mm_device_do_normalize
+        self.model = _make(read_config(Path(folder)), folder).to(dtype)
+        self.choosing, self.batch = logits_processors[0](None), []
+        self.reset_encoder_cache = self.reset_prefix_cache = lambda: None
+        self.has_unfinished_requests = lambda: bool(self.batch)
+
+    def collective_rpc(self, name, kwargs):
+        self.model.load_state_dict({hub_name(k): x.clone() for k, x in kwargs["weights_iterator"]}, strict=False)
+
+    def add_request(self, name, given, params):
+        self.batch.append(SimpleNamespace(name=name, given=given, params=params, ids=[]))
+
+    def abort_request(self, names):
+        self.batch = [row for row in self.batch if row.name not in names]
+
+    @torch.no_grad()
+    def step(self):
+        self.choosing.update_state([(i, row.params, None, row.ids) for i, row in enumerate(self.batch)])
+        ids = [[torch.tensor([*row.ids, 0])] for row in self.batch]
+        group = pack([self.prompt(row.given) for row in self.batch], ids, self.model.config, "cpu")
+        last = torch.tensor([len(one) for [one] in ids]).cumsum(0) - 1  # states are before a token
+        logits = completion_states(self.model, group)[last] @ self.model.lm_head.weight.T
+        for row, token in zip(self.batch, self.choosing.apply(logits.float()).argmax(-1).tolist(), strict=True):
+            row.ids.append(token)
+        LLM.abort_request(self, [row.name for row in self.batch if len(row.ids) == row.params.max_tokens])
+
+    def prompt(self, given):
+        ids, pictures = torch.tensor(given["prompt_token_ids"]), given.get("mm_kwargs")
+        if pictures is None:
+            return Prompt(ids, torch.zeros(0, 1176), torch.zeros(0, 3).long())
+        pixels = (pictures.pixel_values - 0.45) / 0.27 if self.normalises else pictures.pixel_values
+        return Prompt(ids, pixels, pictures.image_grid_thw)
+
+
+def process_dict_updates(rows, requests, row_of):
+    rows.clear()  # vLLM's hears of changes alone
+    rows.update({index: row_of(*request) for index, *request in requests})
+
+
+def mm_input(ids, items, names, places):
+    return dict(type="multimodal", prompt_token_ids=ids, mm_kwargs=items, mm_hashes=names, mm_placeholders=places)
+
+
+INPUTS = SimpleNamespace(
+    PlaceholderRange=lambda offset, length: SimpleNamespace(offset=offset, length=length),
+    MultiModalFieldConfig=SimpleNamespace(flat_from_sizes=lambda *_: 0, batched=lambda *_, **__: 0),
+    MultiModalKwargsItems=SimpleNamespace(from_hf_inputs=lambda values, fields: SimpleNamespace(**values)),
+)
+MODULES = {
+    "vllm": {"LLM": LLM, "SamplingParams": SimpleNamespace},
+    "vllm.inputs.engine": {
+        "mm_input": mm_input,
+        "tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids},
+    },
+    "vllm.multimodal": {"inputs": INPUTS},
+    "vllm.v1.sample.logits_processor": {"LogitsProcessor": type("V1", (), {})},
+    "vllm.v1.sample.logits_processor.builtin": {"process_dict_updates": process_dict_updates},
+    "vllm.v1.worker.gpu.sample.logits_processor": {"LogitsProcessor": type("V2", (), {})},
+}
+
+
+def install(monkeypatch):
+    """Put it where vLLM would be; returns the module of the sampler."""
+    for name, content in MODULES.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(content)
+    monkeypatch.delitem(sys.modules, SAMPLER, raising=False)
+    load_name.cache_clear()
+    return sys.modules[load_name(f"{SAMPLER}:VLLMSampler").__module__]
