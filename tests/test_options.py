@@ -149,7 +149,7 @@ OTHERS = {
     "data.max_prompt_tokens",
     *("check_memory", "state_minutes", "state_steps", "resume", "timeout", "rollout.gather_weights"),
     *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
-    "sampling.environment",
+    *("sampling.environment", "sampling.engine", "sampling.vllm"),
     *("grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),

@@ -63,7 +63,7 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
     rollout: Rollout | None = None  # the one that is drawn; None: vLLM warms up
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # place in the batch, or slot of runner V2 -> row
+        self.rows: dict[int, int] = {}  # slot in the batch -> row
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -78,8 +78,8 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Take the logits (r, V) of the rows in the batch; context is V2's."""
-        places = sorted(self.rows) if context is None else context.idx_mapping_np.tolist()
-        rows, rollout = [self.rows[place] for place in places], Choosing.rollout
+        slots = sorted(self.rows) if context is None else context.idx_mapping_np.tolist()
+        rows, rollout = [self.rows[slot] for slot in slots], Choosing.rollout
         return logits if rollout is None else rollout.leave_chosen(logits, rows)
 
 
@@ -136,7 +136,7 @@ class VLLMSampler(RunSampler):
         sizes = grids.prod(-1)  # patches of each image
         tokens = (sizes // config.vision_config.spatial_merge_size**2).tolist()
         at = (ids == config.image_token_id).nonzero()[:, 0].split(tokens)
-        places = [inputs.PlaceholderRange(int(own[0]), len(own)) for own in at]
+        spans = [inputs.PlaceholderRange(int(own[0]), len(own)) for own in at]
         parts = zip(grids, prompt.pixel_values.split(sizes.tolist()), strict=True)
         images = (grid.numpy().tobytes() + x.numpy().tobytes() for grid, x in parts)
         names = [sha256(image).hexdigest() for image in images]
@@ -144,7 +144,7 @@ class VLLMSampler(RunSampler):
         fields = {"pixel_values": form.flat_from_sizes("image", sizes)}
         fields["image_grid_thw"] = form.batched("image", keep_on_cpu=True)
         items = inputs.MultiModalKwargsItems.from_hf_inputs(vars(prompt), fields)
-        return mm_input(ids.tolist(), items, {"image": names}, {"image": places})
+        return mm_input(ids.tolist(), items, {"image": names}, {"image": spans})
 
 
 def start_engine(model, processor, options: dict, world):
