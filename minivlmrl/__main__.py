@@ -32,14 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # a pipe of Windows takes 256 characters
         sys.stdout.reconfigure(errors="replace")
     name = arguments[0] if arguments else "--help"
-    if name not in TOOLS:
-        lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
-        print("\n".join(["usage: python -m minivlmrl TOOL [--help] ...", "", *lines]))
-        if name not in ("-h", "--help"):
-            print(f"\n{name!r} is not one of these tools", file=sys.stderr)
-        return 0 if name in ("-h", "--help") else 2
-    module, _, function = TOOLS[name][0].partition(":")
     try:
+        if name not in TOOLS:
+            lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
+            print("usage: python -m minivlmrl TOOL [--help] ...", "", *lines, sep="\n", flush=True)
+            if name not in ("-h", "--help"):
+                print(f"\n{name!r} is not one of these tools", file=sys.stderr)
+            return 0 if name in ("-h", "--help") else 2
+        module, _, function = TOOLS[name][0].partition(":")
         package = module.split(".")[0]
         if package == "minivlmrl_audit" and importlib.util.find_spec(package) is None:
             cure = "pip install ./audit, in a clone"

@@ -62,3 +62,8 @@ def test_every_tool_has_a_help_page(capsys, tool):
 def test_a_mistake_is_one_line(capsys):
     assert start.main(["plan", "--model", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("python -m minivlmrl plan: nowhere: no such file or folder")
+
+
+def test_a_reader_that_is_gone_is_no_error():
+    done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
