@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
     def compare(paths):
         for path in filter(Path.is_file, paths) if is_first() else ():
-            if (name := str(path.relative_to(again))) not in (*found, *derived):
+            if (name := path.relative_to(again).as_posix()) not in (*found, *derived):
                 here = (folder / name).is_file()
                 found[name] = difference(path, folder / name) if here else "missing"
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     compare(path for path in again.rglob("*") if again / "states" not in path.parents)
     written = {(folder / name).parent for name in found} - {folder, folder / "images"}
     for path in filter(Path.is_file, folder.rglob("*")):
-        if (name := str(path.relative_to(folder))) not in (*found, ".lock"):
+        if (name := path.relative_to(folder).as_posix()) not in (*found, ".lock"):
             print(f"not compared: {name}")
             found[name] = "not of this run" if path.parent in (*written, *later) else ""
     faults = {name: what for name, what in sorted(found.items()) if what}
