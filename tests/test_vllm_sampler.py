@@ -13,7 +13,7 @@ import pytest
 import torch
 import vllm_stand_in
 
-from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters
+from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, set_parameters
 from minivlmrl.algorithms.grpo_stage import VLLM
 from minivlmrl.hub.checker import load_name
 from minivlmrl.image import ImageProcessor
@@ -27,7 +27,6 @@ from draws import STOP, ids_of, options, prompts
 from stages import ONE
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm_0.32.0.json"
-KEYS = ["a", "b", "c", "d", "e"]
 ENGINE = "--sampling.engine=vllm"
 missing = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is missing: docs/vllm.md installs it")
 
@@ -48,18 +47,16 @@ def samplers(request, monkeypatch, tokenizer_300):
 def model_of(kind):
     config = tiny.config(model_type=kind if kind.startswith("qwen") else "qwen2_5_vl")
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "mrope_section": (4, 6, 6)}  # heads of 32
-    sizes |= {"max_position_embeddings": 512, "head_dim": config.head_dim and 32}
-    model = tiny.model_of(replace(config, **sizes))
+    model = tiny.model_of(replace(config, **sizes, max_position_embeddings=512, head_dim=config.head_dim and 32))
     if kind in ("lora", "nf4"):
         LoRAConfig(r=2, target=["language", "vision"], quantize=kind if kind == "nf4" else None).place(model)
         draw_adapters(model, 0)
-        for layer in adapters(model).values():
-            layer.lora_B.data.fill_(0.005)
+        set_parameters(model, {f"{name}.lora_B": layer.lora_B + 0.005 for name, layer in adapters(model).items()})
     return model
 
 
 def compare(*samplers):
-    ours, theirs = ([*chain(*sampler(prompts(5), 2, KEYS))] for sampler in samplers)
+    ours, theirs = ([*chain(*sampler(prompts(5), 2, "abcde"))] for sampler in samplers)
     for mine, drawn in zip(ours, theirs, strict=True):
         assert mine.ids.tolist() == drawn.ids.tolist() and mine.stopped == drawn.stopped
         assert torch.allclose(mine.logps, drawn.logps, atol=2e-5, rtol=0)
@@ -74,11 +71,9 @@ def compare(*samplers):
 def test_it_draws_what_the_policy_draws(samplers, values):
     own, engine = samplers(**values)
     compare(own, engine)
-    for name, parameter in own.model.visual.named_parameters():  # the same pictures look otherwise
-        if "norm" in name or "ln_q" in name:
-            parameter.data.mul_(1.1)
+    own.model.visual.patch_embed.proj.weight.data.mul_(1.1)  # the same pictures look otherwise
     compare(own, engine)
-    assert ids_of(engine(prompts(5)[1:2], 2, ["b"])) == ids_of(own(prompts(5), 2, KEYS))[2:4]
+    assert ids_of(engine(prompts(5)[1:2], 2, "b")) == ids_of(own(prompts(5), 2, "abcde"))[2:4]
 
 
 def test_vllm_is_called_as_recorded(samplers, monkeypatch):
@@ -88,7 +83,7 @@ def test_vllm_is_called_as_recorded(samplers, monkeypatch):
         owner = engine.llm if "prefix" in name else vllm
         monkeypatch.setattr(owner, name, mock := Mock(wraps=getattr(owner, name)))
         calls.attach_mock(mock, name)
-    found = {"ids": ids_of(engine(prompts(5), 2, KEYS)), "calls": [[one[0], *one.args] for one in calls.mock_calls]}
+    found = {"ids": ids_of(engine(prompts(5), 2, "abcde")), "calls": [[one[0], *one.args] for one in calls.mock_calls]}
     shown = ("offset", "length", "max_tokens", "temperature", "ignore_eos", "extra_args")
     text = json.dumps(found, default=lambda value: [getattr(value, name, None) for name in shown])
     if not RECORDED.exists() and engine.llm is not vllm:
@@ -144,6 +139,6 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
 
 
 def test_the_plan_counts_a_second_copy_of_the_weights():
-    costs, options = memory.Costs(tiny.config()), [ENGINE, "--sampling.vllm.dtype=bfloat16"]
-    phases = memory.plan(load_config("own_data.yaml", options), "grpo", costs, 1, 10, 10)
+    costs, run = memory.Costs(tiny.config()), load_config("own_data.yaml", [ENGINE, "--sampling.vllm.dtype=bfloat16"])
+    phases = memory.plan(run, "grpo", costs, 1, 10, 10)
     assert phases["rollout"]["vLLM's weights"] == 2 * costs.parameters and "vLLM's weights" not in phases["train"]

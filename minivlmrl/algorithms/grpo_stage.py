@@ -65,22 +65,22 @@ class GRPOStage(Algorithm, GRPO):
 
     @torch.no_grad()
     def prove(self, rollout: Rollout):
-        """Refuse to begin (ValueError) unless vLLM's log-probabilities are the policy's."""
+        """Refuse to begin (ValueError) unless vLLM has the policy's log-probabilities."""
         run, worst, device = self.run, (0.0, ""), self.world.device
-        dtypes = {run.model.compute_dtype or run.model.dtype, run.sampling.vllm.get("dtype")}
+        dtype = run.model.compute_dtype or run.model.dtype
+        dtypes = {dtype, run.sampling.vllm.get("dtype")}
         bound = 0.5 if dtypes & {"bfloat16", "float16"} else 1e-3
         parts = rollout.rows, rollout.prompts, rollout.completions
         for row, prompt, drawn in zip(*parts, strict=True):
             logps, _ = self.logps(pack([prompt], [drawn], self.policy.config, device))
             apart = logps - torch.cat([c.logps for c in drawn]).to(device)
-            # in 16 bits single tokens differ
             apart = apart.abs().max() if bound == 1e-3 else apart.square().mean().sqrt()
             worst = max(worst, (apart.item(), row.where or f"row {row.index}"))
         apart, where = max(self.world.gather_objects(worst))
         if apart > bound * run.rollout.max_logp_mismatch:
             found = f"log-probabilities of {where} differ by {apart:.3g} nats"
-            cure = f"at most {bound} x rollout.max_logp_mismatch"
-            raise ValueError(f"vLLM computes another policy: {found}, {cure}; docs/vllm.md")
+            cure = f"over {bound} x rollout.max_logp_mismatch"
+            raise ValueError(f"vLLM computes another policy: {found}, {cure}")
         self.proven = True
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:

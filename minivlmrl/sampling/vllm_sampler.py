@@ -78,9 +78,9 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Take the logits (r, V) of the rows in the batch; context is V2's."""
-        slots = sorted(self.rows) if context is None else context.idx_mapping_np.tolist()
+        slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows, rollout = [self.rows[slot] for slot in slots], Choosing.rollout
-        return logits if rollout is None else rollout.leave_chosen(logits, rows)
+        return rollout.leave_chosen(logits, rows) if rollout else logits
 
 
 class VLLMSampler(RunSampler):

@@ -17,8 +17,6 @@ SAMPLER = "minivlmrl.sampling.vllm_sampler"
 
 
 class LLM:
-    """Computes logits with our own model, from what it was handed."""
-
     def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
         self.llm_engine, self.normalises = self, mm_device_do_normalize
         self.model = _make(read_config(Path(folder)), folder).to(dtype)
@@ -54,35 +52,31 @@ class LLM:
         return Prompt(ids, pixels, pictures.image_grid_thw)
 
 
-def process_dict_updates(rows, requests, row_of):
+def update(rows, batch, row_of):
     rows.clear()  # vLLM's hears of changes alone
-    rows.update({index: row_of(*request) for index, *request in requests})
+    rows.update({index: row_of(*request) for index, *request in batch})
 
 
-def mm_input(ids, items, names, places):
-    return dict(type="multimodal", prompt_token_ids=ids, mm_kwargs=items, mm_hashes=names, mm_placeholders=places)
-
-
-INPUTS = SimpleNamespace(
-    PlaceholderRange=lambda offset, length: SimpleNamespace(offset=offset, length=length),
-    MultiModalFieldConfig=SimpleNamespace(flat_from_sizes=lambda *_: 0, batched=lambda *_, **__: 0),
-    MultiModalKwargsItems=SimpleNamespace(from_hf_inputs=lambda values, fields: SimpleNamespace(**values)),
-)
+GIVEN = ("prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders")
 MODULES = {
-    "vllm": {"LLM": LLM, "SamplingParams": SimpleNamespace},
-    "vllm.inputs.engine": {
-        "mm_input": mm_input,
-        "tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids},
-    },
-    "vllm.multimodal": {"inputs": INPUTS},
-    "vllm.v1.sample.logits_processor": {"LogitsProcessor": type("V1", (), {})},
-    "vllm.v1.sample.logits_processor.builtin": {"process_dict_updates": process_dict_updates},
-    "vllm.v1.worker.gpu.sample.logits_processor": {"LogitsProcessor": type("V2", (), {})},
+    "vllm": dict(LLM=LLM, SamplingParams=SimpleNamespace),
+    "vllm.inputs.engine": dict(
+        mm_input=lambda *given: dict(zip(GIVEN, given, strict=True), type="multimodal"),
+        tokens_input=lambda ids: dict(prompt_token_ids=ids, type="token"),
+    ),
+    "vllm.multimodal.inputs": dict(
+        PlaceholderRange=lambda offset, length: SimpleNamespace(offset=offset, length=length),
+        MultiModalFieldConfig=SimpleNamespace(flat_from_sizes=lambda *_: 0, batched=lambda *_, **__: 0),
+        MultiModalKwargsItems=SimpleNamespace(from_hf_inputs=lambda values, fields: SimpleNamespace(**values)),
+    ),
+    "vllm.multimodal": {},  # its attribute `inputs` is made by the import
+    "vllm.v1.sample.logits_processor": dict(LogitsProcessor=type("V1", (), {})),
+    "vllm.v1.sample.logits_processor.builtin": dict(process_dict_updates=update),
+    "vllm.v1.worker.gpu.sample.logits_processor": dict(LogitsProcessor=type("V2", (), {})),
 }
 
 
 def install(monkeypatch):
-    """Put it where vLLM would be; returns the module of the sampler."""
     for name, content in MODULES.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(content)
