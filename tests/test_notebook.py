@@ -62,8 +62,3 @@ def test_a_reward_of_our_name_is_refused(own):
 
     with pytest.raises(ValueError, match=r"^reward accuracy: the table has another one of this name; rename"):
         own(ROWS, rewards={accuracy: 1.0})
-
-
-def test_a_wrong_option_is_named_as_on_the_command_line(own):
-    with pytest.raises(ValueError, match=r"unknown key sampling\.temp"):
-        own(ROWS, sampling={"temp": 1})

@@ -54,18 +54,14 @@ def pretend():
         is_folder = os.path.isdir(path) and not options  # shutil's rmtree is another on Windows
         return refuse(errno.EACCES) if is_folder else opened(path, flags, *more, **options)
 
-    def fsync(handle):
-        read_only = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-        return refuse(errno.EBADF) if read_only else synced(handle)
-
     def open_text(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **options):
         newline = newline if {*"br"} & {*mode} or newline is not None else "\r\n"
         return text(file, mode, buffering, encoding, errors, newline, **options)
 
-    def locking(handle, *_):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    os.open, os.fsync, io.open, builtins.open = open_handle, fsync, open_text, open_text
+    read_only = lambda handle: fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY  # noqa: E731
+    locking = lambda handle, *_: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: E731
+    os.open, io.open, builtins.open = open_handle, open_text, open_text
+    os.fsync = lambda handle: refuse(errno.EBADF) if read_only(handle) else synced(handle)
     os.rename = lambda old, new: refuse(errno.EEXIST) if os.path.exists(new) else renamed(old, new)
     os.path.relpath = lambda path: refuse(errno.EINVAL)
     sys.modules |= {"fcntl": None, "resource": None, "msvcrt": SimpleNamespace(locking=locking, LK_NBLCK=2)}

@@ -82,8 +82,7 @@ class Results:
             if best is None or value > best:
                 self.progress.best = value
                 algorithm.save(self.folder / BEST)
-        # only some stages have a loss
-        return {name: value for name, value in values.items() if name != "loss"}
+        return {name: value for name, value in values.items() if name != "loss"}  # of some stages
 
     def write(self, seconds: dict[str, float], algorithm=None):
         """Write the table and the page, and then, as this may fill the disk, the weights."""
