@@ -172,6 +172,8 @@ def test_what_an_option_saves():
     run = run_config()
     run.grpo.beta = 0.1
     assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == alone["weights"]
+    run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # a second copy, in its dtype
+    assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 

@@ -18,7 +18,6 @@ from minivlmrl.algorithms.grpo_stage import VLLM
 from minivlmrl.hub.checker import load_name
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
-from minivlmrl.run import memory
 from minivlmrl.run.config import load_config
 from minivlmrl.sampling.sample import RunSampler
 
@@ -136,9 +135,3 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
     load_name.cache_clear()
     with pytest.raises(ValueError, match=r"sampling\.engine: install vLLM as docs/vllm\.md says: .*NotFound"):
         stage("grpo", ENGINE)
-
-
-def test_the_plan_counts_a_second_copy_of_the_weights():
-    costs, run = memory.Costs(tiny.config()), load_config("own_data.yaml", [ENGINE, "--sampling.vllm.dtype=bfloat16"])
-    phases = memory.plan(run, "grpo", costs, 1, 10, 10)
-    assert phases["rollout"]["vLLM's weights"] == 2 * costs.parameters and "vLLM's weights" not in phases["train"]
