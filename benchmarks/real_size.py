@@ -2,7 +2,7 @@
 
 python benchmarks/real_size.py 3b      # recipes/own_data.yaml with LoRA in bfloat16; 15 GB of memory, 20 of disk
 python benchmarks/real_size.py 7b      # the same on a base in NF4; 25 GB of disk more
-python benchmarks/real_size.py trl     # 182 million parameters, all trained in float32, beside TRL's GRPOTrainer
+python benchmarks/real_size.py trl     # 182 million parameters in float32 beside TRL's GRPOTrainer; 24 GB of memory
 
 Nothing can be downloaded, so weights are random: drawn in bfloat16 and written shard by shard, never held together.
 A step has 2 prompts with a picture of 448 x 336 and 4 completions of 16 tokens each; `trl` is grpo_step.py with 2
@@ -43,7 +43,7 @@ def first_token(completions, completion_ids, **columns):
     return [float(ids[0] % 7) for ids in completion_ids]
 """
 SMALL = json.loads(grpo_step.MODEL_CONFIG.read_text())
-SMALL |= {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+SMALL |= {"hidden_size": 1024, "intermediate_size": 2848, "num_hidden_layers": 12, "num_attention_heads": 16}
 SMALL |= {"num_key_value_heads": 4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
 SMALL["vision_config"] |= {"depth": 12, "hidden_size": 512, "intermediate_size": 1376, "num_heads": 8}
 SMALL["vision_config"] |= {"out_hidden_size": 1024, "fullatt_block_indexes": [3, 7, 11]}
