@@ -1,6 +1,6 @@
 """What real bugs of the field cost: each put into our trainer, held-out accuracy of the default recipe beside it.
 
-    python audit/museum.py --seeds 0 1 2 --json museum.json   # the table; continues what the file already has
+    python audit/museum.py --seeds 0 1 2 --json museum.json   # costs; continues what the file already has
     python audit/museum.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
 
 tests/bugs.py has the bugs: each replaces parts of the package while it runs, and nothing of this is in the package
@@ -9,6 +9,7 @@ itself. tests/test_museum.py shows that each changes what training computes.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -37,21 +38,14 @@ def measure(name: str, seed: int) -> dict:
     return {"name": name, "seed": seed, "after_sft": round(summary["after_sft"]["sampled"], 3), **after}
 
 
-def table(rows: list[dict]) -> str:
-    """Write the table, of which docs/audit.md shows the costs: accuracy by seed, mean distance to the healthy run."""
-    seeds = sorted({row["seed"] for row in rows})
-    of = {(row["name"], row["seed"]): row.get("sampled") for row in rows}
-    lines = [f"| bug | {' | '.join(f'seed {seed}' for seed in seeds)} | costs | |", "|---" * (len(seeds) + 3) + "|"]
-    for name in [*HEALTHY, *BUGS]:
-        values = [of.get((name, seed)) for seed in seeds]
-        bug = BUGS.get(name, bugs.Bug(source=""))  # a healthy run has none
+def costs(rows: list[dict]) -> dict[str, float]:
+    """Average over seeds what a bug takes from the held-out accuracy of the healthy run with its options."""
+    of, result = {(row["name"], row["seed"]): row.get("sampled", math.nan) for row in rows}, {}
+    for name, bug in BUGS.items():
         whole = "healthy, num_iterations 2" if bug.options == bugs.TWICE else "healthy"
-        both = [(a, of.get((whole, s))) for a, s in zip(values, seeds, strict=True) if a is not None]
-        costs = [b - a for a, b in both if b is not None and bug.source]
-        shown = " | ".join("" if v is None else f"{v:.3f}" for v in values)
-        cost = f"{sum(costs) / len(costs):+.3f}" if costs else ""
-        lines.append(f"| {name} | {shown} | {cost} | {bug.source.removeprefix('https://')} |")
-    return "\n".join(lines)
+        pairs = [(of[whole, seed], x) for (own, seed), x in of.items() if own == name and (whole, seed) in of]
+        result[name] = round(sum(one - other for one, other in pairs) / max(1, len(pairs)), 3)
+    return result
 
 
 def main(arguments: list[str]):
@@ -77,7 +71,7 @@ def main(arguments: list[str]):
                 print(rows[-1], file=sys.stderr, flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(json.dumps(costs(rows), indent=1))
     return 0
 
 

@@ -326,20 +326,17 @@ def checked(folder) -> tuple[list[Finding], Dump]:
     return findings, d
 
 
-def as_json(findings: list[Finding], d: Dump) -> dict:
+def as_json(findings: list[Finding]) -> dict:
     """Return what `report` says as an object; fields may come, none of these goes."""
-    stages = [
-        {
-            **{name: getattr(f, name) for name in ("stage", "numbers", "again", "where")},
-            "agrees": f.ok,
-            "error": f.error if math.isfinite(f.error) else None,
-            "explained": [
-                {"causes": [{"name": of.name, "says": of.says} for of in some], "error": left}
-                for some, left in f.explained
-            ],
-        }
-        for f in findings
-    ]
+    stages = []
+    for f in findings:
+        fits = [
+            (left, [{"name": of.name, "says": of.says} for of in some])
+            for some, left in f.explained
+        ]
+        own = {name: getattr(f, name) for name in ("stage", "numbers", "again", "where")}
+        own |= {"agrees": f.ok, "error": f.error if math.isfinite(f.error) else None}
+        stages.append(own | {"explained": [{"error": left, "causes": of} for left, of in fits]})
     left = [name for name in STAGES if name not in {f.stage for f in findings}]
     agrees = all(f.ok for f in findings)
     return {"schema": 1, "agrees": agrees, "stages": stages, "not_in_this_step": left}
@@ -352,6 +349,6 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print one object, as docs/audit.md has it")
     options = p.parse_args(arguments)
     findings, d = checked(options.step)
-    said = as_json(findings, d)
+    said = as_json(findings)
     print(json.dumps(said, indent=1) if options.json else report(findings, d))
     return int(not said["agrees"])

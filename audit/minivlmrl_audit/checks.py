@@ -6,10 +6,7 @@ from minivlmrl_audit.audit import checked, report
 
 
 def assert_step(folder):
-    """Assert that the audit finds nothing in a dumped step; fails with the lines that it prints.
-
-    ValueError: it is no step, or nothing of it can be compared.
-    """
+    """Assert that the audit finds nothing in a step (ValueError: or nothing was compared)."""
     findings, d = checked(folder)
     assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
 

@@ -204,7 +204,9 @@ def counts(d: Dump, part: Tensor, mask: Tensor, change: dict, each: int = 1) -> 
     tokens = mask[rows][::each].sum().item() * times
     whole = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
     if "rollout_tokens" in d.about and whole and not by_part:
-        tokens = d.about["rollout_tokens"] / d.about.get("steps_per_rollout", 1)
+        of = {"drawn": d.about.get("rollout_drawn"), "steps": d.about.get("steps_per_rollout", 1)}
+        tokens = piece(d, change, "rollout tokens", d.about["rollout_tokens"], **of)
+        tokens /= d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
     return Counts(count, max(tokens, 1), d.about.get("max_completion_length"))

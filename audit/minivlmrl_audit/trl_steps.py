@@ -1,4 +1,4 @@
-"""Dump steps of TRL's trainers, 1.16 in one process, for `python -m minivlmrl audit`.
+"""Dump steps of TRL's trainers, 0.15 to 1.16 in one process, for `python -m minivlmrl audit`.
 
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
@@ -28,6 +28,13 @@ ROLLOUT = (
     *("num_generations", "scale_rewards", "reward_weights", "multi_objective_aggregation"),
     *("temperature", "max_completion_length", "mask_truncated_completions"),
 )
+# what a release does that lacks an option of GRPO; before 0.16 rows were averaged
+OLDER = {"scale_rewards": True, "use_bias_correction_kl": False, "loss_type": "bnpo"}
+OLDER |= {"epsilon": 0.2, "epsilon_high": None}
+SCALES = {True: "group", False: "none"}  # up to 0.21
+# of a trainer, the newest first: what generates, what gives log-probabilities
+GENERATES = "_generate_and_score_completions", "_prepare_inputs"
+SCORES = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
 OUTPUTS = {
     "log_probs": ("per_token_logps", "logps_gradient"),
     "entropy": ("entropies", "entropies_gradient"),
@@ -41,12 +48,17 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump an SFTTrainer's; a model that takes no num_items_in_batch is averaged by micro-batch."""
     if getattr(trainer.args, "label_smoothing_factor", 0):
         raise ValueError("label_smoothing_factor: the audit has no definition of it; leave it 0")
-    about = {"kind": "sft", "loss": {"loss_type": trainer.args.loss_type.removeprefix("chunked_")}}
+    kind = getattr(trainer.args, "loss_type", "nll").removeprefix("chunked_")
+    about = {"kind": "sft", "loss": {"loss_type": kind}}
     about["mean_over"] = "step" if trainer.model_accepts_loss_kwargs else "micro_batch"
 
     def rows(inputs: dict) -> dict:
-        prompt = prompt_mask(trainer, inputs["input_ids"]) if trainer.completion_only_loss else {}
         follows = inputs["attention_mask"].cumsum(1) > 1  # nothing predicts the first token
+        prompt = {"prompt_mask": (~follows).long()}
+        if getattr(trainer, "completion_only_loss", False):
+            prompt = prompt_mask(trainer, inputs["input_ids"])
+        elif getattr(trainer.args, "assistant_only_loss", False):
+            prompt = {}
         return {"completion_mask": ((inputs["labels"] != -100) & follows).long()} | prompt
 
     return Steps(trainer, folder, steps, about, rows)
@@ -56,13 +68,19 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
     config = vars(trainer.args)
     loss = {name: config[name] for name in DPOLoss.__dataclass_fields__ if name in config}
-    loss["loss_type"] = list(trainer.loss_types)
+    types = getattr(trainer, "loss_types", config["loss_type"])
+    loss["loss_type"] = [types] if isinstance(types, str) else list(types)
+    loss = {name: getattr(x, "value", x) for name, x in loss.items()}  # of enumerations, up to 0.28
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
     def rows(inputs: dict) -> dict:
-        count, pairs = torch.arange(len(inputs["input_ids"])), len(inputs["input_ids"]) // 2
-        tensors = {"completion_mask": inputs["completion_mask"]}
-        tensors |= {"pair": count % pairs, "chosen": (count < pairs).long()}
+        asked = inputs.get("prompt_attention_mask")  # up to 0.28, which joins them later
+        pairs = len(inputs["input_ids"]) // 2 if asked is None else len(asked)
+        count = torch.arange(2 * pairs)
+        tensors = {"pair": count % pairs, "chosen": (count < pairs).long()}
+        if asked is not None:
+            return tensors | {"asked": asked.sum(1).repeat(2)}
+        tensors["completion_mask"] = inputs["completion_mask"]
         return tensors | prompt_mask(trainer, inputs["input_ids"])
 
     return Steps(trainer, folder, steps, about, rows)
@@ -70,14 +88,19 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a GRPOTrainer's: rewards, groups and advantages of the rollout too."""
-    a, high = trainer.args, trainer.args.epsilon_high
-    loss = {name: x for name, x in vars(a).items() if name in FamilyLoss.__dataclass_fields__}
-    loss |= {"epsilon_low": a.epsilon, "epsilon_high": a.epsilon if high is None else high}
-    about = {"kind": "grpo", "loss": loss} | {name: getattr(a, name) for name in ROLLOUT}
-    about["stop_token_ids"] = list(trainer.eos_token_ids)
-    about["pad_token_id"] = trainer._tokenizer.pad_token_id
-    about["steps_per_rollout"] = a.steps_per_generation / a.gradient_accumulation_steps
-    about["image_token_id"] = trainer._image_pad_token_id
+    a, has = trainer.args, OLDER | vars(trainer.args)
+    has["scale_rewards"] = SCALES.get(has["scale_rewards"], has["scale_rewards"])
+    if not hasattr(a, "epsilon"):
+        has["loss_type"] = "grpo"
+    loss = {name: x for name, x in has.items() if name in FamilyLoss.__dataclass_fields__}
+    high = has["epsilon"] if has["epsilon_high"] is None else has["epsilon_high"]
+    loss |= {"epsilon_low": has["epsilon"], "epsilon_high": high}
+    about = {"kind": "grpo", "loss": loss} | {name: has.get(name) for name in ROLLOUT}
+    tokenizer, parts = tokenizer_of(trainer), a.gradient_accumulation_steps
+    about["stop_token_ids"] = list(getattr(trainer, "eos_token_ids", [tokenizer.eos_token_id]))
+    about["pad_token_id"] = tokenizer.pad_token_id
+    about["steps_per_rollout"] = has.get("steps_per_generation", parts) / parts
+    about["image_token_id"] = getattr(trainer, "_image_pad_token_id", None)
     log = []  # of a rollout: (prompts, what was drawn, pictures) of turns, (row, pictures) of calls
 
     def drew(result, ids, images, *_):
@@ -105,6 +128,7 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
         result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
         counted = result["completion_mask"] * result.get("tool_mask", 1)
         about["rollout_tokens"] = int(counted.sum())
+        about["rollout_drawn"] = int((result["completion_ids"] != tokenizer.pad_token_id).sum())
         about["old_model"] = "model"
         if log:
             record.rollout |= conversations(trainer, log)
@@ -114,21 +138,29 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
         record.rollout["rewards"] = result.clone()
 
     def rows(inputs: dict) -> dict:
-        off = trainer.use_adaptive_entropy and trainer._last_world_entropy > a.entropy_target
-        loss["entropy_coef"] = 0.0 if off else trainer.entropy_coef
+        off = has.get("use_adaptive_entropy") and trainer._last_world_entropy > a.entropy_target
+        loss["entropy_coef"] = 0.0 if off else getattr(trainer, "entropy_coef", 0.0)
         prompt = pad(inputs["prompt_mask"], (0, inputs["completion_ids"].shape[1]))
         counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         own = {"completion_mask": counted, "prompt_mask": prompt}
         if inputs.get("sampling_per_token_logps") is not None:
             own["sampler_logps"] = inputs["sampling_per_token_logps"]
-        return {name: x for name, x in inputs.items() if name in dump.BY_ROW} | own
+        known = {name: x for name, x in inputs.items() if name in dump.BY_ROW and x is not None}
+        return known | own
 
     record = Steps(trainer, folder, steps, about, rows)
-    record.wrap("_generate_and_score_completions", after=generated)
-    record.wrap("_calculate_rewards", after=judged)
-    if trainer.tools and not trainer._has_async_funcs:
+    record.wrap(next(name for name in GENERATES if hasattr(trainer, name)), after=generated)
+    record.wrap(next(name for name in SCORES if hasattr(trainer, name)), after=record.scored)
+    if hasattr(trainer, "_calculate_rewards"):
+        record.wrap("_calculate_rewards", after=judged)
+    if getattr(trainer, "tools", None) and not getattr(trainer, "_has_async_funcs", False):
         record.wrap("_generate_single_turn", after=drew)
     return record
+
+
+def tokenizer_of(trainer):
+    """Return the tokenizer, whatever holds it."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
 def conversations(trainer, log: list) -> dict:
@@ -143,8 +175,8 @@ def conversations(trainer, log: list) -> dict:
         if not turn:
             waiting[row] += of_turn
             continue
-        at, encode = -1, partial(trainer._tokenizer.encode, add_special_tokens=False)
-        again = [encode(trainer._tokenizer.decode(own)) for own in had]
+        at, encode = -1, partial(tokenizer_of(trainer).encode, add_special_tokens=False)
+        again = [encode(tokenizer_of(trainer).decode(own)) for own in had]
         for given, new in zip(row, of_turn, strict=True):
             fits = [
                 max((shared(x + own, given) == len(x + own), shared(x + own, given)) for own in of)
@@ -209,7 +241,9 @@ class Steps(ExitStack, TrainerCallback):
         self.callback(trainer.remove_callback, self)
         self.wrap("compute_loss", self.begin)
         self.wrap("training_step", after=self.keep_loss)
-        self.wrap("_clip_grad_norm", before=lambda *_: self.copy("grad"), after=self.keep_norm)
+        own = hasattr(trainer, "_clip_grad_norm")  # not before transformers 5
+        clips = (trainer, "_clip_grad_norm") if own else (trainer.accelerator, "clip_grad_norm_")
+        self.wrap(clips[1], lambda *_: self.copy("grad"), self.keep_norm, clips[0])
 
     def keep_loss(self, loss, *_):
         self.parts[-1]["loss"] = loss.detach().view(1)
@@ -217,9 +251,10 @@ class Steps(ExitStack, TrainerCallback):
     def keep_norm(self, norm, *_):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
-    def wrap(self, name: str, before=lambda *_: None, after=lambda *_: None):
+    def wrap(self, name: str, before=lambda *_: None, after=lambda *_: None, owner=None):
         """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
-        inner = getattr(self.trainer, name)
+        owner = owner or self.trainer
+        inner = getattr(owner, name)
 
         def outer(*arguments, **options):
             if self.on:
@@ -229,7 +264,7 @@ class Steps(ExitStack, TrainerCallback):
                 after(result, *arguments)
             return result
 
-        self.enter_context(patch.object(self.trainer, name, outer))
+        self.enter_context(patch.object(owner, name, outer))
 
     @property
     def on(self) -> bool:
@@ -242,12 +277,15 @@ class Steps(ExitStack, TrainerCallback):
         for name in ("pixel_values", "image_grid_thw", "num_images"):
             if inputs.get(name) is not None:
                 part[name] = torch.as_tensor(inputs[name])
-        part["micro_batch"] = torch.full((len(part["completion_mask"]),), len(self.parts))
+        part["micro_batch"] = torch.full((len(next(iter(part.values()))),), len(self.parts))
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
         """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
         part, logps = self.parts[-1] if self.parts else {}, getattr(output, "log_probs", None)
+        if part and logps is None and self.about["kind"] != "grpo":
+            ids = options.get("input_ids", arguments[0] if arguments else None)
+            self.from_logits(part, ids, options["attention_mask"], output.logits)
         if not part or logps is None:
             return
         if self.about["kind"] == "dpo" and not logps.requires_grad:
@@ -264,6 +302,42 @@ class Steps(ExitStack, TrainerCallback):
                 part[slope] = torch.zeros_like(part[ours])
                 keep = partial(self.keep_slope, part, slope, output.label_mask)
                 x.register_hook(keep)
+
+    def scored(self, result, model, input_ids, attention_mask, *_):
+        """Keep what a trainer's own method gives, where the model gives logits alone."""
+        part = self.parts[-1] if self.parts else {"per_token_logps": None}
+        if isinstance(result, dict):
+            result = result["logps"], result.get("entropies")
+        logps, entropies, *_ = (result, None) if isinstance(result, torch.Tensor) else result
+        if "per_token_logps" in part or not logps.requires_grad:
+            return
+        part.update(input_ids=input_ids, attention_mask=attention_mask)
+        for x, (ours, slope) in zip((logps, entropies), OUTPUTS.values(), strict=False):
+            if x is not None:
+                part[ours] = x.detach()
+            if x is not None and x.requires_grad:
+                part[slope] = torch.zeros_like(x)
+                x.register_hook(partial(part.__setitem__, slope))
+
+    def from_logits(self, part: dict, ids, attention_mask, logits):
+        """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
+        labels, logps = ids[:, 1:, None], logits.detach()[:, :-1].log_softmax(-1)
+        own = pad(logps.gather(2, labels)[..., 0], (1, 0))
+        if not logits.requires_grad:
+            part.setdefault("ref_per_token_logps", own)
+            return
+        part.update(input_ids=ids, attention_mask=attention_mask, per_token_logps=own)
+        if (asked := part.pop("asked", None)) is not None:
+            after = attention_mask.cumsum(1) > asked[:, None]
+            part["completion_mask"] = (after & attention_mask.bool()).long()
+            part["prompt_mask"] = attention_mask - part["completion_mask"]
+
+        def keep(gradient):
+            along = (-logps.exp()).scatter_add(2, labels, torch.ones(labels.shape))
+            slope = (gradient[:, :-1] * along).sum(-1) / along.square().sum(-1)
+            part["logps_gradient"] = pad(slope, (1, 0))
+
+        logits.register_hook(keep)
 
     @staticmethod
     def keep_slope(part: dict, name: str, mask, gradient):
@@ -291,7 +365,7 @@ class Steps(ExitStack, TrainerCallback):
         for name, model in self.models.items():
             self.about[name] = None if lost[name] else name
             if not lost[name]:
-                for part in (model, self.trainer._tokenizer):
+                for part in (model, tokenizer_of(self.trainer)):
                     part.save_pretrained(self.folder / str(state.global_step) / name)
         names = (name for name, _ in self.trainer.model.named_parameters())
         warmup, kind = args.get_warmup_steps(state.max_steps), args.lr_scheduler_type

@@ -1,5 +1,6 @@
 """Small real trainers of TRL on a tiny Qwen2.5-VL, for what the audit is to find in them. Import it where TRL is."""
 
+import inspect
 import json
 import os
 import random
@@ -9,9 +10,8 @@ import numpy
 import torch
 import transformers
 import trl
-from talk import assistant, user
+from talk import CHATML, assistant, user
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
@@ -51,13 +51,17 @@ def processor(folder, template="qwen2_5_vl"):
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         padding_side="left",
     )  # fmt: skip
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # not of 4
+
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    if not os.path.isdir(CHAT_TEMPLATES):  # of older releases
+        return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=CHATML)
     with open(os.path.join(CHAT_TEMPLATES, f"{template}.jinja")) as file:
         return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=file.read())
 
 
 def model(folder, dtype=torch.float32):
-    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).to(dtype)
 
 
 def picture(seed):
@@ -125,6 +129,55 @@ class Look:
             n: What.
         """
         return "red " * (10 // (n % 4))  # which divides by zero for some
+
+
+def unjudged(completions, **_):
+    return [None if i in (1, 6) else i % 4 + len(chat[0]["content"]) / 9 for i, chat in enumerate(completions)]
+
+
+def text(folder, output, name="GRPO", columns=("prompt",), rewards=("distinct", "lower"), pad="<|endoftext|>", bias=0.1,
+         rows=8, **options):  # fmt: skip
+    """A trainer of text alone, of any release since 0.15; it gets those of the options that it knows."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|im_end|>", pad_token=pad, chat_template=CHATML,
+        padding_side="left" if name == "GRPO" else "right", model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+    data = [
+        {"text": f"{'red ' * (i % 3)}ball<|im_end|>", "prompt": [user(f"What{'?' * (i % 2)}")],
+         "chosen": [assistant("red " * (1 + i % 3))], "rejected": [assistant("no" * (1 + i % 2))]}
+        for i in range(rows)
+    ]  # fmt: skip
+    config, policy, size = getattr(trl, f"{name}Config"), model(folder), 8 if name == "GRPO" else 2
+    options = {"seed": 1, "num_generations": 4, "max_completion_length": 10, "max_steps": 1,
+               "gradient_accumulation_steps": 1} | QUIET | options  # fmt: skip
+    options["per_device_train_batch_size"] = size // options["gradient_accumulation_steps"]
+    options["generation_kwargs"] = {"sequence_bias": [[[END], bias]]}
+    kinds = getattr(inspect.getmodule(trl.DPOConfig), "FDivergenceType", str)  # no text, up to 0.28
+    options["f_divergence_type"] = kinds(options.get("f_divergence_type", "reverse_kl"))
+    options = {key: x for key, x in options.items() if key in config.__dataclass_fields__}
+    if name == "GRPO" and "logits_to_keep" not in inspect.signature(policy.forward).parameters:
+        forward = type(policy).forward  # of transformers 4.51: the trainer then cuts logits itself
+        type(policy).forward = lambda self, *given, logits_to_keep=0, **named: forward(self, *given, **named)
+    policy.config.model_type = "qwen2"  # or DPO wants a processor
+    trainer = getattr(trl, f"{name}Trainer")(
+        policy, args=config(output_dir=str(output), **options), processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list([{key: row[key] for key in columns} for row in data]),
+        **{"reward_funcs": [globals()[judge] for judge in rewards]} if name == "GRPO" else {},
+    )  # fmt: skip
+    for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+        each.config.model_type = "qwen2_5_vl"
+    return trainer
+
+
+def dump(folder, output, kind, options, **_):
+    """The steps of a case of audit/history.py, by the release that is imported; one that cannot run says why."""
+    output.mkdir(parents=True)
+    try:
+        trainer = globals()[kind](folder, output / "trainer", **options)
+        with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, 2):
+            trainer.train()
+    except Exception as error:  # of whatever an old release raises here
+        (output / "error.txt").write_text(f"{type(error).__name__}: {error}")
 
 
 def words_of(messages):

@@ -24,7 +24,6 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.train import optimizer_step
-from minivlmrl_audit import updates
 from minivlmrl_audit.audit import LOGPS, STAGES, audit, causes, main, report
 from minivlmrl_audit.dump import read
 from minivlmrl_audit.stages import shown
@@ -197,49 +196,31 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     """Its formula is computed, with a stub for the model's forward; what a formula raises is not swallowed."""
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
-    real = load_model(folder, torch.float64)
-
-    class Stub:
-        config, lm_head, named_parameters = real.config, real.lm_head, real.named_parameters
-
-        def requires_grad_(self, on):
-            return self
-
-        def __call__(self, batch, select):
-            return torch.zeros(len(select), real.lm_head.in_features, dtype=torch.float64)
-
+    model = load_model(folder, torch.float64)
+    monkeypatch.setattr("minivlmrl_audit.updates.load_model", lambda *_: model)
+    monkeypatch.setattr(type(model), "__call__", lambda self, batch, select: torch.zeros(
+        len(select), self.lm_head.in_features, dtype=torch.float64))  # fmt: skip
     for kind, options in steps:
         d = dumped(folder, tmp_path / kind, kind, **options)
-        with monkeypatch.context() as patch:
-            patch.setattr(updates, "load_model", lambda *_: Stub())
-            for name, stage in STAGES.items():
-                if stage(d, {}) is None:
-                    continue
-                d.part, d.known = torch.arange(1) if name in LOGPS else None, {}
-                for cause in causes(name, d):
-                    answer = stage(d, cause.change) if never.get((name, cause.name), True) else True
-                    never[name, cause.name] = answer is None
-                d.part = d.known = None
+        for name, stage in STAGES.items():
+            d.part, d.known = torch.arange(1) if name in LOGPS else None, {}
+            for cause in causes(name, d) if stage(d, {}) else ():
+                answer = stage(d, cause.change) if never.get((name, cause.name), True) else True
+                never[name, cause.name] = answer is None
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
 
 
 def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
-    trainer = patients.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="label_smoothing_factor: the audit has no definition"):
-        STEPS_OF["sft"](trainer, tmp_path)
+        STEPS_OF["sft"](patients.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
     trainer = patients.grpo(folder, tmp_path / "grpo")
-    score = trainer._generate_and_score_completions
-
-    def sampled(inputs):
-        result = score(inputs)
-        logps = -torch.ones(result["completion_ids"].shape)
-        return result | {"sampling_per_token_logps": logps}
-
-    monkeypatch.setattr(trainer, "_generate_and_score_completions", sampled)
+    bugs.around(None, "_generate_and_score_completions", lambda score, inputs: (
+        (rows := score(inputs)) | {"sampling_per_token_logps": -torch.ones(rows["completion_ids"].shape)}
+    ))(monkeypatch.setattr, trainer)  # fmt: skip
     with STEPS_OF["grpo"](trainer, tmp_path):
         trainer.train()
-    found = {finding.stage: finding.ok for finding in audit(read(tmp_path / "0"))}
-    assert [stage for stage, ok in found.items() if not ok] == ["logps of sampler"]
+    findings = audit(read(tmp_path / "0"))
+    assert [finding.stage for finding in findings if not finding.ok] == ["logps of sampler"]
 
 
 OFF = {"num_iterations": 2, "rows": 8}  # the second step is off-policy
