@@ -156,25 +156,18 @@ def test_what_a_repository_asks_in_its_tests(right, tmp_path, capsys):
         assert_step(tmp_path)
 
 
-def policy(lp, old, r, a, mask, e, w=None, clip=0.2, beta=0.1, kl=None):
-    """GRPO's terms by hand; w, kl and clip may be wrong."""
+def policy(lp, old, r, a, mask, e, w=None, clip=0.2, kl=lambda lp, old, k3: k3, bonus=0.0):
+    """GRPO's loss by hand; w, kl and clip may be wrong."""
     ratio = (lp - old).exp() if w is None else w(lp, old)
     terms = -torch.min(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
-    k3 = (r - lp).exp() - (r - lp) - 1
-    return (terms + beta * (k3 if kl is None else kl(lp, old, k3))) * mask
+    terms = (terms + 0.1 * kl(lp, old, (r - lp).exp() - (r - lp) - 1)) * mask
+    return (terms.sum(1) / mask.sum(1)).mean() - bonus * (e * mask).sum() / mask.sum()
 
 
-def rows_mean(x, mask):
-    return (x.sum(1) / mask.sum(1)).mean()
-
-
-WRONG = {  # the loss of a step, what the audit has to name
-    "log-ratio clamped at 0.2": lambda *x: rows_mean(
-        policy(*x, w=lambda lp, old: (lp - old).clamp(-0.2, 0.2).exp(), clip=0.5), x[4]),
-    "no ratio": lambda *x: rows_mean(policy(*x, w=lambda lp, old: lp, clip=99), x[4]),
-    "KL times a detached ratio": lambda *x: rows_mean(
-        policy(*x, kl=lambda lp, old, k3: k3 * (lp - old).exp().detach()), x[4]),
-    "entropy bonus 0.01": lambda *x: rows_mean(policy(*x), x[4]) - 0.01 * (x[5] * x[4]).sum() / x[4].sum(),
+WRONG = {  # what the audit has to name, what is wrong in the loss
+    "log-ratio clamped at 0.2": {"w": lambda lp, old: (lp - old).clamp(-0.2, 0.2).exp(), "clip": 0.5},
+    "no ratio": {"w": lambda lp, old: lp, "clip": 99}, "entropy bonus 0.01": {"bonus": 0.01},
+    "KL times a detached ratio": {"kl": lambda lp, old, k3: k3 * (lp - old).exp().detach()},
 }  # fmt: skip
 
 
@@ -184,19 +177,13 @@ def test_a_loss_that_has_such_a_mistake_is_named(name):
     g = torch.Generator().manual_seed(1)
     lp, e = d["per_token_logps"].clone().requires_grad_(), torch.rand(6, 5, generator=g).double().requires_grad_()
     r, a = d["old_per_token_logps"] - 0.3 * torch.rand(6, 5, generator=g), d["advantages"][:, None]
-    loss = WRONG[name](lp, d["old_per_token_logps"], r, a, d["completion_mask"], e)
+    loss = policy(lp, d["old_per_token_logps"], r, a, d["completion_mask"], e, **WRONG[name])
     slopes = torch.autograd.grad(loss + 0 * e.sum(), (lp, e))
     given = {"entropies": e.detach(), "ref_per_token_logps": r, "loss": loss.detach()[None]}
     given |= dict(zip(("logps_gradient", "entropies_gradient"), slopes, strict=True))
-    about = {
-        "loss_type": "grpo",
-        "beta": 0.1,
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "use_bias_correction_kl": name.startswith("KL"),
-    }
-    if "clamped" in name:
-        about |= {"epsilon_low": 0.5, "epsilon_high": 0.5}
+    clip = 0.5 if "clamped" in name else 0.2
+    about = {"loss_type": "grpo", "beta": 0.1, "epsilon_low": clip, "epsilon_high": clip}
+    about["use_bias_correction_kl"] = name.startswith("KL")
     given |= {name: x for name, x in d.tensors.items() if name not in {*given, "group", "row"}}
     wrong = Dump({"kind": "grpo", "loss": about}, given | {"micro_batch": torch.zeros(6).long()})
     assert name in [causes[0].name for causes, _ in explain("loss", wrong) if len(causes) == 1]
