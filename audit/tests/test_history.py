@@ -15,6 +15,6 @@ def test_the_page_has_the_table_of_the_record():
     for bug in {bug for _, bug in of}:
         case = about["cases"][bug]
         before, good, last = (of[release, bug] for release in (case["before"], case["good"], "1.16.0"))
-        link = f"[{case['fix']}](https://github.com/huggingface/trl/pull/{case['fix']})"
+        link = f"<https://github.com/huggingface/trl/pull/{case['fix']}>"
         assert f"| {bug} | {link} | {case['before']}: {before} | {case['good']}: {good} | {last} |" in page
         assert (before, good, last) == ("named", "silent", "silent")
