@@ -53,7 +53,7 @@ def grpo(name: str, *overrides: str, **expected) -> Entry:
 
 
 # as the controls and the harder tasks were measured
-SHORT = ["--grpo.beta=0.02", "--grpo.max_steps=180"]
+SHORT, FORM = ["--grpo.beta=0.02", "--grpo.max_steps=180"], "--rewards.environment=0.3"
 
 
 def zoom(name: str, task: str, environment: str = "Quarters", file: str = "zoom.py", *more: str, **expected) -> Entry:
@@ -113,7 +113,7 @@ LONG = [
     zoom("a third informed", "INFORMED", sampled_gain=0.5),
     zoom("a box", *BOX, "--sampling.max_new_tokens=56", looks(BOX[2]), sampled_gain=0.3),
     zoom("two looks", *TWICE, "--sampling.max_new_tokens=72", looks(TWICE[2]), sampled_gain=0.3),
-    Entry("zoom, shuffled rewards", "zoom.yaml", [*SHORT, shuffled(accuracy=1.0)], most_sampled_gain=0.1),
+    Entry("zoom, shuffled rewards", "zoom.yaml", [*SHORT, shuffled(accuracy=1.0), FORM], most_sampled_gain=0.1),
 ]
 
 

@@ -85,27 +85,37 @@ class Quarters:
     declare_tools = False  # the call is in tags
 
     def reset(self, picture, **columns):
-        self.picture = picture
+        self.picture, self.answered = picture, 0
 
     def zoom(self, quarter: int) -> PIL.Image.Image:
         """Show a quarter in full: 1 upper left, 2 upper right, 3 lower left, 4 lower right."""
-        return crop(self.picture, [1, 2, 3, 4].index(quarter))
+        shown = self._show([1, 2, 3, 4].index(quarter))
+        self.answered += 1
+        return shown
+
+    def _show(self, quarter: int) -> PIL.Image.Image:
+        return crop(self.picture, quarter)
+
+    def get_reward(self) -> float:
+        """Pay for calls that could be answered: a form that earns nothing is lost."""
+        return self.answered / self.max_tool_calls
 
 
 class Lost(Quarters):
     """A control: whichever quarter is asked for, it shows one that a picture's row draws for it."""
 
-    def reset(self, picture, found, **columns):
-        self.picture, self.found = picture, found
+    def reset(self, found, **columns):
+        super().reset(**columns)
+        self.found = found
 
-    def zoom(self, quarter: int) -> PIL.Image.Image:
-        return crop(self.picture, self.found[quarter - 1])
+    def _show(self, quarter: int) -> PIL.Image.Image:
+        return crop(self.picture, self.found[quarter])
 
 
 class Blind(Quarters):
     """A control: crops are grey."""
 
-    def zoom(self, quarter: int) -> PIL.Image.Image:
+    def _show(self, quarter: int) -> PIL.Image.Image:
         return PIL.Image.new("RGB", (QUARTER, QUARTER), "grey")
 
 

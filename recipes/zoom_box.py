@@ -22,20 +22,15 @@ BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
 GRID, BOX, LARGE = range(0, 21, 4), range(0, 17, 4), 16  # pixels of what is shown: corners of squares, of boxes; a side
 
 
-class Boxes:
+class Boxes(BASE["Quarters"]):
     """The environment: `<zoom>[x1, y1, x2, y2]</zoom>` in pixels of what is shown."""
-
-    max_tool_calls = 1
-    declare_tools = False  # the call is in tags
-
-    def reset(self, picture, **columns):
-        self.picture = picture
 
     def zoom(self, bbox_2d: tuple[int, int, int, int]) -> PIL.Image.Image:
         """Show a box in full; it has at most 16 pixels a side."""
         x1, y1, x2, y2 = bbox_2d
         if not (0 <= x1 < x2 <= x1 + LARGE <= 32 and 0 <= y1 < y2 <= y1 + LARGE <= 32):
             raise ValueError("no such box")
+        self.answered += 1
         return self.picture.crop([2 * side for side in bbox_2d])
 
 
