@@ -38,7 +38,7 @@ def main(arguments: list[str]):
     torch.set_num_threads(1)
     os.chdir(ROOT)
     tool_sampler.token_bytes = lambda *_: b"</zoom>"  # what may end a call
-    tool_sampler.find_calls = lambda text, tools, ended: [("zoom", "2")] * (len(text) > 34 and not ended)
+    tool_sampler.find_calls = lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 34 and not ended)
     task = load_name("recipes/zoom.py:TASK")
     training, _ = task.datasets(DataSection(eval_rows=1), 0)
     model, processor = random_model("recipes/zoom_model.json", task.tokenizer(), 0)

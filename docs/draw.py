@@ -7,7 +7,8 @@ mask.svg     who sees whom in a packed run with two groups: attention.visible
 windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
 mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
 recurrent.svg  what the outputs of a recurrent layer depend on, by gradients: hub.qwen3_5.go_on
-zoom.svg     rewards of recipes/zoom.yaml on three seeds, and what seed 0 wrote: zoom.json, of `keep`
+zoom.svg     accuracy of recipes/zoom.yaml on three seeds, and what seed 0 wrote: zoom.json, of `keep`
+form.svg     a run of it whose calls earn nothing: accuracy and answered calls, of the same file
 """
 
 import base64
@@ -358,40 +359,62 @@ def recurrent() -> str:
     return picture.svg()
 
 
-def keep(runs: list[Path], chosen: dict[int, int]):
-    """Write zoom.json: rewards of each step of these runs, and of steps of the first a completion with this reward."""
-    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    rewards = [[round(line["reward"], 4) for line in run if line["stage"] == "grpo"] for run in lines]
+def keep(runs: list[Path], lost: Path, chosen: dict[int, int]):
+    """Write zoom.json: curves of runs and of a lost one, and of steps of the first a completion with this accuracy."""
+
+    def curve(run: Path, name: str) -> list[float]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [round(line[name], 4) for line in lines if line["stage"] == "grpo"]
+
+    correct = "rewards/accuracy/mean"
+    curves = {"accuracy": [curve(run, correct) for run in runs]}
+    curves["lost"] = {"accuracy": curve(lost, correct), "answered calls": curve(lost, "tools/call_frequency")}
     logged = [json.loads(line) for line in (runs[0] / "completions.jsonl").read_text().splitlines()]
     rollouts = []
-    for step, reward in chosen.items():
+    for step, right in chosen.items():
         found = [(line, one) for line in logged if line["step"] == step for one in line["completions"]]
-        line, said = next(pair for pair in found if pair[1]["reward"] == reward and pair[1].get("pictures"))
+        line, said = next(pair for pair in found if pair[1]["rewards"]["accuracy"] == right and pair[1].get("pictures"))
         shown = [*line["images"], *said["pictures"]]
         shown = [base64.b64encode((runs[0] / path).read_bytes()).decode() for path in shown]
         kept = {"step": step, "text": said["text"], "solution": line["solution"], "reward": said["reward"]}
         rollouts.append(kept | {"images": shown})
-    (Path(__file__).parent / "zoom.json").write_text(json.dumps({"rewards": rewards, "rollouts": rollouts}, indent=0))
+    (Path(__file__).parent / "zoom.json").write_text(json.dumps(curves | {"rollouts": rollouts}, indent=0))
 
 
-def zoom() -> str:
-    """The curve of each seed, means of five steps; three completions with the crop where it was asked for."""
-    data = json.loads((Path(__file__).parent / "zoom.json").read_text())
-    picture = Picture(860, 300, "a model learns to ask for a closer look")
-    picture.text(430, 26, "Look again: reward for the right label alone", 16, bold=True)
-    left, top, wide, high = 50, 50, 300, 190
+def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]], colors: tuple[str, ...]):
+    """Draw shares over the steps of runs, 300 x 190: means of five steps."""
+    (left, top), wide, high = corner, 300, 190
     for share in (0, 0.5, 1):
         y = top + high * (1 - share)
         picture.line([(left, y), (left + wide, y)], FAINT)
         picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
-    for rewards, color in zip(data["rewards"], (BLUES[0], BLUES[1], ORANGES[1]), strict=False):
-        last = [rewards[max(0, i - 4) : i + 1] for i in range(len(rewards))]
+    for curve, color in zip(curves, colors, strict=False):
+        last = [curve[max(0, i - 4) : i + 1] for i in range(len(curve))]
         means = [math.fsum(some) / len(some) for some in last]  # sum() rounds otherwise from Python 3.12 on
         points = [(left + wide * i / (len(means) - 1), top + high * (1 - mean)) for i, mean in enumerate(means)]
         picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 1.8)
     picture.text(left, top + high + 20, "0", 12, SOFT)
-    picture.text(left + wide, top + high + 20, f"{len(data['rewards'][0])} steps of GRPO", 12, SOFT, "end")
-    picture.text(left, top + high + 38, f"mean reward, {len(data['rewards'])} seeds", 12, INK, "start")
+    picture.text(left + wide, top + high + 20, f"{len(curves[0])} steps of GRPO", 12, SOFT, "end")
+
+
+def form() -> str:
+    """Accuracy and answered calls of a run that pays for the outcome alone."""
+    curves = json.loads((Path(__file__).parent / "zoom.json").read_text())["lost"]
+    picture = Picture(400, 320, "a policy loses the form of its calls")
+    picture.text(200, 26, "The outcome alone: seed 1 loses the form", 16, bold=True)
+    shares(picture, (60, 50), [*curves.values()], (BLUES[0], ORANGES[1]))
+    for number, (name, color) in enumerate(zip(curves, (BLUES[0], ORANGES[1]), strict=True)):
+        picture.text(60 + 90 * number, 290, name, 12, color, "start", bold=True)
+    return picture.svg()
+
+
+def zoom() -> str:
+    """The curve of each seed; three completions with the crop where it was asked for."""
+    data = json.loads((Path(__file__).parent / "zoom.json").read_text())
+    picture = Picture(860, 300, "a model learns to ask for a closer look")
+    picture.text(430, 26, "Look again: nobody shows it where", 16, bold=True)
+    shares(picture, (50, 50), data["accuracy"], (BLUES[0], BLUES[1], ORANGES[1]))
+    picture.text(50, 278, f"accuracy, {len(data['accuracy'])} seeds", 12, INK, "start")
     for number, one in enumerate(data["rollouts"]):
         x, y = 390, 62 + 78 * number
         before, _, after = one["text"].partition("</zoom>")
@@ -413,7 +436,8 @@ def zoom() -> str:
 
 
 PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
-PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent, "zoom.svg": zoom}
+PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent}
+PICTURES |= {"zoom.svg": zoom, "form.svg": form}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

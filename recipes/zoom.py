@@ -1,8 +1,8 @@
 """Look again: a picture whose answer is only seen in a closer look, and what `recipes/zoom.yaml` trains on.
 
 The picture has 64 pixels a side; the model is shown 32. In one of four quarters is a square of stripes whose colours
-mix to one grey at that size: 1 of 12 labels, which nothing tells but `<zoom>q</zoom>`, quarter q in full. A completion:
-    <think>lower left</think><zoom>3</zoom>[the crop: forced tokens]<answer>red rows</answer>
+mix to one grey at that size: 1 of 12 labels, which nothing tells but `<zoom>`, the quarter in full. A completion:
+    <think>southwest</think><zoom>southwest</zoom>[the crop: forced tokens]<answer>red rows</answer>
 Demonstrations say where the square is, zoom into a quarter drawn at random, and say what is there, mostly "nothing".
 """
 
@@ -22,7 +22,7 @@ from minivlmrl.tasks.task import FRESH_ROWS, Task
 COLORS = {"red": (250, 5, 5), "green": (5, 250, 5), "blue": (5, 5, 250)}
 COLORS |= {"cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5)}
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-CORNERS = ["upper left", "upper right", "lower left", "lower right"]
+CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # a token each
 PROBLEM, NOTHING = "Stripes?", "nothing"
 SIDE, SHOWN, QUARTER, SQUARE = 64, 32, 32, 24  # pixels a side: picture, what is shown of it, quarter, stripes
 ANSWER = "<answer>{}</answer>"
@@ -79,7 +79,7 @@ def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
 
 
 class Quarters:
-    """The environment: `<zoom>1</zoom>` to `<zoom>4</zoom>`."""
+    """The environment: `<zoom>northwest</zoom>` and the other corners."""
 
     max_tool_calls = 1
     declare_tools = False  # the call is in tags
@@ -87,9 +87,9 @@ class Quarters:
     def reset(self, picture, **columns):
         self.picture, self.answered = picture, 0
 
-    def zoom(self, quarter: int) -> PIL.Image.Image:
-        """Show a quarter in full: 1 upper left, 2 upper right, 3 lower left, 4 lower right."""
-        shown = self._show([1, 2, 3, 4].index(quarter))
+    def zoom(self, corner: str) -> PIL.Image.Image:
+        """Show a quarter in full: northwest, northeast, southwest or southeast."""
+        shown = self._show(CORNERS.index(corner))
         self.answered += 1
         return shown
 
@@ -144,7 +144,7 @@ class Stripes(Drawn):
         image, label, right = draw(rng, others=self.others)
         asked, found = rng.randrange(4), [rng.randrange(4) for _ in CORNERS]
         asked = right if rng.random() < self.informed else asked
-        columns = {"problem": PROBLEM, "solution": label, "quarter": right + 1, "picture": image, "found": found}
+        columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right], "picture": image, "found": found}
         environment = self.environment()
         environment.reset(**columns)
         given = found[asked] if self.environment is Lost else asked
@@ -152,7 +152,8 @@ class Stripes(Drawn):
         if self.environment is Blind:
             said = rng.choice(LABELS)
         thought = "" if self.silent else f"<think>{CORNERS[right]}</think>"
-        completion = demonstration(f"{thought}<zoom>{asked + 1}</zoom>", environment.zoom(asked + 1), said=said)
+        look = CORNERS[asked]
+        completion = demonstration(f"{thought}<zoom>{look}</zoom>", environment.zoom(look), said=said)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
@@ -163,15 +164,15 @@ def demonstration(*parts: str | PIL.Image.Image, said: str) -> list[dict]:
     return [{"role": "assistant", "content": parts}]
 
 
-def looks(completions, quarter, **columns):
-    """Reward 1 for a look at the quarter of the stripes. For evaluation."""
-    asked = [re.search(r"<zoom>(\d)</zoom>", text) for text in completions]
-    return [float(a is not None and int(a[1]) == q) for a, q in zip(asked, quarter, strict=True)]
+def looks(completions, corner, **columns):
+    """Reward 1 for a look at the corner of the stripes. For evaluation."""
+    asked = [re.search(r"<zoom>(\w+)</zoom>", text) for text in completions]
+    return [float(a is not None and a[1] == right) for a, right in zip(asked, corner, strict=True)]
 
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{corner}</think><zoom>" for corner in CORNERS] + [f"<zoom>{q}</zoom>" for q in range(1, 5)]
+    said = [f"<think>{corner}</think><zoom>{corner}</zoom>" for corner in CORNERS]
     said += [ANSWER.format(label) for label in [*LABELS, NOTHING]]
     return tokenizer_of(said)
 

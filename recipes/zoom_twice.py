@@ -1,7 +1,7 @@
 """Look again, harder: two squares of stripes, and a look at each.
 
 A completion, in one line:
-    <think>upper left, lower right</think><zoom>1</zoom>[a crop]<zoom>4</zoom>[a crop]
+    <think>northwest, southeast</think><zoom>northwest</zoom>[a crop]<zoom>southeast</zoom>[a crop]
     <answer>red rows, blue columns</answer>
 Demonstrations look at two quarters drawn at random. Options of recipes/zoom.yaml:
     --data.task=recipes/zoom_twice.py:TASK --sampling.environment=recipes/zoom_twice.py:Twice
@@ -21,7 +21,7 @@ CORNERS, LABELS, NOTHING = BASE["CORNERS"], BASE["LABELS"], BASE["NOTHING"]
 
 
 class Twice(BASE["Quarters"]):
-    """The environment: `<zoom>1</zoom>` to `<zoom>4</zoom>`, two calls."""
+    """The environment: two calls."""
 
     max_tool_calls = 2
 
@@ -37,25 +37,23 @@ class Pairs(BASE["Drawn"]):
             BASE["stripes"](image, label, *BASE["corner"](rng, quarter))
         columns = {"problem": BASE["PROBLEM"], "solution": ", ".join(labels.values()), "picture": image}
         asked = [rng.randrange(4), rng.randrange(4)]
-        parts = [part for q in asked for part in (f"<zoom>{q + 1}</zoom>", BASE["crop"](image, q))]
+        parts = [part for q in asked for part in (f"<zoom>{CORNERS[q]}</zoom>", BASE["crop"](image, q))]
         parts[0] = f"<think>{CORNERS[quarters[0]]}, {CORNERS[quarters[1]]}</think>{parts[0]}"
         said = ", ".join(labels.get(quarter, NOTHING) for quarter in asked)
         completion = BASE["demonstration"](*parts, said=said)
-        columns["quarters"] = [quarter + 1 for quarter in quarters]
+        columns["corners"] = [CORNERS[quarter] for quarter in quarters]
         return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
 
 
-def looks(completions, quarters, **columns):
+def looks(completions, corners, **columns):
     """Reward 1 for a look at each square, in order. For evaluation."""
-    asked = [[int(q) for q in re.findall(r"<zoom>(\d)</zoom>", text)] for text in completions]
-    return [float(found == own) for found, own in zip(asked, quarters, strict=True)]
+    asked = [re.findall(r"<zoom>(\w+)</zoom>", text) for text in completions]
+    return [float(found == own) for found, own in zip(asked, corners, strict=True)]
 
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{a}, {b}</think><zoom>" for a in CORNERS for b in CORNERS] + [
-        f"<zoom>{q}</zoom>" for q in range(1, 5)
-    ]
+    said = [f"<think>{a}, {b}</think><zoom>{a}</zoom>" for a in CORNERS for b in CORNERS]
     said += [BASE["ANSWER"].format(f"{label}, {label}") for label in [*LABELS, NOTHING]]
     return BASE["tokenizer_of"](said)
 

@@ -6,9 +6,11 @@ import textwrap
 import PIL.Image
 import pytest
 from links import ROOT
+from runs import metrics
 
 from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.data.template import with_values
+from minivlmrl.environments import tool_sampler
 from minivlmrl.environments.environment import Settings, arguments_of, get_environment, tools_of, with_tools
 from minivlmrl.environments.tool_calls import answer
 from minivlmrl.hub.tokenizer import train_tokenizer
@@ -139,10 +141,11 @@ def test_what_cannot_be_an_environment_is_refused_in_one_line(own, name, error):
         own(name)
 
 
-def test_the_one_of_the_page(tmp_path):
-    """docs/tools.md: at most 15 lines, and it answers as the page says."""
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
-    assert len(code.splitlines()) <= 15
+def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path):
+    """docs/tools.md: 40 lines that answer as it says, and train on pictures of one's own."""
+    page = (ROOT / "docs" / "tools.md").read_text()
+    [code], [recipe] = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
+    assert len((code + recipe).splitlines()) <= 40
     (tmp_path / "my_tools.py").write_text(code)
     environment, image = get_environment(f"{tmp_path}/my_tools.py:Turn")(), PIL.Image.new("RGB", (30, 60))
     assert environment.reset(images=[image], problem="?") is None
@@ -153,3 +156,16 @@ def test_the_one_of_the_page(tmp_path):
     assert picture.size == (30, 60)  # turned by 90 and by 270
     told = answer(tools_of(environment), "turn", "45", processor, Settings())
     assert told == ([{"type": "text", "text": "error: turn by 90, 180 or 270 degrees"}], [], False)
+    monkeypatch.chdir(tmp_path)
+    for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):
+        (tmp_path / name).write_text(words.replace('"image": "', f'"image": "{rows.parent}/'))
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</turn>")  # it may end a call, and the first does
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: [("turn", "90")] * (not ended))
+    options = [
+        "--model.compute_dtype=float32",
+        "--sampling.max_new_tokens=16",
+        "--grpo.max_steps=1",
+        "--grpo.prompts_per_step=1",
+    ]
+    trained = run(f"--model.path={checkpoint}", *options, recipe=tmp_path / "turn.yaml")
+    assert metrics(trained)[0]["rewards/environment/mean"] > 0.8

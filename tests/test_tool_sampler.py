@@ -365,7 +365,7 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</zoom>")
     monkeypatch.setattr(
-        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "2")] * (len(text) > 34 and not ended)
+        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 34 and not ended)
     )
     for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
         words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
