@@ -191,9 +191,41 @@ def preference_table() -> list[list[str]]:
     return table
 
 
+def noise(logits: Tensor, rewards: Tensor, G: int) -> dict[str, float]:
+    """Variance of a completion's share of the gradient for each baseline, in multiples of the exact baseline's.
+
+    With scores s = grad log p, V(b) = E (r - b)^2 |s|^2 - |E r s|^2 for a baseline b that is not drawn. Leave-one-out
+    adds what its own draws vary: V(E r) + (E (r - E r)^2 E |s|^2 + |E r s|^2) / (G - 1).
+    """
+    chance = chances(logps_of(logits))
+    scores = torch.autograd.functional.jacobian(lambda x: logps_of(x).sum(1), logits).flatten(1)  # (15, 21)
+    squares, mean = scores.square().sum(1), chance @ rewards
+    signal, spread = ((chance * rewards) @ scores).square().sum(), chance @ (rewards - mean).square()
+    best = (chance * rewards) @ squares / (chance @ squares)
+    fixed = {"none": 0.0, "expected reward": mean, "best constant": best}
+    found = {name: chance @ ((rewards - b).square() * squares) - signal for name, b in fixed.items()}
+    exact = found["expected reward"]
+    found["leave one out"] = exact + (spread * (chance @ squares) + signal) / (G - 1)
+    return {name: (value / exact).item() for name, value in found.items()}
+
+
+def noise_table() -> list[list[str]]:
+    """Noise: means over 20 random policies with rewards 0 and 1, of equally many completions."""
+    random = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+    cases = [(torch.randn(POLICY.shape, **random), torch.rand(len(ALL), **random)) for _ in range(20)]
+    cells, sizes = {}, (2, 4, 8, 16)
+    for G, (logits, drawn) in product(sizes, cases):
+        for name, value in noise(logits, (drawn < 0.3).double(), G).items():
+            cells.setdefault(name, dict.fromkeys(sizes, 0.0))[G] += value / len(cases)
+    return [
+        ["baseline", *map(str, sizes)],
+        *([name, *map("{:.2f}".format, row.values())] for name, row in cells.items()),
+    ]
+
+
 def main():
     """Print the tables, of which docs/bias.md shows the rows that it speaks of."""
-    for table in (policy_table, kl_table, ppo_table, preference_table):
+    for table in (policy_table, noise_table, kl_table, ppo_table, preference_table):
         print(table.__doc__, "", *(f"| {' | '.join(row)} |" for row in table()), "", sep="\n")
 
 

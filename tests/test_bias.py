@@ -7,9 +7,12 @@ import torch
 from links import ROOT
 
 from docs import bias
+from minivlmrl.advantages import group_advantages
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.objectives.policy_losses import FamilyLoss
+from minivlmrl.losses import Counts
+from minivlmrl.objectives.baselines import leave_one_out
+from minivlmrl.objectives.policy_losses import FamilyLoss, policy_loss
 from minivlmrl.objectives.preference_losses import DPOLoss
 from minivlmrl.reward_functions import names
 from minivlmrl.rows import Completion
@@ -19,7 +22,7 @@ from minivlmrl.tasks.shapes import Shapes
 from tiny import telling_weights
 
 DOCS = ROOT / "docs"
-TABLES = ["policy_table", "kl_table", "ppo_table", "preference_table"]
+TABLES = ["policy_table", "noise_table", "kl_table", "ppo_table", "preference_table"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def test_the_page_has_rows_of_the_table(tables, name):
     header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
     start = page.index(header) + 2
     shown = page[start : page.index("", start)]
-    assert len(shown) >= 5 and shown == [row for row in rows if row in shown]
+    assert len(shown) >= 4 and shown == [row for row in rows if row in shown]
 
 
 @pytest.mark.slow
@@ -72,6 +75,27 @@ def test_what_is_exact_is_so_for_another_policy(tables):
 def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length):
     found = bias.gradient(bias.expected_policy_loss, bias.POLICY, bias.GRADED, options, "none", G, True)
     close(-found, length * bias.reward_gradient(bias.POLICY, bias.GRADED))
+
+
+@pytest.mark.parametrize(("name", "G", "length"), [("rloo", 2, 1), ("rloo", 3, 1), ("dr_grpo", 2, 1 / 6)])
+def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
+    """The group's mean is leave-one-out times a constant, so dr_grpo has the same noise."""
+    groups, logps = torch.cartesian_prod(*[bias.ALL] * G), bias.logps_of(bias.POLICY)
+    chance, options = bias.chances(logps), FamilyLoss(loss_type=name)
+
+    def loss(logits, i):
+        rewards, drawn = bias.BINARY[i], bias.logps_of(logits)[i]
+        advantages = leave_one_out(rewards, G) if name == "rloo" else group_advantages(rewards, G, "none")
+        counts = Counts(G, bias.MASK[i].sum(), bias.T)
+        return policy_loss(drawn, advantages, bias.MASK[i], options, counts=counts)[0] / length
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(bias.POLICY, groups).flatten(1)
+    mean = bias.reward_gradient(bias.POLICY, bias.BINARY)
+    variance = G * (chance[groups].prod(1) @ (found + mean).square().sum(1))
+    scores = torch.autograd.functional.jacobian(lambda x: bias.logps_of(x).sum(1), bias.POLICY).flatten(1)
+    off = (bias.BINARY - chance @ bias.BINARY)[:, None] * scores - mean
+    told = bias.noise(bias.POLICY, bias.BINARY, G)["leave one out"]
+    assert (variance / (chance @ off.square().sum(1))).item() == pytest.approx(told, rel=1e-12)
 
 
 def test_the_gradient_of_the_kl_of_completions():
