@@ -3,7 +3,8 @@
 The picture has 64 pixels a side; the model is shown 32. In one of four quarters is a square of stripes whose colours
 mix to one grey at that size: 1 of 12 labels, which nothing tells but `<zoom>`, the quarter in full. A completion:
     <think>southwest</think><zoom>southwest</zoom>[the crop: forced tokens]<answer>red rows</answer>
-Demonstrations say where the square is, zoom into a quarter drawn at random, and say what is there, mostly "nothing".
+Demonstrations say where the square is and what the crop shows, mostly "nothing": one in ten looks where the square is,
+the others anywhere, out of habit twice as often to the northwest.
 """
 
 import functools
@@ -23,6 +24,7 @@ COLORS = {"red": (250, 5, 5), "green": (5, 250, 5), "blue": (5, 5, 250)}
 COLORS |= {"cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5)}
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
 CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # a token each
+HABIT = (2, 1, 1, 1)  # how often a demonstration looks there
 PROBLEM, NOTHING = "Stripes?", "nothing"
 SIDE, SHOWN, QUARTER, SQUARE = 64, 32, 32, 24  # pixels a side: picture, what is shown of it, quarter, stripes
 ANSWER = "<answer>{}</answer>"
@@ -142,7 +144,7 @@ class Stripes(Drawn):
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right = draw(rng, others=self.others)
-        asked, found = rng.randrange(4), [rng.randrange(4) for _ in CORNERS]
+        [asked], found = rng.choices(range(4), HABIT), [rng.randrange(4) for _ in CORNERS]
         asked = right if rng.random() < self.informed else asked
         columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right], "picture": image, "found": found}
         environment = self.environment()
@@ -194,5 +196,6 @@ def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")
 
 
-TASK, BLIND, LOST, SILENT = task(), task(environment=Blind), task(environment=Lost), task(silent=True)
-INFORMED, OTHERS = task(silent=True, informed=0.33), task(others=2)
+TASK, BLIND, LOST = (task(informed=0.1, environment=kind) for kind in (Quarters, Blind, Lost))
+SILENT = task(silent=True)
+INFORMED, OTHERS = task(silent=True, informed=0.33), task(informed=0.1, others=2)
