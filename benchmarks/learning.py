@@ -95,6 +95,7 @@ PLAN = [
 ]
 THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json"]
 THOUSANDTHS += ["--data.task=recipes/localisation.py:TASK(thousandths=True)", "--sampling.max_new_tokens=36"]
+PAID = "--rewards.environment=0.3"
 BOX, TWICE = ("TASK", "Boxes", "zoom_box.py"), ("TASK", "Twice", "zoom_twice.py")
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),
@@ -109,12 +110,7 @@ LONG = [
     zoom("a third informed", "INFORMED", sampled_gain=0.5),
     zoom("a box", *BOX, "--sampling.max_new_tokens=56", looks(BOX[2]), sampled_gain=0.3),
     zoom("two looks", *TWICE, "--sampling.max_new_tokens=72", looks(TWICE[2]), sampled_gain=0.3),
-    Entry(
-        "zoom, shuffled rewards",
-        "zoom.yaml",
-        [shuffled(accuracy=1.0), "--rewards.environment=0.3"],
-        most_sampled_gain=0.1,
-    ),
+    Entry("zoom, shuffled rewards", "zoom.yaml", [shuffled(accuracy=1.0), PAID], most_sampled_gain=0.1),
 ]
 
 

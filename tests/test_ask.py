@@ -113,12 +113,13 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
 
 
 def test_every_sampling_option_can_be_given_and_says_what_it_does():
+    """But the engine: it is the model itself."""
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
         "max_tokens_at_once": 500, "graph": "never", "environment": "tools.py:Zoom",
     }  # fmt: skip
-    assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
+    assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]
     for name, value in given.items():
         words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

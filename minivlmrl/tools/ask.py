@@ -116,13 +116,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--min_pixels", type=int, help="of an image; default: the model's")
     p.add_argument("--max_pixels", type=int, help="of an image; default: the model's")
     group = p.add_argument_group("sampling", SamplingOptions.__doc__)
-    sentences = help_of(SamplingOptions)
-    for name, kind in typing.get_type_hints(SamplingOptions).items():
-        nargs = None
+    said = help_of(SamplingOptions)
+    kinds = typing.get_type_hints(SamplingOptions)
+    for name in (n for n in kinds if n not in ("engine", "vllm")):  # it draws itself
+        kind, nargs = kinds[name], None
         while inside := typing.get_args(kind):  # int of int | None, str of list[str]
             nargs = "*" if typing.get_origin(kind) is list else nargs
             kind = str if isinstance(inside[0], str) else inside[0]
         given = {"type": kind, "nargs": nargs, "metavar": kind.__name__.upper()}
-        sentence = sentences[name].replace("%", "%%")
+        sentence = said[name].replace("%", "%%")
         group.add_argument(f"--{name}", **given, default=argparse.SUPPRESS, help=sentence)
     return p
