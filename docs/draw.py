@@ -7,7 +7,7 @@ mask.svg     who sees whom in a packed run with two groups: attention.visible
 windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
 mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
 recurrent.svg  what the outputs of a recurrent layer depend on, by gradients: hub.qwen3_5.go_on
-zoom.svg     accuracy of recipes/zoom.yaml on three seeds, and what seed 0 wrote: zoom.json, of `keep`
+zoom.svg     accuracy of recipes/zoom.yaml on ten seeds, and what seed 0 wrote: zoom.json, of `keep`
 form.svg     a run of it whose calls earn nothing: accuracy and answered calls, of the same file
 """
 
@@ -412,8 +412,8 @@ def zoom() -> str:
     """The curve of each seed; three completions with the crop where it was asked for."""
     data = json.loads((Path(__file__).parent / "zoom.json").read_text())
     picture = Picture(860, 300, "a model learns to ask for a closer look")
-    picture.text(430, 26, "Look again: nobody shows it where", 16, bold=True)
-    shares(picture, (50, 50), data["accuracy"], (BLUES[0], BLUES[1], ORANGES[1]))
+    picture.text(430, 26, "Look again: reward teaches where", 16, bold=True)
+    shares(picture, (50, 50), data["accuracy"], BLUES * 4)
     picture.text(50, 278, f"accuracy, {len(data['accuracy'])} seeds", 12, INK, "start")
     for number, one in enumerate(data["rollouts"]):
         x, y = 390, 62 + 78 * number
