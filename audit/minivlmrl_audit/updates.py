@@ -125,6 +125,15 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
     return picture
 
 
+def of_hidden(d: Dump) -> Tensor:
+    """Find the tokens (n, S) that come from the state of one that is known not to be attended to.
+
+    The packed run has no such state.
+    """
+    before = pad(d["attention_mask"][:, :-1], (1, 0), value=1)
+    return (before == 0) & ("attended" in (d.ids or {}))
+
+
 def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if d.get(name) is None or not d.about.get(folder):
@@ -134,7 +143,7 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     part = every if d.part is None else d.part
     (value, _), _ = forward(d, change, weights, every if "logps" in change else part)
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
-    counted = d["completion_mask"].double()
+    counted = d["completion_mask"] * ~of_hidden(d)
     return {name: ((d[name].nan_to_num() * counted)[part], (value * counted)[part], unit)}
 
 
@@ -143,6 +152,8 @@ def gradients(d: Dump, change: dict) -> Answer:
     has = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("grad").items()}
     slopes = d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
+        return None
+    if (d["completion_mask"] * of_hidden(d)).any():
         return None
     slopes, total = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)]), {}
     ones = torch.eye(len(d.micro_batches))
