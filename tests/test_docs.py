@@ -224,8 +224,8 @@ def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
 
 
 def test_grpo_of_plain_objects(own, monkeypatch):
-    """The loop of README changes the policy in each of its steps."""
-    [code] = [code for code in blocks(README, "python") if "grpo.steps" in code]
+    """The loop of docs/data.md changes the policy in each of its steps."""
+    [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
     space = {}
