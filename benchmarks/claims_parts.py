@@ -1,0 +1,165 @@
+"""What the runs of claims.py change that is no option of a recipe: tasks, a reward, and changes of a step.
+
+A change is called before each step, as `minivlmrl.train.start` does: change(algorithm, step, number). It may replace
+micro-batches of the step, or how the next rollouts are drawn; the loop itself is the one of every run.
+"""
+
+import copy
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from minivlmrl.rewards import normalize
+from minivlmrl.rows import Dataset, Row
+from minivlmrl.tasks.shapes import CHANCE, Shapes, datasets, tokenizer
+from minivlmrl.tasks.task import FRESH_ROWS, Task
+
+UNSEEN = ("green triangle", "blue square", "black triangle")  # of COMBINATIONS: their words are seen in others
+
+
+class Chosen:
+    """Rows of another dataset by number; `mark` says of each whether it is unseen."""
+
+    def __init__(self, rows: Dataset, numbers, mark=False):
+        self.rows, self.numbers, self.mark = rows, numbers, mark
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[self.numbers[index]]
+        return replace(row, columns=row.columns | {"unseen": is_unseen(row)}) if self.mark else row
+
+
+class Seen(Chosen):
+    """Of each 64 rows of another dataset the first that neither shows nor says an unseen combination."""
+
+    def __init__(self, rows: Dataset, size: int):
+        super().__init__(rows, range(size))
+
+    def __getitem__(self, index: int) -> Row:
+        found = (self.rows[64 * self.numbers[index] + i] for i in range(64))
+        return next(row for row in found if not is_unseen(row))
+
+
+def is_unseen(row: Row) -> bool:
+    """Say whether a row's picture, or what it demonstrates, is one of UNSEEN."""
+    return any(label in f"{row.columns['solution']} {row.completion}" for label in UNSEEN)
+
+
+def few(data, seed: int, prompts: int = 1):
+    """shapes, but reinforcement learning has so many pictures, again and again."""
+    training, held_out = datasets(data, seed)
+    return training | {"prompts": Chosen(training["prompts"], range(prompts))}, held_out
+
+
+def combinations(data, seed: int, demonstrations: int = 96, wrong: float = 0.5):
+    """shapes, but pictures and words of UNSEEN are held out, and say so."""
+    drawn = Shapes(64 * demonstrations, f"{seed}/sft", wrong_labels=wrong)
+    fresh = Shapes(FRESH_ROWS, f"{seed}/grpo")
+    training = {"demonstrations": Seen(drawn, demonstrations), "prompts": Seen(fresh, FRESH_ROWS // 64)}
+    return training, Chosen(Shapes(data.eval_rows, "eval"), range(data.eval_rows), mark=True)
+
+
+FEW = Task(few, tokenizer, lambda held_out: CHANCE, "chance")
+COMBINATIONS = Task(combinations, tokenizer, lambda held_out: CHANCE, "chance")
+
+
+def vote(answer_texts: list, prompts: list, completion_ids: list, winner="most", **columns) -> list[float]:
+    """1.0 for the answer that most completions of a group give ("any": for that of one drawn at random).
+
+    No solution is read. The first of equally frequent ones wins; completions without an answer earn 0.
+    """
+    rng, earned = random.Random(repr(completion_ids)), []
+    for _, group in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
+        given = [None if answer_texts[i] is None else normalize(answer_texts[i]) for i in group]
+        said = [answer for answer in given if answer] or [None]
+        chosen = Counter(said).most_common(1)[0][0] if winner == "most" else rng.choice(said)
+        earned += [float(answer is not None and answer == chosen) for answer in given]
+    return earned
+
+
+def sign(of: int) -> Callable:
+    """Learn from what is better than its group alone (1), or from what is worse (-1)."""
+
+    def change(algorithm, step, number):
+        for batch in step.micro_batches:
+            batch.advantages = batch.advantages * (batch.advantages.sign() == of)
+
+    return change
+
+
+def some_tokens(share: float) -> Callable:
+    """Learn from this share of all tokens, drawn at random."""
+
+    def change(algorithm, step, number):
+        generator = torch.Generator().manual_seed(number)
+        for batch in step.micro_batches:
+            batch.loss_mask = batch.loss_mask * (torch.rand(batch.loss_mask.shape, generator=generator) < share)
+
+    return change
+
+
+def late(k: int, corrected: bool) -> Callable:
+    """Train on each rollout k steps after it was drawn, and on nothing in the first k steps.
+
+    corrected: with the ratio to the policy that drew, clipped; otherwise as if today's policy had drawn.
+    """
+    waiting = deque()
+
+    def change(algorithm, step, number):
+        waiting.append(step.micro_batches)
+        if number < k:  # its gradient is 0: no advantage, and the reference is where the policy still is
+            step.micro_batches = [copy.copy(batch) for batch in step.micro_batches]
+            for batch in step.micro_batches:
+                batch.advantages = torch.zeros_like(batch.advantages)
+            return
+        step.micro_batches = waiting.popleft()
+        for batch in step.micro_batches if corrected else ():
+            batch.old_per_token_logps = batch.sampler_logps
+
+    return change
+
+
+class Rounded:
+    """A sampler with each weight matrix rounded to so many bits; from the second rollout on."""
+
+    def __init__(self, sample, bits: int):
+        self.sample, self.bits = sample, bits
+
+    def __getattr__(self, name: str):
+        return getattr(self.sample, name)
+
+    def __call__(self, *arguments):
+        exact = {name: weight.detach().clone() for name, weight in self.sample.model.named_parameters()}
+        with torch.no_grad():
+            for weight in self.sample.model.parameters():
+                weight.copy_(rounded(weight, self.bits))
+        completions = self.sample(*arguments)
+        self.sample.model.load_state_dict(exact, strict=False)
+        return completions
+
+
+def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round a matrix to 2^bits - 1 levels a row, symmetric; 16: to bfloat16. Vectors stay."""
+    if bits == 16:
+        return weight.bfloat16().to(weight.dtype)
+    if weight.dim() < 2:
+        return weight
+    rows, most = weight.flatten(1), 2 ** (bits - 1) - 1
+    step = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
+    return ((rows / step).round() * step).view_as(weight)
+
+
+def rounds(bits: int) -> Callable:
+    """Draw rollouts with rounded weights."""
+
+    def change(algorithm, step, number):
+        if number == 0:
+            algorithm.sample = Rounded(algorithm.sample, bits)
+
+    return change
