@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +145,14 @@ def train_once(name: str, seed: int, folder: Path):
     if arm.start:
         checkpoint = run(arm.start, seed)[1] / "checkpoint"
         options = ["--stages=[grpo]", f"--model.path={checkpoint}", "--model.config=null"]
-    options += [*arm.options, f"--seed={seed}", f"--output_dir={folder}", "--num_threads=1", "--data.eval_rows=16"]
+    options += [
+        "--resume=never",
+        *arm.options,
+        f"--seed={seed}",
+        f"--output_dir={folder}",
+        "--num_threads=1",
+        "--data.eval_rows=16",
+    ]
     config, change = load_config(ROOT / "recipes" / "shapes.yaml", options), arm.change and arm.change()
 
     def see(algorithm, optimizer, step, number, batches):
@@ -175,9 +182,10 @@ def train_once(name: str, seed: int, folder: Path):
 
 
 def tenths(values: list[float]) -> list[float]:
-    """Means of ten parts of a curve."""
+    """Means of ten parts of a curve; none if it has no points."""
     size = len(values) / 10
-    return [round(statistics.mean(values[round(i * size) : round((i + 1) * size)]), 4) for i in range(10)]
+    ends = [round(i * size) for i in range(11)] if values else []
+    return [round(statistics.mean(values[first:last]), 4) for first, last in pairwise(ends)]
 
 
 def write(path: Path, values):
