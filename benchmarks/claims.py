@@ -67,7 +67,7 @@ ARMS = {
     "sft, combinations": Arm([COMBINATIONS], start=None),
     "grpo": grpo(),
     "no kl": grpo("beta=0"),
-    "kl 0.5": grpo("beta=0.5"),
+    "kl 5": grpo("beta=5"),
     "4 passes": grpo(*FOUR),
     "4 passes, 0.28": grpo(*FOUR, "epsilon_high=0.28"),
     "4 passes, entropy bonus": grpo(*FOUR, "entropy_coef=0.02"),
