@@ -282,7 +282,7 @@ def main() -> int | None:
         FILE.write_text(as_lines(found))
     from docs import claims
 
-    claims.write_page(found)
+    claims.main()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The page of benchmarks/claims.py: what papers claim, what would show it false here, and the verdicts of claims.json.
+"""The page of benchmarks/claims.py: texts and bars of claims.yaml, verdicts by the runs of claims.json.
 
 python -m docs.claims   # docs/claims.md and docs/claims/*.svg; benchmarks/claims.py does it too
 """
@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -17,7 +18,7 @@ from docs.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "benchmarks"))
-from claims import DRAWN, PICTURES, Result, T  # noqa: E402
+from claims import DRAWN, FILE, PICTURES, Result, T  # noqa: E402
 
 RIGHT, PASS32, ENTROPY = "right answers", "pass@32", "entropy, nats a token"
 UNSEEN, SEEN = "right, unseen combinations", "right, seen combinations"
@@ -92,37 +93,23 @@ TEXTS = yaml.safe_load((DOCS / "claims.yaml").read_text())
 CLAIMS = [Claim(**texts | {name: Figure(**texts[name]) for name in ("figure", "control")}) for texts in TEXTS["claims"]]
 
 
-def write_page(found: dict):
-    """Write docs/claims.md and a picture for each claim that has runs."""
-    folder = DOCS / "claims"
-    folder.mkdir(exist_ok=True)
-    done = [claim for claim in CLAIMS if all(figure.values(found) for figure in (claim.figure, claim.control))]
-    sections = []
-    for number, claim in enumerate(done, start=1):
-        sections.append(section(number, claim, found))
-        if claim.arms:
-            (folder / f"{number:02}.svg").write_text(picture(claim, found))
-    (DOCS / "claims.md").write_text(page(done, sections, found))
-
-
-def page(done: list[Claim], sections: list[str], found: dict) -> str:
-    """The frame around a table of verdicts and the sections."""
+def page() -> str:
+    """claims.md: the frame around a table of verdicts and a section for each claim."""
+    found = json.loads(FILE.read_text())
     rows = [
         f"| [{claim.title}](#{anchor(number, claim)}) | {shown(claim.figure, found)} | {bar(claim.figure)} | "
         f"{VERDICTS[claim.figure.above(found)]} |"
-        for number, claim in enumerate(done, start=1)
+        for number, claim in enumerate(CLAIMS, start=1)
     ]
-    table = "\n".join(["| claim | measured | bar | verdict |", "|---|---|---|---|", *rows])
-    seconds = sum(run["cpu_seconds"] for arm in found["runs"].values() for run in arm.values())
+    runs = [run for arm in found["runs"].values() for run in arm.values()]
     words = {
-        "verdicts": table,
-        "claims": "\n\n".join(sections),
-        "runs": str(sum(map(len, found["runs"].values()))),
-        "hours": f"{seconds / 3600:.1f}",
-        "machine": found["machine"],
-        "commit": found["commit"],
+        "verdicts": "\n".join(["| claim | measured | bar | verdict |", "|---|---|---|---|", *rows]),
+        "claims": "\n\n".join(section(number, claim, found) for number, claim in enumerate(CLAIMS, start=1)),
+        "runs": str(len(runs)),
+        "hours": f"{sum(run['cpu_seconds'] for run in runs) / 3600:.1f}",
         "pictures": str(PICTURES),
         "drawn": str(DRAWN),
+        **{name: found[name] for name in ("machine", "commit")},
     }
     text = TEXTS["frame"]
     for name, value in words.items():
@@ -151,33 +138,26 @@ def bar(figure: Figure) -> str:
 def section(number: int, claim: Claim, found: dict) -> str:
     """A claim's part of the page."""
     figure, control = claim.figure, claim.control
-    values = figure.values(found)
+    values, stands = figure.values(found), control.above(found)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    stands = control.above(found)
-    kept = {True: not control.at_most, False: control.at_most, None: None}[stands]
-    held = {True: "as it must", False: "**not as it must**", None: "**undecided**"}[kept]
-    side = "below" if control.at_most else "over"
-    share = " as a share" if figure.share else ""
-    seeds = f"{len(values)} policies" if claim.figure.measure == "length" else f"{len(values)} seeds"
+    held = "undecided" if stands is None else "as it must" if stands is not control.at_most else "**not as it must**"
+    side, share = "below" if control.at_most else "over", ", as a share" if figure.share else ""
+    of = f", standard error {error:.3f}, {len(values)} {'seeds' if claim.arms else 'policies'}" if error else ", exact"
     lines = [
-        f"### {number} {claim.title}",
-        f"{claim.paper}: {claim.says} {claim.why}",
-        f"- {figure.words}{share}: {shown(figure, found)}, standard error {error:.3f}, {seeds}; it holds {bar(figure)}: "
-        f"**{VERDICTS[figure.above(found)]}**.",
+        f"### {number} {claim.title}\n",
+        f"{claim.paper}: {claim.says} {claim.why}\n",
+        f"- {figure.words}{share} ({bar(figure)}): {shown(figure, found)}{of}: **{VERDICTS[figure.above(found)]}**.",
         f"- Control: {control.words} ({side} {control.bar:g}): {shown(control, found)}, {held}.",
     ]
-    text = "\n\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:])
-    if claim.note:
-        text += f"\n\n{claim.note}"
-    if claim.arms:
-        text += f"\n\n![{claim.title}: {figure.measure} of each arm, a dot a seed](claims/{number:02}.svg)"
-    return text
+    lines += [f"\n{claim.note}"] if claim.note else []
+    lines += [f"\n![{claim.title}: each arm, a dot a seed](claims/{number:02}.svg)"] if claim.arms else []
+    return "\n".join(lines)
 
 
-def picture(claim: Claim, found: dict) -> str:
+def picture(claim: Claim) -> str:
     """A line for each arm: a dot for each seed, a tick at their mean."""
-    measure, runs = MEASURES[claim.figure.measure], found["runs"]
-    arms = {name: [measure(Result(**run)) for run in runs[name].values()] for name in claim.arms if runs.get(name)}
+    measure, runs = MEASURES[claim.figure.measure], json.loads(FILE.read_text())["runs"]
+    arms = {name: [measure(Result(**run)) for run in runs[name].values()] for name in claim.arms}
     left, wide, step, top = 190, 330, 26, 46
     height = top + step * len(arms) + 34
     most = max(max(values) for values in arms.values())
@@ -204,5 +184,18 @@ def picture(claim: Claim, found: dict) -> str:
     return drawing.svg()
 
 
+PAGES = {"claims.md": page}
+PAGES |= {
+    f"claims/{number:02}.svg": partial(picture, claim) for number, claim in enumerate(CLAIMS, start=1) if claim.arms
+}
+
+
+def main():
+    """Write the page and its pictures."""
+    for name, made in PAGES.items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(made(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    write_page(json.loads((DOCS / "claims.json").read_text()))
+    main()
