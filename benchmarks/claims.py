@@ -1,7 +1,7 @@
 """Hold claims of papers against runs of the default task, with controls: docs/claims.md is the page.
 
 python benchmarks/claims.py --jobs 2                 # every run that is not in docs/claims.json yet, then the page
-python benchmarks/claims.py "one picture" --seeds 5  # the runs of one claim; --seeds: how many
+python benchmarks/claims.py "One example is enough" # of one claim alone; --seeds: how many
 python benchmarks/claims.py --again "late 8" 3       # one run again: the same bytes as in the file, or exit status 1
 python benchmarks/claims.py --page                   # the page and its pictures alone
 
@@ -44,8 +44,8 @@ class Arm:
 
 
 def grpo(*options: str, change=None, start="sft") -> Arm:
-    """An arm by options of the section grpo; others begin with --."""
-    return Arm([text if text[0] == "-" else f"--grpo.{text}" for text in options], change, start)
+    """An arm by options of the section grpo, without KL unless they say one; others begin with --."""
+    return Arm([text if text[0] == "-" else f"--grpo.{text}" for text in ("beta=0", *options)], change, start)
 
 
 def rewards(**weights: float) -> str:
@@ -66,7 +66,7 @@ ARMS = {
     "sft, no thought": Arm([SILENT], start=None),
     "sft, combinations": Arm([COMBINATIONS], start=None),
     "grpo": grpo(),
-    "no kl": grpo("beta=0"),
+    "kl 0.02": grpo("beta=0.02"),
     "kl 5": grpo("beta=5"),
     "4 passes": grpo(*FOUR),
     "4 passes, 0.28": grpo(*FOUR, "epsilon_high=0.28"),
@@ -75,8 +75,8 @@ ARMS = {
     "4 passes, sequence 0.2": grpo(*FOUR, "importance_sampling_level=sequence"),
     "negative": grpo(change=lambda: parts.sign(-1)),
     "positive": grpo(change=lambda: parts.sign(1)),
-    "entropy fifth": grpo("beta=0", "top_entropy_quantile=0.2"),
-    "random fifth": grpo("beta=0", change=lambda: parts.some_tokens(0.2)),
+    "entropy fifth": grpo("top_entropy_quantile=0.2"),
+    "random fifth": grpo(change=lambda: parts.some_tokens(0.2)),
     "shuffled": grpo(rewards(**SHUFFLED)),
     "1 picture": grpo(f"--data.task={HERE}:FEW(prompts=1)"),
     "256 pictures": grpo(f"--data.task={HERE}:FEW(prompts=256)"),
