@@ -69,13 +69,13 @@ FEW = Task(few, tokenizer, lambda held_out: CHANCE, "chance")
 COMBINATIONS = Task(combinations, tokenizer, lambda held_out: CHANCE, "chance")
 
 
-def vote(answer_texts: list, prompts: list, completion_ids: list, winner="most", **columns) -> list[float]:
+def vote(answer_texts: list, row_names: list, completion_ids: list, winner="most", **columns) -> list[float]:
     """1.0 for the answer that most completions of a group give ("any": for that of one drawn at random).
 
     No solution is read. The first of equally frequent ones wins; completions without an answer earn 0.
     """
     rng, earned = random.Random(repr(completion_ids)), []
-    for _, group in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
+    for _, group in groupby(range(len(row_names)), key=lambda i: row_names[i]):
         given = [None if answer_texts[i] is None else normalize(answer_texts[i]) for i in group]
         said = [answer for answer in given if answer] or [None]
         chosen = Counter(said).most_common(1)[0][0] if winner == "most" else rng.choice(said)

@@ -71,9 +71,8 @@ def test_rounded_weights_have_so_many_levels_and_come_back():
 
 
 def test_a_vote_pays_the_most_frequent_answer_of_each_group():
-    one, two = object(), object()
-    prompts, said = [one] * 3 + [two] * 3, ["red", "Red.", "blue", None, "green", None]
-    assert claims_parts.vote(said, prompts, [[1]] * 6) == [1, 1, 0, 0, 1, 0]
+    said = ["red", "Red.", "blue", None, "green", None]
+    assert claims_parts.vote(said, ["row 7"] * 3 + ["row 2"] * 3, [[1]] * 6) == [1, 1, 0, 0, 1, 0]
 
 
 def test_tasks_hold_back_what_they_say():
