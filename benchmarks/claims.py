@@ -84,7 +84,6 @@ ARMS = {
     "any vote": grpo(rewards(format=0.5, **{f"{HERE}:vote(winner='any')": 1.0})),
     "no thought": grpo(SILENT, rewards(accuracy=1.0), start="sft, no thought"),
     "rank 1": grpo("--adapter.r=1", *LORA),
-    "rank 16": grpo("--adapter.r=16", *LORA),
     "rank 1, rate of full": grpo("--adapter.r=1", LORA[0]),
     "unseen, grpo": grpo(COMBINATIONS, start="sft, combinations"),
     "unseen, sft on 96": Arm([RIGHT.format(96), *MORE_SFT], start="sft, combinations"),
@@ -97,8 +96,6 @@ ARMS = {
     "2 bits": grpo(NO_BOUND, change=lambda: parts.rounds(2)),
     "2 bits, truncated ratio": grpo(NO_BOUND, *TRUNCATED, change=lambda: parts.rounds(2)),
     "16 bits": grpo(NO_BOUND, change=lambda: parts.rounds(16)),
-    "temperature 0.6": grpo("--sampling.temperature=0.6"),
-    "temperature 1.4": grpo("--sampling.temperature=1.4"),
 }
 
 
