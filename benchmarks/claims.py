@@ -93,8 +93,8 @@ ARMS = {
     "late 8": grpo("max_steps=168", NO_BOUND, change=lambda: parts.late(8, corrected=False)),
     "late 32": grpo("max_steps=192", NO_BOUND, change=lambda: parts.late(32, corrected=False)),
     "late 32, ratio": grpo("max_steps=192", NO_BOUND, change=lambda: parts.late(32, corrected=True)),
-    "2 bits": grpo(NO_BOUND, change=lambda: parts.rounds(2)),
-    "2 bits, truncated ratio": grpo(NO_BOUND, *TRUNCATED, change=lambda: parts.rounds(2)),
+    "3 bits": grpo(NO_BOUND, change=lambda: parts.rounds(3)),
+    "3 bits, truncated ratio": grpo(NO_BOUND, *TRUNCATED, change=lambda: parts.rounds(3)),
     "16 bits": grpo(NO_BOUND, change=lambda: parts.rounds(16)),
 }
 

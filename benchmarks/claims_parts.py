@@ -145,14 +145,13 @@ class Rounded:
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round a matrix to 2^bits - 1 levels a row, symmetric; 16: to bfloat16. Vectors stay."""
+    """Round a matrix to 2^bits - 1 levels, symmetric, one scale for all; 16: to bfloat16. Vectors stay."""
     if bits == 16:
         return weight.bfloat16().to(weight.dtype)
     if weight.dim() < 2:
         return weight
-    rows, most = weight.flatten(1), 2 ** (bits - 1) - 1
-    step = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
-    return ((rows / step).round() * step).view_as(weight)
+    step = weight.abs().max().clamp(min=1e-12) / (2 ** (bits - 1) - 1)
+    return (weight / step).round() * step
 
 
 def rounds(bits: int) -> Callable:

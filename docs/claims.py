@@ -98,12 +98,12 @@ def page() -> str:
     found = json.loads(FILE.read_text())
     rows = [
         f"| [{claim.title}](#{anchor(number, claim)}) | {shown(claim.figure, found)} | {bar(claim.figure)} | "
-        f"{VERDICTS[claim.figure.above(found)]} |"
+        f"{VERDICTS[claim.figure.above(found)]} | {held(claim.control, found)} |"
         for number, claim in enumerate(CLAIMS, start=1)
     ]
     runs = [run for arm in found["runs"].values() for run in arm.values()]
     words = {
-        "verdicts": "\n".join(["| claim | measured | bar | verdict |", "|---|---|---|---|", *rows]),
+        "verdicts": "\n".join(["| claim | measured | bar | verdict | its control |", "|---|---|---|---|---|", *rows]),
         "claims": "\n\n".join(section(number, claim, found) for number, claim in enumerate(CLAIMS, start=1)),
         "runs": str(len(runs)),
         "hours": f"{sum(run['cpu_seconds'] for run in runs) / 3600:.1f}",
@@ -135,19 +135,23 @@ def bar(figure: Figure) -> str:
     return f"over {figure.bar:g}" if figure.bar >= 0 else f"over -{-figure.bar:g}"
 
 
+def held(control: Figure, found: dict) -> str:
+    """Whether a control is on its side of the bar."""
+    return {None: "undecided", control.at_most: "**not as it must**"}.get(control.above(found), "as it must")
+
+
 def section(number: int, claim: Claim, found: dict) -> str:
     """A claim's part of the page."""
     figure, control = claim.figure, claim.control
-    values, stands = figure.values(found), control.above(found)
+    values = figure.values(found)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    held = "undecided" if stands is None else "as it must" if stands is not control.at_most else "**not as it must**"
     side, share = "below" if control.at_most else "over", ", as a share" if figure.share else ""
     of = f", standard error {error:.3f}, {len(values)} {'seeds' if claim.arms else 'policies'}" if error else ", exact"
     lines = [
         f"### {number} {claim.title}\n",
         f"{claim.paper}: {claim.says} {claim.why}\n",
         f"- {figure.words}{share} ({bar(figure)}): {shown(figure, found)}{of}: **{VERDICTS[figure.above(found)]}**.",
-        f"- Control: {control.words} ({side} {control.bar:g}): {shown(control, found)}, {held}.",
+        f"- Control: {control.words} ({side} {control.bar:g}): {shown(control, found)}, {held(control, found)}.",
     ]
     lines += [f"\n{claim.note}"] if claim.note else []
     lines += [f"\n![{claim.title}: each arm, a dot a seed](claims/{number:02}.svg)"] if claim.arms else []

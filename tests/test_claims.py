@@ -65,7 +65,7 @@ def test_rounded_weights_have_so_many_levels_and_come_back():
     sampler = claims_parts.Rounded(SimpleNamespace(model=model), 3)
     sampler.sample = type("Sample", (), {"model": model, "__call__": lambda self: drawn.append(model.weight.clone())})()
     sampler()
-    assert all(len(row.unique()) <= 7 for row in drawn[0]) and not torch.equal(drawn[0], before)
+    assert len(drawn[0].unique()) <= 7 and not torch.equal(drawn[0], before)
     assert torch.equal(model.weight, before)
     assert torch.equal(claims_parts.rounded(before, 16), before.bfloat16().float())
 
