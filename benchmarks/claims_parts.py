@@ -113,7 +113,7 @@ def late(k: int, corrected: bool) -> Callable:
 
     def change(algorithm, step, number):
         waiting.append(step.micro_batches)
-        if number < k:  # its gradient is 0: no advantage, and the reference is where the policy still is
+        if number < k:  # its gradient is 0; these steps are spent, warmup too
             step.micro_batches = [copy.copy(batch) for batch in step.micro_batches]
             for batch in step.micro_batches:
                 batch.advantages = torch.zeros_like(batch.advantages)

@@ -21,13 +21,12 @@ sys.path.append(str(DOCS.parent / "benchmarks"))
 from claims import DRAWN, FILE, PICTURES, Result, T  # noqa: E402
 
 RIGHT, PASS32, ENTROPY = "right answers", "pass@32", "entropy, nats a token"
-UNSEEN, SEEN = "right, unseen combinations", "right, seen combinations"
+UNSEEN = "right, unseen combinations"
 MEASURES: dict[str, Callable[[Result], float]] = {
     RIGHT: lambda run: run.accuracy,
     PASS32: lambda run: run.passed(32),
     ENTROPY: lambda run: run.end_entropy,
-    UNSEEN: lambda run: run.passed(1, of=True),
-    SEEN: lambda run: run.passed(1, of=False),
+    UNSEEN: lambda run: run.passed(1, unseen=True),
 }
 
 
@@ -97,7 +96,7 @@ def page() -> str:
     """claims.md: the frame around a table of verdicts and a section for each claim."""
     found = json.loads(FILE.read_text())
     rows = [
-        f"| [{claim.title}](#{anchor(number, claim)}) | {shown(claim.figure, found)} | {bar(claim.figure)} | "
+        f"| [{claim.title}](#{anchor(number, claim)}) | {shown(claim.figure, found)} | over {claim.figure.bar:g} | "
         f"{VERDICTS[claim.figure.above(found)]} | {held(claim.control, found)} |"
         for number, claim in enumerate(CLAIMS, start=1)
     ]
@@ -131,10 +130,6 @@ def shown(figure: Figure, found: dict) -> str:
     return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def bar(figure: Figure) -> str:
-    return f"over {figure.bar:g}" if figure.bar >= 0 else f"over -{-figure.bar:g}"
-
-
 def held(control: Figure, found: dict) -> str:
     """Whether a control is on its side of the bar."""
     return {None: "undecided", control.at_most: "**not as it must**"}.get(control.above(found), "as it must")
@@ -150,7 +145,8 @@ def section(number: int, claim: Claim, found: dict) -> str:
     lines = [
         f"### {number} {claim.title}\n",
         f"{claim.paper}: {claim.says} {claim.why}\n",
-        f"- {figure.words}{share} ({bar(figure)}): {shown(figure, found)}{of}: **{VERDICTS[figure.above(found)]}**.",
+        f"- {figure.words}{share} (over {figure.bar:g}): {shown(figure, found)}{of}: "
+        f"**{VERDICTS[figure.above(found)]}**.",
         f"- Control: {control.words} ({side} {control.bar:g}): {shown(control, found)}, {held(control, found)}.",
     ]
     lines += [f"\n{claim.note}"] if claim.note else []
@@ -164,8 +160,9 @@ def picture(claim: Claim) -> str:
     arms = {name: [measure(Result(**run)) for run in runs[name].values()] for name in claim.arms}
     left, wide, step, top = 190, 330, 26, 46
     height = top + step * len(arms) + 34
-    most = max(max(values) for values in arms.values())
-    most = 1.0 if claim.figure.measure != ENTROPY else math.ceil(most * 20) / 20
+    most = 1.0
+    if claim.figure.measure == ENTROPY:
+        most = math.ceil(max(map(max, arms.values())) * 20) / 20
     drawing = Picture(left + wide + 70, height, f"{claim.title}: {claim.figure.measure} of each arm")
     drawing.text(16, 26, claim.figure.measure, 14, anchor="start", bold=True)
     floor = top + step * len(arms)
