@@ -25,7 +25,8 @@ SLOW_FILES = {}  # of slow tests that are left out: {"tests/test_bias.py::test_x
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Take back what a run with another num_threads has left."""
+    """Draw the same whatever ran before on this worker, and take back what a run with another num_threads has left."""
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
 

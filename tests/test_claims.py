@@ -59,7 +59,6 @@ def test_sign_keeps_one_side():
 
 
 def test_rounded_weights_have_so_many_levels_and_come_back():
-    torch.manual_seed(0)
     model = torch.nn.Linear(64, 3)
     before, drawn = model.weight.detach().clone(), []
     sampler = claims_parts.Rounded(SimpleNamespace(model=model), 3)

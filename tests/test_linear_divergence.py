@@ -17,7 +17,6 @@ def test_equals_trl(beta, temperature, monkeypatch):
     """37 rows in pieces of 8; teacher and student have other sizes."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl")
     monkeypatch.setattr(file, "rows_of_piece", lambda *_: 8)
-    torch.manual_seed(0)
     (h, w), teacher = states(37, 5, 301), states(37, 7, 301)
     h, w = h.requires_grad_(), w.requires_grad_()
     mask = torch.rand(37) < 0.7
