@@ -174,15 +174,15 @@ def looks(completions, corner, **columns):
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{corner}</think><zoom>{corner}</zoom>" for corner in CORNERS]
-    said += [ANSWER.format(label) for label in [*LABELS, NOTHING]]
-    return tokenizer_of(said)
+    return tokenizer_of([*CORNERS, *LABELS, NOTHING])
 
 
 def tokenizer_of(said: list[str]):
-    """Train byte-level BPE on the question and what may be said."""
+    """Train byte-level BPE on the question and what may be said between tags, which are a token each, as Qwen3's <think>."""
     base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
-    return train_tokenizer([*base, *said], vocab_size=384)
+    trained = train_tokenizer([*base, *said], vocab_size=384)
+    trained.backend.add_tokens([f"<{slash}{tag}>" for tag in ("think", "zoom", "answer") for slash in ("", "/")])
+    return trained
 
 
 def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:

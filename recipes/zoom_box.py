@@ -65,9 +65,8 @@ def looks(completions, corner, **columns):
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{x} {y}</think><zoom>[{x}, {y}, {x}, {x + LARGE}]</zoom>" for x in GRID for y in GRID]
-    said += [BASE["ANSWER"].format(label) for label in [*BASE["LABELS"], BASE["NOTHING"]]]
-    return BASE["tokenizer_of"](said)
+    said = [text for x in GRID for y in GRID for text in (f"{x} {y}", f"[{x}, {y}, {x}, {x + LARGE}]")]
+    return BASE["tokenizer_of"]([*said, *BASE["LABELS"], BASE["NOTHING"]])
 
 
 TASK = BASE["task"](Anywhere, tokenizer)

@@ -53,9 +53,8 @@ def looks(completions, corners, **columns):
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{a}, {b}</think><zoom>{a}</zoom>" for a in CORNERS for b in CORNERS]
-    said += [BASE["ANSWER"].format(f"{label}, {label}") for label in [*LABELS, NOTHING]]
-    return BASE["tokenizer_of"](said)
+    said = [f"{a}, {b}" for a in CORNERS for b in CORNERS]
+    return BASE["tokenizer_of"]([*said, *CORNERS, *(f"{label}, {label}" for label in [*LABELS, NOTHING])])
 
 
 TASK = BASE["task"](Pairs, tokenizer)

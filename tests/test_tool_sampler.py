@@ -375,7 +375,7 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
     whole = run(*options, recipe=tmp_path / "zoom.yaml")
     lines = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
     said = [one for line in lines for one in line["completions"]]
-    assert {len(one.get("pictures", ())) for one in said} >= {1, 2}
+    assert max(len(one.get("pictures", ())) for one in said) == 2
     for one in said:
         forced = [text for text, logp in one["tokens"] if logp is None]
         begins = [text for text in forced if text.endswith("<|vision_start|>")]  # after half a character, too
