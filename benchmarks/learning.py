@@ -105,7 +105,7 @@ LONG = [
     Entry("zoom", "zoom.yaml", sampled_gain=0.5),
     zoom("grey crops", "BLIND", "Blind", most_sampled_gain=0.1),
     zoom("any quarter", "LOST", "Lost", most_sampled_gain=0.1),
-    zoom("no thought", "SILENT", most_sampled_gain=0.1),
+    zoom("no thought", "SILENT"),
     zoom("dark squares", "OTHERS", sampled_gain=0.5),
     zoom("a third informed", "INFORMED", sampled_gain=0.5),
     zoom("a box", *BOX, "--sampling.max_new_tokens=56", looks(BOX[2]), sampled_gain=0.3),

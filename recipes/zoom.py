@@ -137,7 +137,7 @@ class Stripes(Drawn):
     """Pictures with one square of stripes."""
 
     environment: type = Quarters
-    silent: bool = False  # no thought: a control
+    silent: bool = False  # no thought
     informed: float = 0.0  # share of demonstrations that look at the right quarter on purpose
     others: int = 0  # dark squares in other quarters
 
