@@ -178,7 +178,7 @@ def tokenizer():
 
 
 def tokenizer_of(said: list[str]):
-    """Train byte-level BPE on the question and what may be said between tags, which are a token each, as Qwen3's <think>."""
+    """Train byte-level BPE on the question and what may be said between tags; a tag is a token, as Qwen3's <think>."""
     base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*base, *said], vocab_size=384)
     trained.backend.add_tokens([f"<{slash}{tag}>" for tag in ("think", "zoom", "answer") for slash in ("", "/")])
