@@ -20,6 +20,7 @@ NF4 = (  # the appendix of the paper, in float32
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+PIECE = 4096  # blocks
 # cached on the device: a copy would synchronise, which a CUDA graph forbids
 _table = cache(lambda device: torch.tensor(NF4).to(device))
 _scale_code = cache(lambda device: dynamic_code(True).to(device))
@@ -43,10 +44,12 @@ def unpack(
     if backend_for(offset) == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (code, table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset
-    # a byte's two values are one int64, which index_select gathers faster than an index does
+    # a byte's two values are one int64; pieces fit a cache: fresh pages for all would take most of the time
     pairs = torch.cartesian_prod(table, table).view(torch.int64)
-    values = pairs.index_select(0, packed.int()).view(torch.float32).view(-1, BLOCK)
-    return (values * scales[:, None]).flatten().to(dtype)
+    values = torch.empty(len(scales), BLOCK, dtype=dtype, device=packed.device)
+    for out, piece, scale in zip(values.split(PIECE), packed.split(PIECE * BLOCK // 2), scales.split(PIECE), strict=True):
+        torch.mul(pairs.index_select(0, piece.int()).view(torch.float32).view(-1, BLOCK), scale[:, None], out=out)
+    return values.flatten()
 
 
 class NF4Product(torch.autograd.Function):
