@@ -156,7 +156,7 @@ def test_a_turn_is_trained_up_to_the_token_that_closes_it():
 def test_a_template_that_rewrites_the_past_is_refused(load):
     """Qwen3's takes the thoughts out of all turns but the last."""
     thought, question = assistant("<think>\nhm\n</think>\n\nfour"), {"role": "user", "content": "And 3 + 3?"}
-    message = r"qwen3\.jinja: chat template: it lays out the first 2 messages .* only ever appends"
+    message = r"qwen3\.jinja: chat template: it lays out the first 2 messages .* only appends"
     with pytest.raises(ValueError, match=message):
         load("qwen3").render_completion(HI, [thought, question, assistant("six")])
 

@@ -48,8 +48,8 @@ class LoRAConfig:
     def place(self, model: nn.Module):
         """Freeze a model and exchange all layers that this names; draw_adapters follows."""
         model.requires_grad_(not self.r)
-        chosen = [target_layers(model, target) for target in self.target if self.r]
-        for name in {name: None for names in chosen for name in names}:
+        chosen = [name for target in self.target if self.r for name in target_layers(model, target)]
+        for name in dict.fromkeys(chosen):
             wrap(model, name, self.r, self.alpha / self.r)
         if self.quantize:
             quantize_base(model)
@@ -138,12 +138,12 @@ def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoR
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters of all adapters, in the order of the layers."""
-    return [parameter for name, parameter in model.named_parameters() if is_adapter(name)]
+    return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
     """Collect the base of a model's adapters, as a memo for deepcopy; empty without any."""
-    base = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
+    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
     return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
 
 
@@ -217,9 +217,7 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
         chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    asked = (
-        "language, vision, merger or a regular expression of linear layers' whole names, such as"
-    )
+    asked = "language, vision, merger or a regular expression of layers' names, such as"
     require(chosen, "target", target, f"{asked} {names[-1]}")
     return chosen
 

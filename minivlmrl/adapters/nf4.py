@@ -15,12 +15,11 @@ from minivlmrl.adapters.adamw8bit import dequantize, dynamic_code, quantize
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, nf4_unpack
 
-NF4 = (  # the appendix of the paper, in float32
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+NF4 = (  # the appendix of the paper, to the digits of float32
+    -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
+    -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
+    0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-PIECE = 4096  # blocks
 # cached on the device: a copy would synchronise, which a CUDA graph forbids
 _table = cache(lambda device: torch.tensor(NF4).to(device))
 _scale_code = cache(lambda device: dynamic_code(True).to(device))
@@ -29,7 +28,7 @@ _scale_code = cache(lambda device: dynamic_code(True).to(device))
 def pack(weight: Tensor) -> dict[str, Tensor]:
     """Pack two indices a byte; indices and scales of the blocks' scales, and the mean of these."""
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
-    nearest, scales = quantize(values[None], torch.tensor(NF4, device=weight.device), BLOCK)
+    nearest, scales = quantize(values[None], _table(weight.device), BLOCK)
     offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
     indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
     packed_scales = {"scale_indices": indices[0], "scale_scales": scale_scales[0]}
@@ -44,11 +43,13 @@ def unpack(
     if backend_for(offset) == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (code, table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset
-    # a byte's two values are one int64; pieces fit a cache: fresh pages for all would take most of the time
+    # a byte's two values are one int64
     pairs = torch.cartesian_prod(table, table).view(torch.int64)
-    values = torch.empty(len(scales), BLOCK, dtype=dtype, device=packed.device)
-    for out, piece, scale in zip(values.split(PIECE), packed.split(PIECE * BLOCK // 2), scales.split(PIECE), strict=True):
-        torch.mul(pairs.index_select(0, piece.int()).view(torch.float32).view(-1, BLOCK), scale[:, None], out=out)
+    values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
+    # 4096 blocks stay in a cache; to write all first would take most of the time
+    parts = (x.split(4096) for x in (values, packed.view(-1, BLOCK // 2), scales[:, None]))
+    for out, indices, scale in zip(*parts, strict=True):
+        torch.mul(pairs.take(indices.long()).view(torch.float32), scale, out=out)
     return values.flatten()
 
 

@@ -124,9 +124,7 @@ class ChatTemplate:
             beginning = self._lay_out(whole[:count], add_generation_prompt)
             if not text.startswith(beginning):
                 what = f"it lays out the first {count} messages in another way when more follow"
-                cure = (
-                    "leave out thoughts after a prompt without, or use one that only ever appends"
-                )
+                cure = "leave out thoughts after a prompt without, or use one that only appends"
                 raise self._error(f"{what}; {cure}")
             return len(beginning)
 
