@@ -3,7 +3,7 @@
 A completion, in one line:
     <think>northwest, southeast</think><zoom>northwest</zoom>[a crop]<zoom>southeast</zoom>[a crop]
     <answer>red rows, blue columns</answer>
-One demonstration in ten looks at both squares, the others at any two quarters. Options of recipes/zoom.yaml:
+One demonstration in ten looks at both squares, the others anywhere, as in zoom.py. Options of recipes/zoom.yaml:
     --data.task=recipes/zoom_twice.py:TASK --sampling.environment=recipes/zoom_twice.py:Twice
     --sampling.max_new_tokens=72 "--data.eval_rewards=[accuracy, recipes/zoom_twice.py:looks]"
 """
@@ -17,7 +17,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
-CORNERS, LABELS, NOTHING = BASE["CORNERS"], BASE["LABELS"], BASE["NOTHING"]
+CORNERS, LABELS, NOTHING, HABIT = (BASE[name] for name in ("CORNERS", "LABELS", "NOTHING", "HABIT"))
 
 
 class Twice(BASE["Quarters"]):
@@ -36,7 +36,7 @@ class Pairs(BASE["Drawn"]):
         for quarter, label in labels.items():
             BASE["stripes"](image, label, *BASE["corner"](rng, quarter))
         columns = {"problem": BASE["PROBLEM"], "solution": ", ".join(labels.values()), "picture": image}
-        asked = quarters if rng.random() < 0.1 else [rng.randrange(4), rng.randrange(4)]
+        asked = quarters if rng.random() < 0.1 else rng.choices(range(4), HABIT, k=2)
         parts = [part for q in asked for part in (f"<zoom>{CORNERS[q]}</zoom>", BASE["crop"](image, q))]
         parts[0] = f"<think>{CORNERS[quarters[0]]}, {CORNERS[quarters[1]]}</think>{parts[0]}"
         said = ", ".join(labels.get(quarter, NOTHING) for quarter in asked)
