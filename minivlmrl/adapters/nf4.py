@@ -43,11 +43,11 @@ def unpack(
     if backend_for(offset) == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (code, table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset
-    # a byte's two values are one int64
+    # a byte's two values are one int64; 4096 blocks stay in a CPU's cache: twice as fast as all
+    size = 4096 if packed.is_cpu else len(scales)
     pairs = torch.cartesian_prod(table, table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
-    # 4096 blocks stay in a cache; to write all first would take most of the time
-    parts = (x.split(4096) for x in (values, packed.view(-1, BLOCK // 2), scales[:, None]))
+    parts = (x.split(size) for x in (values, packed.view(-1, BLOCK // 2), scales[:, None]))
     for out, indices, scale in zip(*parts, strict=True):
         torch.mul(pairs.take(indices.long()).view(torch.float32), scale, out=out)
     return values.flatten()
