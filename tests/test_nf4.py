@@ -32,7 +32,7 @@ def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
     assert sum(x.nbytes for x in packed.values()) * 8 / (SHAPE[0] * SHAPE[1]) == pytest.approx(4.127, abs=0.001)
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64)])
+@pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64), (601, 500)])
 def test_any_shape(shape):
     """A number is off by half the widest gap, 0.152 of its block's largest, and by the scale's 8 bits."""
     weight = torch.randn(shape)

@@ -217,7 +217,7 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
         chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    asked = "language, vision, merger or a regular expression of layers' names, such as"
+    asked = "language, vision, merger or a regular expression of layers' whole names, such as"
     require(chosen, "target", target, f"{asked} {names[-1]}")
     return chosen
 
