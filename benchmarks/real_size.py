@@ -1,7 +1,7 @@
 """A GRPO step of models of real size on a CPU: seconds, peak memory beside `plan`'s, and the export read again.
 
 python benchmarks/real_size.py 3b      # recipes/own_data.yaml with LoRA in bfloat16; 15 GB of memory, 20 of disk
-python benchmarks/real_size.py 7b      # the same on a base in NF4; 25 GB of disk more
+python benchmarks/real_size.py 7b      # the same on a base in NF4; 50 minutes, 25 GB of disk more
 python benchmarks/real_size.py trl     # 182 million parameters in float32 beside TRL's GRPOTrainer; 24 GB of memory
 
 Nothing can be downloaded, so weights are random: drawn in bfloat16 and written shard by shard, never held together.
