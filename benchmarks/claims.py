@@ -54,7 +54,8 @@ def rewards(**weights: float) -> str:
 
 HERE = "benchmarks/claims_parts.py"
 SHUFFLED = {f"recipes/shuffled.py:shuffled(of={name!r})": worth for name, worth in (("format", 0.5), ("accuracy", 1.0))}
-COMBINATIONS, SILENT = f"--data.task={HERE}:COMBINATIONS", "--data.answer=whole"
+COMBINATIONS = f"--data.task={HERE}:COMBINATIONS"
+SILENT = "--data.answer=whole"
 RIGHT = f"--data.task={HERE}:COMBINATIONS(demonstrations={{}}, wrong=0)"
 LORA = ["--adapter.target=[language, vision, merger]", "learning_rate=1e-3"]
 MORE_SFT = ["--stages=[sft]", "--sft.max_steps=160", "--sft.learning_rate=3e-4", "--sft.lr_scheduler_type=linear"]
@@ -137,7 +138,8 @@ def train_once(name: str, seed: int, folder: Path):
     from minivlmrl.run.evaluate import draw
     from minivlmrl.tasks.shapes import Shapes
 
-    arm, kept = ARMS[name], {}
+    arm = ARMS[name]
+    kept = {}
     options = ["--stages=[sft]"]
     if arm.start:
         checkpoint = run(arm.start, seed)[1] / "checkpoint"
@@ -150,7 +152,8 @@ def train_once(name: str, seed: int, folder: Path):
         "--num_threads=1",
         "--data.eval_rows=16",
     ]
-    config, change = load_config(ROOT / "recipes" / "shapes.yaml", options), arm.change and arm.change()
+    config = load_config(ROOT / "recipes" / "shapes.yaml", options)
+    change = arm.change and arm.change()
 
     def see(algorithm, optimizer, step, number, batches):
         kept["algorithm"] = algorithm
@@ -160,7 +163,8 @@ def train_once(name: str, seed: int, folder: Path):
     train.start(config, see)
     policy, processor, world = (getattr(kept["algorithm"], name) for name in ("policy", "processor", "world"))
     sampling = replace(config.sampling, temperature=1.0)
-    pictures, said = Shapes(PICTURES, "claims"), []
+    pictures = Shapes(PICTURES, "claims")
+    said = []
     for first in range(0, PICTURES, 16):
         rows = [replace(pictures[i], key=f"claims/{i}", index=i) for i in range(first, first + 16)]
         said.append(draw(build_sampler(policy, processor, sampling, world), rows, DRAWN, [get_reward("accuracy")]))
@@ -211,10 +215,12 @@ def exact() -> dict[str, list[float]]:
     from minivlmrl.advantages import group_advantages
     from minivlmrl.objectives.policy_losses import FamilyLoss
 
-    random, lengths = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}, bias.MASK.sum(1)
+    random = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+    lengths = bias.MASK.sum(1)
     found = {"length": [], "length, luspo": []}
     for _ in range(20):
-        logits, right = torch.randn(bias.POLICY.shape, **random), (torch.rand(len(bias.ALL), **random) < 0.3).double()
+        logits = torch.randn(bias.POLICY.shape, **random)
+        right = (torch.rand(len(bias.ALL), **random) < 0.3).double()
 
         def length_of_wrong(logps, right=right):
             chance = bias.chances(logps) * (1 - right)
@@ -285,7 +291,8 @@ def main() -> int | None:
 
 def again(name: str, seed: str, found: dict) -> int:
     """Make a run of the file again; returns 0 if all of its numbers are the same."""
-    made, kept = run(name, int(seed), anew=True)[0], found["runs"][name][seed]
+    made = run(name, int(seed), anew=True)[0]
+    kept = found["runs"][name][seed]
     same = made | {"cpu_seconds": 0} == kept | {"cpu_seconds": 0}
     print(f"{name}, seed {seed}: {'the same' if same else 'another'} result as in {FILE.name}")
     return int(not same)

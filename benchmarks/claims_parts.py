@@ -74,7 +74,8 @@ def vote(answer_texts: list, row_names: list, completion_ids: list, winner="most
 
     No solution is read. The first of equally frequent ones wins; completions without an answer earn 0.
     """
-    rng, earned = random.Random(repr(completion_ids)), []
+    rng = random.Random(repr(completion_ids))
+    earned = []
     for _, group in groupby(range(len(row_names)), key=lambda i: row_names[i]):
         given = [None if answer_texts[i] is None else normalize(answer_texts[i]) for i in group]
         said = [answer for answer in given if answer] or [None]

@@ -157,7 +157,8 @@ def one_way(name: str, toy: bool, repeats: int) -> dict:
     torch.manual_seed(0)
     hidden = torch.randn(rows, width).requires_grad_()
     weight = (torch.randn(vocab, width) * width**-0.5).requires_grad_()  # logits of standard deviation 1
-    ids, upstream = torch.randint(0, vocab, (rows,)), torch.randn(2, rows)
+    ids = torch.randint(0, vocab, (rows,))
+    upstream = torch.randn(2, rows)
 
     def call(n=rows, function=function, dtype=torch.float32) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden[:n], weight)]
@@ -198,7 +199,8 @@ def group_rows(o):
 
 def layouts(model: Qwen2_5_VL, prompt_tokens: int, num_generations: int, completion_tokens: int) -> dict[str, Call]:
     """Completion tokens come in one order in both."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
     prompts = [make_prompt(config, prompt_tokens, generator) for _ in range(1 if prompt_tokens > 128 else 2)]
     shape = num_generations, completion_tokens
     groups = [list(torch.randint(TEXT_TOKENS, shape, generator=generator)) for _ in prompts]
@@ -214,7 +216,8 @@ def layouts(model: Qwen2_5_VL, prompt_tokens: int, num_generations: int, complet
 
 def make_prompt(config: ModelConfig, tokens: int, generator: torch.Generator) -> Prompt:
     """Random text around one random image."""
-    side, merge = IMAGE_SIDES[tokens], config.vision_config.spatial_merge_size
+    side = IMAGE_SIDES[tokens]
+    merge = config.vision_config.spatial_merge_size
     image = [config.vision_start_token_id, *[config.image_token_id] * side**2, config.vision_end_token_id]
     before, after = torch.randint(TEXT_TOKENS, (tokens - len(image),), generator=generator).chunk(2)
     pixels = torch.randn((side * merge) ** 2, config.vision_config.patch_dim, generator=generator)

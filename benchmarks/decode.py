@@ -110,7 +110,8 @@ def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
     @torch.inference_mode()
     def decode(prompts, generations, lengths, step=CapturedDecode):
         draw = draw_by(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        drawn_by, ends = chooser(SamplingConfig(), (), draw, device=CARD), lengths.to(CARD)
+        drawn_by = chooser(SamplingConfig(), (), draw, device=CARD)
+        ends = lengths.to(CARD)
 
         def choose(logits, rows, step):
             ids, logps, _ = drawn_by(logits, rows, step)

@@ -97,12 +97,14 @@ def report(config: RunConfig, runs: list[dict]) -> int:
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
     """Print each number after the last stage and where it lies; returns whether one is outside its band."""
-    stage, positions = list(runs[0]["results"])[-1], []
+    stage = list(runs[0]["results"])[-1]
+    positions = []
     for name, got in found[stage].items():
         values = [run["results"][stage][name] for run in runs]
         share = sum(values) / len(values)
         error = 2 * math.sqrt(share * (1 - share) / rows)
-        low, high = max(0.0, min(values) - error), min(1.0, max(values) + error)
+        low = max(0.0, min(values) - error)
+        high = min(1.0, max(values) + error)
         positions.append("below" if got < low else "above" if got > high else "inside")
         print(
             f"expect: {stage} {name} {got:.3f} is {positions[-1]} the band {low:.3f} to {high:.3f} of {len(runs)} runs"

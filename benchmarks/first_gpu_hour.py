@@ -58,7 +58,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no part that may end later")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the page")
     o = parser.parse_args()
-    out, failed, ends = o.out.resolve(), 0, time.monotonic() + 60 * o.minutes
+    out = o.out.resolve()
+    failed = 0
+    ends = time.monotonic() + 60 * o.minutes
     out.mkdir(parents=True, exist_ok=True)
     for name, part in PARTS.items():
         if (out / f"{name}.md").exists():
@@ -79,7 +81,8 @@ def run(name: str, part: Part, toy: bool, out: Path) -> bool:
     """Run a part, write its section, and return whether it succeeded."""
     command = shlex.split(f"{part.command} {part.toy if toy else ''}".format(out=out))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
-    begin, printed = time.monotonic(), out / f"{name}.txt"
+    begin = time.monotonic()
+    printed = out / f"{name}.txt"
     limit = ["timeout", "--kill-after=1", f"{60 * part.minutes}"]  # it ends what the process has started, too
     with printed.open("w") as file:
         both = {"stdout": file, "stderr": subprocess.STDOUT}

@@ -49,7 +49,8 @@ def main():
 def measure(toy: bool, steps: int, folder: Path) -> dict:
     """Seconds of each step and their median, and on a GPU the peak memory."""
     pixels, prompts, new_tokens = (56, 2, 4) if toy else (896, 8, 256)
-    dtype, rows = torch.float32 if toy else torch.bfloat16, make_rows(pixels, prompts)
+    dtype = torch.float32 if toy else torch.bfloat16
+    rows = make_rows(pixels, prompts)
     (folder / "config.json").write_text(json.dumps(HUB["toy"]))
     small, processor = random_model(folder / "config.json", shapes.tokenizer(), seed=0)  # for its tokenizer's ids
     control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
@@ -63,7 +64,8 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
     numbers = {"seconds": statistics.median(spent[WARMUP:]), "all_seconds": spent}
     if CARD.type == "cuda":
         numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    run, tokens = trainer.algorithm.run, len(processor(rows[0].messages, rows[0].images).input_ids)
+    run = trainer.algorithm.run
+    tokens = len(processor(rows[0].messages, rows[0].images).input_ids)
     run.model.dtype = str(dtype).removeprefix("torch.")
     return numbers | predictions(run, config, tokens, (pixels // 28) ** 2)
 

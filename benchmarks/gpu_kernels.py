@@ -207,7 +207,8 @@ def checkpointed(hidden, weight, ids):
 @torch.no_grad()
 def exact_states(hidden, weight, ids, advantages, pick, some) -> dict[str, list[Tensor]]:
     """Of picked rows values and dh in float64; of some ids dW, with the rows' sums in float32."""
-    h, w = hidden[pick].double(), weight.double()
+    h = hidden[pick].double()
+    w = weight.double()
     log_p = (h @ w.T / TEMPERATURE).log_softmax(-1)
     values = torch.stack([log_p.gather(-1, ids[pick, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
     one_hot = F.one_hot(ids[pick], len(weight))
@@ -242,7 +243,8 @@ def windows_table(run: Run) -> None:
         # q and k as rotary leaves them, v as a slice of the projection
         q, k, grad = (torch.randn(T, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16) for _ in range(3))
         v = torch.randn(T, 3, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16)[:, 2]
-        inputs, segments = [x.requires_grad_() for x in (q, k, v)], Segments(lengths, CARD)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        segments = Segments(lengths, CARD)
         ways = [
             windows_way("ours", window_attention, inputs, segments, grad),
             windows_way("ours, torch path", batched_attention, inputs, segments, grad),
@@ -290,7 +292,8 @@ def varlen(q, k, v, segments):
 def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], pick: list[int]) -> tuple[dict, Tensor]:
     """Outputs and gradients of some windows in float64, by the formula, and their rows."""
     rows = [torch.arange(ends[i], ends[i + 1], device=grad.device) for i in pick]
-    outputs, gradients = [], []
+    outputs = []
+    gradients = []
     for index in rows:
         q, k, v = (x.detach()[index].double().transpose(0, 1).requires_grad_() for x in inputs)  # (H, L, D)
         out = (q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v
@@ -368,17 +371,24 @@ def element_wise_table(run: Run) -> None:
     gate, up, grad = torch.randn(3, tokens, 64 if run.toy else 11008, device=CARD, dtype=torch.bfloat16)
     for name, function in (("swiglu", swiglu), ("rotary", apply_rotary)):
         if name == "swiglu":
-            inputs, tables, plain = (gate, up), (), lambda g, u: F.silu(g) * u
+            inputs = (gate, up)
+            tables = ()
+
+            def plain(g, u):
+                return F.silu(g) * u
         else:
-            inputs, plain = (torch.randn(tokens, 16, 128, device=CARD, dtype=torch.bfloat16),), plain_rotary
-            tables, grad = [t.bfloat16() for t in _cos_sin(torch.randn(tokens, 64, device=CARD))], inputs[0].flip(0)
+            inputs = (torch.randn(tokens, 16, 128, device=CARD, dtype=torch.bfloat16),)
+            plain = plain_rotary
+            tables = [t.bfloat16() for t in _cos_sin(torch.randn(tokens, 64, device=CARD))]
+            grad = inputs[0].flip(0)
         leaves = [x.detach().requires_grad_() for x in inputs]
         both = {"ours": function, "torch": plain, "torch.compile": compiled(plain)}
         ways = [element_wise_way(way, call, leaves, tables, grad) for way, call in both.items()]
         exact = [x.detach().double().requires_grad_() for x in leaves]
         out = plain(*exact, *(t.double() for t in tables))
         expected = {"forward": [out.detach()], "both": torch.autograd.grad(out, exact, grad.double())}
-        size, n = grad.numel() * grad.element_size(), len(inputs)
+        size = grad.numel() * grad.element_size()
+        n = len(inputs)
         # forward: inputs and result; backward: gradient, inputs (a turn needs none) and their gradients
         moved = {"forward": n + 1, "both": n + 1 + (5 if name == "swiglu" else 2)}
         floors = {phase: run.ceilings.milliseconds(count * size) for phase, count in moved.items()}

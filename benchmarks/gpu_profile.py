@@ -21,7 +21,8 @@ def main():
     toy = "--toy" in sys.argv
     case = make_case(toy, peer_rows=1)
     ours = build(case.config, torch.float32 if toy else torch.bfloat16)
-    rows, tokens = len(case.completions), len(case.completions[0])
+    rows = len(case.completions)
+    tokens = len(case.completions[0])
 
     def rollout(prompts: int):
         draw = draw_by(torch.rand(prompts * rows, tokens, dtype=torch.float64), CARD)

@@ -171,7 +171,9 @@ def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
 
 def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
     """A row for each completion; logits of completions alone, as TRL asks for them."""
-    prompt, completions = case.inputs, torch.stack([case.completions[i] for i in rows])  # (rows, C)
+    # (rows, C)
+    prompt = case.inputs
+    completions = torch.stack([case.completions[i] for i in rows])
     repeated = {
         name: x.repeat(len(rows), 1) for name, x in prompt.items() if name in ("pixel_values", "image_grid_thw")
     }
@@ -186,12 +188,14 @@ def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
 
 def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) -> Tensor:
     """Gradients of the GRPO loss of all completions, `at_once` of them at a time."""
-    G, C = len(case.completions), len(case.completions[0])
+    G = len(case.completions)
+    C = len(case.completions[0])
     logps = []
     for start in range(0, G, at_once):
         rows = range(start, min(start + at_once, G))
         logps.append(way(model, case, rows))
-        advantages, mask = case.advantages[rows.start : rows.stop], torch.ones(len(rows), C, device=CARD)
+        advantages = case.advantages[rows.start : rows.stop]
+        mask = torch.ones(len(rows), C, device=CARD)
         grpo_loss(logps[-1], advantages, mask, counts=Counts(G, G * C))[0].backward()
     return torch.cat(logps).detach()
 
@@ -216,8 +220,10 @@ def compare(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case) -> dict[str, 
 
 def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int) -> list[dict]:
     """Time every phase and way, print the table."""
-    G, C = len(case.completions), len(case.completions[0])
-    every, optimizer = range(G), torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
+    G = len(case.completions)
+    C = len(case.completions[0])
+    every = range(G)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
     torch.manual_seed(0)
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": C, "min_new_tokens": C, "num_return_sequences": G}
 
@@ -265,7 +271,8 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int)
 
 def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
     """Each way twice to warm up and for its peak memory, then all in turn; one that runs out of memory is left out."""
-    results, seconds = {}, {}
+    results = {}
+    seconds = {}
     for way, call in ways.items():
         try:
             call()

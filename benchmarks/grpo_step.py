@@ -69,7 +69,9 @@ class Ours:
 
     def __init__(self, algorithm: GRPOStage, rows: list[Row]):
         batches = Batches(rows, algorithm)
-        self.algorithm, self.steps, self.done = algorithm, algorithm.steps(batches), 0
+        self.algorithm = algorithm
+        self.steps = algorithm.steps(batches)
+        self.done = 0
         self.optimizer = build_optimizer(algorithm.trained, algorithm.config, algorithm.run.optimizer)
 
     def step(self):
@@ -90,7 +92,9 @@ def take_turns(ours: Ours):
         """
 
         def __init__(self, ours: Ours):
-            self.ours, self.our_seconds, self.trl_seconds = ours, [], []
+            self.ours = ours
+            self.our_seconds = []
+            self.trl_seconds = []
 
         def on_step_begin(self, *args, **kwargs):
             self.begin = time.perf_counter()
@@ -248,7 +252,8 @@ def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tenso
     inputs = trainer.processing_class.apply_chat_template(
         chats, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
     )
-    prompt_ids, of_text = inputs["input_ids"], torch.zeros_like(completions)
+    prompt_ids = inputs["input_ids"]
+    of_text = torch.zeros_like(completions)
     logps, _, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model, torch.cat([prompt_ids, completions], dim=1),
         torch.cat([inputs["attention_mask"], of_text + 1], dim=1), completions.shape[1],

@@ -133,7 +133,8 @@ def lines(path: Path) -> int:
 
 def code_lines(text: str) -> list[str]:
     """Select the lines of code, with their indentation: no import, docstring, comment or empty line."""
-    written, left_out = text.splitlines(), set()
+    written = text.splitlines()
+    left_out = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
@@ -154,7 +155,8 @@ def main(arguments: list[str]) -> int:
     sizes |= {f"{name}/": count for name, count in folders().items()}
     for name, count in sizes.items():
         print(f"{name:30} {count:7}")
-    limits, reached = budgets(), counts()
+    limits = budgets()
+    reached = counts()
     print(f"\n{'version ' + list(BUDGETS)[-1]:30} {'count':>7} {'budget':>7}")
     for name, limit in limits.items():
         over = "   over its budget" if reached[name] > limit else ""

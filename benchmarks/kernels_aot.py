@@ -72,7 +72,8 @@ def log_softmax_builds() -> list[Build]:
     """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
     numbers = dict.fromkeys(["stride", "width", "first"], "i32") | {"k": "fp32", "ids": "*i64"}
     results = dict.fromkeys(["logps", "entropies", "tops", "totals"], "*fp32")
-    parts, elements = {"parts": "*fp32"}, math.prod(log_softmax.FORWARD_SHAPE)
+    parts = {"parts": "*fp32"}
+    elements = math.prod(log_softmax.FORWARD_SHAPE)
     whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True}
     middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False}
     kernel, warps = log_softmax._forward, log_softmax.FORWARD_WARPS
@@ -84,7 +85,9 @@ def log_softmax_builds() -> list[Build]:
             builds.append(Build(name, kernel, signature, constants, warps, 1, elements))
     given = numbers | {"logits": "*bf16", "out": "*bf16", "out_stride": "i32", "grad_logps": "*fp32"}
     given |= {name: kind for name, kind in results.items() if name != "logps"}
-    entropy, kernel, warps = {"grad_entropies": "*fp32"}, log_softmax._backward, log_softmax.BACKWARD_WARPS
+    entropy = {"grad_entropies": "*fp32"}
+    kernel = log_softmax._backward
+    warps = log_softmax.BACKWARD_WARPS
     for name, signature, absent in (("", given, dict.fromkeys(entropy)), (" with entropy", given | entropy, {})):
         name = f"log-softmax backward{name} bf16"
         builds.append(Build(name, kernel, signature, absent, warps, 1, log_softmax.BACKWARD_BLOCK))
@@ -93,7 +96,8 @@ def log_softmax_builds() -> list[Build]:
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     L, D0, D1 = windows.blocks(longest, head_dim)
-    sizes, about = {"H": 16, "D": head_dim, "L": L, "D0": D0, "D1": D1}, f"{dtype} {longest}x{head_dim}"
+    sizes = {"H": 16, "D": head_dim, "L": L, "D0": D0, "D1": D1}
+    about = f"{dtype} {longest}x{head_dim}"
     strides = dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
     shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32", "log2_scale": "fp32"} | strides
     gradients = dict.fromkeys(["grad", "grad_q", "grad_k", "grad_v"], f"*{dtype}")
@@ -114,7 +118,8 @@ def decode_builds() -> list[Build]:
     found = []
     for K, h, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
         sizes = {"K": K, "h": h, "D": D, "TILE": tile, "OWN": 16, "BLOCK": decoding.BLOCK}
-        name, warps = f"decode_attention {K * h}/{K} heads of {D}, {tile} queries", decoding.WARPS[D]
+        name = f"decode_attention {K * h}/{K} heads of {D}, {tile} queries"
+        warps = decoding.WARPS[D]
         found.append(Build(name, decoding._parts_kernel, pointers | numbers, sizes, warps, decoding.STAGES))
     for D in (128, 256):
         given = {"outs": "*fp32", "ends": "*fp32", "out": "*bf16", "lines": "i32", "parts": "i32"}
@@ -125,9 +130,11 @@ def decode_builds() -> list[Build]:
 
 def element_wise_builds() -> list[Build]:
     """SwiGLU, the rotary of decoder (tables of bfloat16) and tower, weights of 4 bits."""
-    tensors, size = dict.fromkeys(["gate", "up", "out"], "*bf16"), {"size": "i32"}
+    tensors = dict.fromkeys(["gate", "up", "out"], "*bf16")
+    size = {"size": "i32"}
     backward = dict.fromkeys(["grad", "gate", "up", "grad_gate", "grad_up"], "*bf16")
-    block, found = {"BLOCK": swiglu.BLOCK}, []
+    block = {"BLOCK": swiglu.BLOCK}
+    found = []
     for name, given in (("forward", tensors), ("backward", backward)):
         kernel = getattr(swiglu, f"_{name}_kernel")
         found.append(Build(f"swiglu {name} bf16", kernel, given | size, block, swiglu.WARPS))

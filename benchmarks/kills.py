@@ -84,7 +84,9 @@ def newest(folder: Path) -> float:
 
 def killed(child: int, output: Path, seconds: float, draw: random.Random) -> bool:
     """Kill a run somewhere, or let it end (RuntimeError: it failed); whether it was killed."""
-    end, changes, seen = time.monotonic() + draw.uniform(0, seconds), draw.randrange(12), newest(output)
+    end = time.monotonic() + draw.uniform(0, seconds)
+    changes = draw.randrange(12)
+    seen = newest(output)
     aimed = draw.random() < 0.5
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -116,22 +118,28 @@ def main():
     p.add_argument("--kills", type=int, default=300, help="of all cases together")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", help="write the counts there")
-    options, counts, wrong = p.parse_args(), {}, []
+    options = p.parse_args()
+    counts = {}
+    wrong = []
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
         (home / "recipe.yaml").write_text(json.dumps(RECIPE))
-        draw, straight, number = random.Random(options.seed), {}, 0
+        draw = random.Random(options.seed)
+        straight = {}
+        number = 0
         while sum(counts.values()) < options.kills:
             name = list(CASES)[number % len(CASES)]
             if name not in straight:
-                start, whole = time.monotonic(), home / f"straight-{number}"
+                start = time.monotonic()
+                whole = home / f"straight-{number}"
                 if os.waitpid(begin(home / "recipe.yaml", whole, CASES[name]), 0)[1]:
                     raise RuntimeError(Path(f"{whole}.log").read_text())
                 # states take time too
                 straight[name] = whole, 1.5 * (time.monotonic() - start)
-            output, (expected, seconds) = home / f"run-{number}", straight[name]
+            output = home / f"run-{number}"
+            (expected, seconds) = straight[name]
             while killed(begin(home / "recipe.yaml", output, [*CASES[name], "--resume=auto"]), output, seconds, draw):
                 counts[name] = counts.get(name, 0) + 1
             if other := differing(expected, output):

@@ -96,7 +96,8 @@ PLAN = [
 THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json"]
 THOUSANDTHS += ["--data.task=recipes/localisation.py:TASK(thousandths=True)", "--sampling.max_new_tokens=36"]
 PAID = "--rewards.environment=0.3"
-BOX, TWICE = ("TASK", "Boxes", "zoom_box.py"), ("TASK", "Twice", "zoom_twice.py")
+BOX = ("TASK", "Boxes", "zoom_box.py")
+TWICE = ("TASK", "Twice", "zoom_twice.py")
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),
     Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),

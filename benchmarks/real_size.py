@@ -33,7 +33,9 @@ from minivlmrl.scale.checkpoint import plain_weights, random_model, save_model
 from minivlmrl.tasks import shapes
 
 SHARD = 5 * 10**8  # weights of one file, about
-PICTURE, TOKENS = (448, 336), (94, 192)  # pixels; of a prompt's text and picture
+# pixels; of a prompt's text and picture
+PICTURE = (448, 336)
+TOKENS = (94, 192)
 LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
 SIZES = {"toy": LORA, "3b": LORA, "7b": [*LORA, "--adapter.quantize=nf4"]}
 STEP = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4", "--sampling.max_new_tokens=16", "--data.eval_rows=2"]
@@ -106,7 +108,8 @@ def write_folder(folder: Path, values: dict):
     control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
     control |= {"vocab_size": max(values["vocab_size"], small.config.vocab_size), "torch_dtype": "bfloat16"}
     write_json(folder / "config.json", values | control)
-    generator, shards = torch.Generator().manual_seed(0), [[]]
+    generator = torch.Generator().manual_seed(0)
+    shards = [[]]
     weights = plain_weights(Costs(ModelConfig.from_dict(values | control)).model)
     for name in weights:
         if sum(weights[other].numel() for other in shards[-1]) > SHARD:

@@ -49,7 +49,8 @@ class Count(TorchDispatchMode):
 
     def __init__(self, card: str):
         super().__init__()
-        self.card, self.ops = card, {}
+        self.card = card
+        self.ops = {}
 
     def add(self, name: str, size: float, flops: float = 0.0, launches: int = 1, rate=1.0, walked=0.0):
         memory, peak, _ = CARDS[self.card]
@@ -62,7 +63,8 @@ class Count(TorchDispatchMode):
         return [*map(sum, zip(*self.ops.values(), strict=True)), sum(row[3] for row in self.ops.values() if not row[2])]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if name.startswith("linear_log_softmax"):
             self.count_head(name, *(args[0] if isinstance(args[0], list) else args)[:2])
@@ -79,8 +81,11 @@ class Count(TorchDispatchMode):
 
     def count_head(self, name: str, hidden: Tensor, weight: Tensor):
         """By tiles, whose logits stay in the L2 cache; the backward computes them again."""
-        (M, D), V, backward = hidden.shape, len(weight), name.endswith("backward")
-        tiles, products = math.ceil(V / (TILE // 2)) * math.ceil(M / TILE), 3 if backward else 1
+        (M, D) = hidden.shape
+        V = len(weight)
+        backward = name.endswith("backward")
+        tiles = math.ceil(V / (TILE // 2)) * math.ceil(M / TILE)
+        products = 3 if backward else 1
         size = products * tiles * D * (min(M, TILE) + TILE // 2) * hidden.element_size() + 10 * V * D * backward
         self.add(name, size, products * 2.0 * M * V * D, 2 * products * tiles)
 
@@ -114,7 +119,8 @@ def on_card(card: str):
     count = Count(card)
 
     def dense_attention(q, k, v, is_causal=False):
-        (S, H, L, D), T = q.shape, k.shape[2]
+        (S, H, L, D) = q.shape
+        T = k.shape[2]
         flops = 4.0 * S * H * L * D * (T - (L - 1) / 2 if is_causal else T)
         return Kernel.apply(count, "attention", flops, q, k, v)
 
@@ -129,7 +135,9 @@ def on_card(card: str):
         return made
 
     def decode_attention(q, k, v, hidden, own_k, own_v, unseen):
-        (R, H, D), (B, K, P, _), C = q.shape, k.shape, own_k.shape[2]
+        (R, H, D) = q.shape
+        (B, K, P, _) = k.shape
+        C = own_k.shape[2]
         parts = cut(k, R // B * H // K)[2] + cut(own_k, H // K)[2]
         between = 2 * 4 * parts * R * H * (D + 1)  # what the parts write and the second kernel reads
         size = size_of((q, q, k, v, own_k, own_v, hidden, unseen)) + between
@@ -156,14 +164,17 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     """
     with torch.device("meta"):
         model = Qwen2_5_VL(config).bfloat16()
-    lengths, R = (work.text_tokens, work.image_tokens), work.prompts * work.num_generations
+    lengths = (work.text_tokens, work.image_tokens)
+    R = work.prompts * work.num_generations
     prompts = meta_batch(config, Work(work.prompts, 0, *lengths, 0))
     keys = GroupAttention(prompts.layout, keep_keys=True)
     with torch.no_grad(), on_card(card) as prefill:
         model.lm_head(model(prompts, keys, prompts.layout.last_index))
-    prompt_index, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
+    prompt_index = torch.arange(R) // work.num_generations
+    ids = torch.empty(R, device="meta").long()
     given = keys, prompt_index, work.completion_tokens, ids[: work.prompts]
-    eager, static = DecodeAttention(*given), captured.StaticDecodeAttention(*given)
+    eager = DecodeAttention(*given)
+    static = captured.StaticDecodeAttention(*given)
     eager.advance(most=work.completion_tokens // 2 + 1)
     counts = []
     for attention in (eager, static):
@@ -190,7 +201,9 @@ def grpo_step(
     counts: dict[str, Count], config: ModelConfig, cards: int, work: Work, micro: int = 1, host_us=9.0, fsdp=True
 ) -> dict[str, float]:
     """Seconds of each phase of a step on one of several cards; without FSDP everything is in bfloat16."""
-    card, tokens, times = counts["train"].card, work.completion_tokens, math.ceil(work.prompts / micro)
+    card = counts["train"].card
+    tokens = work.completion_tokens
+    times = math.ceil(work.prompts / micro)
     memory, _, link = CARDS[card]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen2_5_VL(config).parameters())
@@ -218,7 +231,8 @@ def main(arguments: list[str] | None = None):
     for name, number in (numbers | {"micro": 1, "host-us": 9, "top": 0}).items():
         parser.add_argument(f"--{name}", type=int, default=number)
     o = parser.parse_args(arguments)
-    config, lengths = config_of(o.model), (o.text, o.image, o.completion)
+    config = config_of(o.model)
+    lengths = (o.text, o.image, o.completion)
     work = Work(math.ceil(o.prompts / o.cards), o.generations, *lengths)
     counts = phases(config, o.card, work, o.micro, o.recompute)
     print("| phase | launches | GB | TFLOP | GPU ms | host ms | element-wise |\n" + "|---" * 7 + "|")

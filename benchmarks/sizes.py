@@ -31,7 +31,10 @@ CARDS = {  # data sheets: bytes/s of memory, dense bfloat16 FLOP/s, bytes/s to o
     "4090": (1.01e12, 165e12, 32e9), "l4": (0.3e12, 121e12, 32e9),
 }  # fmt: skip
 # what a good kernel reaches of that: copies, large products, transfers; fused attention of the speed of products
-MEMORY, PRODUCTS, LINK, FLASH = 0.84, 0.66, 0.8, 0.55
+MEMORY = 0.84
+PRODUCTS = 0.66
+LINK = 0.8
+FLASH = 0.55
 FLOOR = 2e-6  # seconds of the smallest kernel
 # seconds a value where one block walks through all of a row: the indices of an embedding's gradient, a running sum
 WALKED = {"embedding_dense_backward": 6e-8, "cumsum": 2e-9}

@@ -44,11 +44,13 @@ def main(arguments: list[str]):
     model, processor = random_model("recipes/zoom_model.json", task.tokenizer(), 0)
     rows = [training["prompts"][i] for i in range(PROMPTS)]
     prompts = [row.prompt(processor) for row in rows]
-    steps, step = [], Decode.__call__
+    steps = []
+    step = Decode.__call__
     Decode.__call__ = lambda *given: steps.append(1) or step(*given)
     print(f"{'crop':>8} {'decode steps':>13} {'rollout':>9} {'training':>9}")
     for tokens in map(int, options.crops.split(",")):
-        environment, least = "recipes/zoom.py:Quarters" if tokens else None, None
+        environment = "recipes/zoom.py:Quarters" if tokens else None
+        least = None
         crop = PIL.Image.new("RGB", (32, max(8 * tokens, 16)), (9, 99, 199))
         answer = [{"type": "image", "image": crop}], [(crop, *processor.image_processor(crop))], True
         tool_sampler.answer = lambda *_, answer=answer: answer

@@ -35,9 +35,13 @@ def _part(
     program, q, k, v, hidden, stride, outs, ends, lines, slots, T, size, scale, K, h, D, TILE, BLOCK
 ):
     """Compute o and e of one part of a group's keys, for a tile of the queries of its rows."""
-    tiles, parts = tl.cdiv(slots * h, TILE), tl.cdiv(T, size)
-    tile, part, keys = program % tiles, program // tiles % parts, program // tiles // parts
-    query, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, D)[None, :]
+    tiles = tl.cdiv(slots * h, TILE)
+    parts = tl.cdiv(T, size)
+    tile = program % tiles
+    part = program // tiles % parts
+    keys = program // tiles // parts
+    query = tile * TILE + tl.arange(0, TILE)
+    d = tl.arange(0, D)[None, :]
     inside = query < slots * h
     # the line of a query: of (R, K, h), where h heads read one key head
     line = ((keys // K * slots + query // h) * K + keys % K) * h + query % h
@@ -46,18 +50,21 @@ def _part(
     k += keys.to(tl.int64) * T * D
     v += keys.to(tl.int64) * T * D
     top = tl.full((TILE,), -1e38, tl.float32)  # 2^(-inf - top) is 0, where -inf - -inf is NaN
-    total, out = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, D), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    out = tl.zeros((TILE, D), tl.float32)
     begin = part * size
     # hidden keys come last: where the first of a part is hidden, all of them are
     end = tl.where(tl.load(hidden + begin) == 0, tl.minimum(begin + size, T), begin)
     for first in range(begin, end, BLOCK):
         key = first + tl.arange(0, BLOCK)
-        there, at = key[:, None] < end, key[:, None] * D + d
+        there = key[:, None] < end
+        at = key[:, None] * D + d
         block = tl.trans(tl.load(k + at, mask=there, other=0.0))
         bias = tl.load(hidden + key, mask=key < end, other=float("-inf")).to(tl.float32)
         scores = tl.dot(queries, block, input_precision="ieee") * scale + bias[None, :]
         higher = tl.maximum(top, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
         block = tl.load(v + at, mask=there, other=0.0)
         out = out * shrink[:, None]
         out = tl.dot(weights.to(block.dtype), block, out, input_precision="ieee")
@@ -87,8 +94,11 @@ def _parts_kernel(
 @triton.jit
 def _join_kernel(outs, ends, out, lines, parts, D: constexpr, PARTS: constexpr):
     """Join the parts of one line."""
-    line, part, d = tl.program_id(0), tl.arange(0, PARTS), tl.arange(0, D)
-    at, inside = part * lines + line, part < parts
+    line = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    d = tl.arange(0, D)
+    at = part * lines + line
+    inside = part < parts
     end = tl.load(ends + at, mask=inside, other=float("-inf"))
     weight = tl.exp2(end - tl.max(end, 0))
     at = at.to(tl.int64)[:, None] * D + d[None, :]
@@ -123,13 +133,19 @@ def decode_attention(
         hidden: (B, P), 0 or -inf for keys that are not there, which come last; unseen: (R, C), its
             lines S numbers apart, the same of own keys, of which the first is there.
     """
-    (R, H, D), (B, K, P, _), C = q.shape, k.shape, own_k.shape[2]
-    slots, h, lines, scale = R // B, H // K, R * H, D**-0.5 * math.log2(math.e)
+    (R, H, D) = q.shape
+    (B, K, P, _) = k.shape
+    C = own_k.shape[2]
+    slots = R // B
+    h = H // K
+    lines = R * H
+    scale = D**-0.5 * math.log2(math.e)
     tile, size, parts, programs = cut(k, slots * h)
     own_tile, own_size, own_parts, own_programs = cut(own_k, h)
     parts += own_parts
     ends = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
-    outs, out = ends.new_empty(parts, lines, D), q.new_empty(q.shape)
+    outs = ends.new_empty(parts, lines, D)
+    out = q.new_empty(q.shape)
     tensors = q.contiguous(), k, v, hidden, own_k, own_v, unseen, outs, ends
     numbers = lines, slots, programs, P, size, C, unseen.stride(0), own_size, scale, K, h, D
     numbers += tile, own_tile, BLOCK

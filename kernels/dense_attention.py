@@ -59,7 +59,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
-    repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    repeat = q.shape[1] // k.shape[1]
+    L = q.shape[2]
+    T = k.shape[2]
     short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM
     flash = is_causal and q.device.type == "cuda" and q.shape[3] % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):

@@ -58,7 +58,8 @@ def gated_delta_rule(
     Returns:
         (b, T, H, V), and the state after the last token.
     """
-    (b, T), C = q.shape[:2], min(CHUNK, q.shape[1])
+    (b, T) = q.shape[:2]
+    C = min(CHUNK, q.shape[1])
     if T == 1:
         return by_definition(q, k, v, beta, g, state)
 
@@ -71,7 +72,8 @@ def gated_delta_rule(
     total = total.cumsum(-1)  # G
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., None] - total[..., None, :]).masked_fill(later, -math.inf).exp()
-    since, until = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    since = total.exp()[..., None]
+    until = (total[..., -1:] - total).exp()[..., None]
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # its diagonal is not read
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

@@ -29,7 +29,8 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, teacher_h, teacher_w, weights, beta, temperature):
         grad_h, grad_w = (torch.zeros_like(x, dtype=weights.dtype) for x in (h, w))
-        values, size = torch.zeros_like(weights), rows_of_piece(len(h), len(w), h.device.type)
+        values = torch.zeros_like(weights)
+        size = rows_of_piece(len(h), len(w), h.device.type)
         for start in range(0, len(h), size):
             rows = slice(start, start + size)
             log_p = (float32_matmul(h[rows], w.T) / temperature).log_softmax(-1)
@@ -50,7 +51,8 @@ class LinearDivergence(torch.autograd.Function):
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """(m,) divergences of log-probabilities (m, V), and (m, V) their gradient to z / T."""
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     if beta == 0:
         return (q * (log_q - log_p)).sum(-1), p - q
     if beta == 1:

@@ -46,9 +46,11 @@ class Pieces:
     def __init__(self, hidden: Tensor, weight: Tensor, mask: Tensor):
         self.mask = mask
         self.triton = backend_for(hidden) == "triton"
-        self.rows, width = rows_of_piece(len(hidden), len(weight), hidden.device.type), len(weight)
+        self.rows = rows_of_piece(len(hidden), len(weight), hidden.device.type)
+        width = len(weight)
         if self.triton:
-            self.rows, width = max(min(TILE, len(hidden)), 1), min(TILE // 2, len(weight))
+            self.rows = max(min(TILE, len(hidden)), 1)
+            width = min(TILE // 2, len(weight))
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # a CPU has no float32 products of bfloat16: it converts the head once
         factors = weight if self.triton or weight.is_cuda else weight.to(wide)
@@ -106,7 +108,8 @@ def score(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> list[Tensor]:
     """logp, H, top and s, each (M,)."""
-    pieces, scored = Pieces(hidden, weight, mask), []
+    pieces = Pieces(hidden, weight, mask)
+    scored = []
     for start in range(0, len(hidden), pieces.rows) or [0]:
         h, y = (x[start : start + pieces.rows] for x in (hidden, ids))
         parts = torch.empty(4, len(h), dtype=torch.float32, device=h.device)  # of tiles so far
@@ -133,7 +136,9 @@ def differentiate(
             total = written.to(pieces.memory.dtype)  # itself in float32
         for start in range(0, len(hidden), pieces.rows):
             rows = slice(start, start + pieces.rows)
-            h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
+            h = hidden[rows]
+            kept = take_rows(saved, rows)
+            grads_of_rows = take_rows(upstream, rows)
             z, scratch = pieces.logits(h, factor, start, first)
             if pieces.triton:
                 out = z if z.dtype == h.dtype else torch.empty_like(z, dtype=h.dtype)
@@ -179,7 +184,9 @@ def _backward_op(
     index = has_gradient(g, e).nonzero()[:, 0] if some else ids
     # no copies where all rows have a gradient
     rows = slice(None) if len(index) == len(ids) else index
-    h, kept, upstream = hidden[rows], take_rows(saved, rows), take_rows([g, e], rows)
+    h = hidden[rows]
+    kept = take_rows(saved, rows)
+    upstream = take_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
     grad_weight = torch.zeros_like(weight) if needed[1] else None
     differentiate([h, weight, ids[rows], mask], kept, upstream, temperature, [grad_h, grad_weight])
@@ -206,7 +213,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, g, e, *_):
-    inputs, saved = list(ctx.saved_tensors[:4]), list(ctx.saved_tensors[4:])
+    inputs = list(ctx.saved_tensors[:4])
+    saved = list(ctx.saved_tensors[4:])
     g = torch.zeros_like(saved[0]) if g is None else g
     needed = list(ctx.needs_input_grad[:2])
     grads = _backward_op(inputs, saved, g, e, ctx.temperature, needed)

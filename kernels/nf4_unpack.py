@@ -26,7 +26,8 @@ def _kernel(
     block = byte // 32
     scale = tl.load(code + tl.load(indices + block, mask=inside, other=0).to(tl.int32))
     scale = scale * tl.load(scales + block // GROUP, mask=inside, other=0.0) + tl.load(offset)
-    first, second = tl.load(table + (pair >> 4)) * scale, tl.load(table + (pair & 15)) * scale
+    first = tl.load(table + (pair >> 4)) * scale
+    second = tl.load(table + (pair & 15)) * scale
     at = tl.program_id(0).to(tl.int64) * 2 * BYTES + tl.arange(0, 2 * BYTES)
     both = tl.interleave(first, second)
     tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * size)
@@ -39,7 +40,8 @@ def nf4_unpack(
 
     Args: see adapters/nf4.pack; tables: of scales (256,) and of values (16,).
     """
-    size, out = packed.numel(), packed.new_empty(2 * packed.numel(), dtype=dtype)
+    size = packed.numel()
+    out = packed.new_empty(2 * packed.numel(), dtype=dtype)
     options = {"BYTES": BYTES, "GROUP": GROUP, "num_warps": 4, "enable_fp_fusion": False}
     grid = (triton.cdiv(size, BYTES),)
     with torch.cuda.device_of(packed):  # Triton launches on the current device

@@ -39,7 +39,8 @@ class PromptSlots:
         # prompt_index: (R,) prompt of each row, ascending, on the host: a GPU is not asked
         counts = prompt_index.bincount(minlength=prompts)
         first = counts.cumsum(0) - counts
-        self.prompts, self.slots = prompts, int(counts.max())
+        self.prompts = prompts
+        self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
         slot = prompt_index * self.slots + torch.arange(len(prompt_index)) - first[prompt_index]
         self.slot = to_device(slot, device)
@@ -75,7 +76,9 @@ def after_prompt(
     Args: of completions q (R, H, C, D), as the result, and k, v (R, K, C, D); of prompts
         prompt_k, prompt_v (B, K, P, D); slots: which prompt each completion has.
     """
-    repeat, C, P = q.shape[1] // k.shape[1], q.shape[2], prompt_k.shape[2]
+    repeat = q.shape[1] // k.shape[1]
+    C = q.shape[2]
+    P = prompt_k.shape[2]
     if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
         k, v = (torch.cat([slots.spread(x), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys

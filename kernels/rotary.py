@@ -38,7 +38,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tenso
     """Turn x (N, ..., D) by the angles of tables (N, ..., D), one for all heads; -1 turns back."""
     heads = x.flatten(1, -2)  # (N, H, D)
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
-    (N, H, D), out = heads.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (N, H, D) = heads.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     cos, sin = (table.expand(N, *table.shape[1:]).contiguous() for table in (cos, sin))
     sizes = {"HEADS": triton.next_power_of_2(H), "HALF": triton.next_power_of_2(D // 2)}
     with torch.cuda.device_of(x):  # Triton launches on the current device

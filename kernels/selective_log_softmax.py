@@ -87,7 +87,8 @@ def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor
 # One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and
 # every column has a top, an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load
 # of bfloat16, in each of the TURNS rows), so threads exchange nothing before the end of the row.
-FORWARD_SHAPE, FORWARD_WARPS = (8, 1024), 4
+FORWARD_SHAPE = (8, 1024)
+FORWARD_WARPS = 4
 BACKWARD_BLOCK, BACKWARD_WARPS = 8192, 8
 TURNS, COLUMNS, BLOCK = map(tl.constexpr, (*FORWARD_SHAPE, BACKWARD_BLOCK))
 constexpr = tl.constexpr
@@ -157,8 +158,10 @@ def _forward(
         t_before = tl.load(parts + 2 * rows + row)
         chosen = tl.where(here, chosen, tl.load(parts + 3 * rows + row))
         joined = tl.maximum(before, top)
-        c1, c2 = before - joined, top - joined
-        w1, w2 = tl.exp2(c1), tl.exp2(c2)
+        c1 = before - joined
+        c2 = top - joined
+        w1 = tl.exp2(c1)
+        w2 = tl.exp2(c2)
         t = (t_before + c1 * s_before) * w1 + (t + c2 * s) * w2
         s = s_before * w1 + s * w2
         top = joined

@@ -31,13 +31,16 @@ def _store(x, values, size, BLOCK: constexpr):
 
 @triton.jit
 def _forward_kernel(gate, up, out, size, BLOCK: constexpr):
-    g, u = _load(gate, size, BLOCK), _load(up, size, BLOCK)
+    g = _load(gate, size, BLOCK)
+    u = _load(up, size, BLOCK)
     _store(out, g / (1.0 + tl.exp(-g)) * u, size, BLOCK)
 
 
 @triton.jit
 def _backward_kernel(grad, gate, up, grad_gate, grad_up, size, BLOCK: constexpr):
-    d, g, u = _load(grad, size, BLOCK), _load(gate, size, BLOCK), _load(up, size, BLOCK)
+    d = _load(grad, size, BLOCK)
+    g = _load(gate, size, BLOCK)
+    u = _load(up, size, BLOCK)
     s = 1.0 / (1.0 + tl.exp(-g))
     _store(grad_gate, d * u * (s + g * s * (1.0 - s)), size, BLOCK)
     _store(grad_up, d * g * s, size, BLOCK)

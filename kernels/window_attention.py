@@ -78,13 +78,15 @@ constexpr = tl.constexpr
 @triton.jit
 def _load(x, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
     """COLUMNS columns of a segment's rows from FIRST on, (L, COLUMNS); zeros outside of it."""
-    rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.arange(0, L)[:, None]
+    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
     return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
 
 
 @triton.jit
 def _store(x, tile, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
-    rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.arange(0, L)[:, None]
+    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
     tl.store(x + rows * row_stride + columns, tile.to(x.dtype.element_ty), mask=inside)
 
@@ -109,7 +111,8 @@ def _forward_kernel(
     H: constexpr, D: constexpr, L: constexpr, D0: constexpr, D1: constexpr,
 ):  # fmt: skip
     """Compute out = softmax(q k^T) v for one segment and one head."""
-    segment, head = tl.program_id(0) // H, tl.program_id(0) % H
+    segment = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
     first = start.to(tl.int64)  # first * stride may exceed 2^31
@@ -118,10 +121,12 @@ def _forward_kernel(
     v += first * v_row + head * v_head
     out += first * H * D + head * D
 
-    q0, k0 = _load(q, q_row, length, D, 0, L, D0), _load(k, k_row, length, D, 0, L, D0)
+    q0 = _load(q, q_row, length, D, 0, L, D0)
+    k0 = _load(k, k_row, length, D, 0, L, D0)
     scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
     if D1 > 0:
-        q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
+        q1 = _load(q, q_row, length, D, D0, L, D1)
+        k1 = _load(k, k_row, length, D, D0, L, D1)
         scores = _dot(q1, tl.trans(k1), scores)
     P = _softmax(scores, length, log2_scale, L).to(v.dtype.element_ty)
     o0 = _dot(P, _load(v, v_row, length, D, 0, L, D0), tl.zeros((L, D0), tl.float32))
@@ -137,7 +142,8 @@ def _backward_kernel(
     H: constexpr, D: constexpr, L: constexpr, D0: constexpr, D1: constexpr,
 ):  # fmt: skip
     """Compute the gradients for one segment and one head, as derived above."""
-    segment, head = tl.program_id(0) // H, tl.program_id(0) % H
+    segment = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
     first = start.to(tl.int64)
@@ -146,12 +152,15 @@ def _backward_kernel(
     v += first * v_row + head * v_head
     begin = first * H * D + head * D  # of grad and of the three outputs, which are all contiguous
 
-    q0, k0 = _load(q, q_row, length, D, 0, L, D0), _load(k, k_row, length, D, 0, L, D0)
-    do0, v0 = _load(grad + begin, H * D, length, D, 0, L, D0), _load(v, v_row, length, D, 0, L, D0)
+    q0 = _load(q, q_row, length, D, 0, L, D0)
+    k0 = _load(k, k_row, length, D, 0, L, D0)
+    do0 = _load(grad + begin, H * D, length, D, 0, L, D0)
+    v0 = _load(v, v_row, length, D, 0, L, D0)
     scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
     dP = _dot(do0, tl.trans(v0), tl.zeros((L, L), tl.float32))
     if D1 > 0:
-        q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
+        q1 = _load(q, q_row, length, D, D0, L, D1)
+        k1 = _load(k, k_row, length, D, D0, L, D1)
         do1 = _load(grad + begin, H * D, length, D, D0, L, D1)
         v1 = _load(v, v_row, length, D, D0, L, D1)
         scores = _dot(q1, tl.trans(k1), scores)
@@ -187,13 +196,15 @@ def _launch(kernel, grad: list, qkv: tuple, results: tuple, cu_seqlens: Tensor, 
     """Start one program for each segment and head; the backward takes scale as well."""
     # the kernels take any strides of rows and heads, but a head's numbers one after the other
     qkv = [x if x.stride(2) == 1 else x.contiguous() for x in qkv]
-    (_, H, D), (L, D0, D1) = qkv[0].shape, blocks(longest, qkv[0].shape[2])
+    (_, H, D) = qkv[0].shape
+    (L, D0, D1) = blocks(longest, qkv[0].shape[2])
     numbers = [stride for x in qkv for stride in x.stride()[:2]]
     numbers += [D**-0.5] if grad else []
     numbers.append(D**-0.5 * math.log2(math.e))
     sizes = {"H": H, "D": D, "L": L, "D0": D0, "D1": D1}
     # of 64 tokens 4 warps, one group of Hopper's matrix unit
-    grid, options = ((len(cu_seqlens) - 1) * H,), {"num_warps": L // 16, "num_stages": 1}
+    grid = ((len(cu_seqlens) - 1) * H,)
+    options = {"num_warps": L // 16, "num_stages": 1}
     with torch.cuda.device_of(cu_seqlens):  # Triton launches on the current device
         kernel[grid](*grad, *qkv, *results, cu_seqlens, *numbers, **sizes, **options)
 

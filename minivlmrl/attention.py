@@ -39,7 +39,10 @@ class GroupLayout:
     def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu"):
         self.prompt_lengths = prompt_lengths
         self.row_lengths = [n for group in completion_lengths for n in group]  # R, they sum to M
-        self.prompts, self.completions, end = [], [], 0  # spans, as ranges
+        # spans, as ranges
+        self.prompts = []
+        self.completions = []
+        end = 0
         for length, group in zip(prompt_lengths, completion_lengths, strict=True):
             self.prompts.append(range(end, end := end + length))
             self.completions.append([range(end, end := end + n - 1) for n in group])
@@ -54,7 +57,9 @@ class GroupLayout:
         longest = max(self.row_lengths, default=0)  # T
         cells = [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
         self.row_index = to_device(torch.tensor(cells, dtype=torch.long), device)  # (M,) in (R, T)
-        blocks, self.slots = [], []  # blocks: prompts and completions of each length of prompts
+        # blocks: prompts and completions of each length of prompts
+        blocks = []
+        self.slots = []
         for length in dict.fromkeys(prompt_lengths):
             same = [i for i, other in enumerate(prompt_lengths) if other == length]
             *indices, prompt_index = rectangles(
@@ -104,7 +109,8 @@ class GroupAttention:
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.keys is not None:
             self.keys.append((k, v))
-        layout, out = self.layout, []
+        layout = self.layout
+        out = []
         blocks = list(zip(*map(layout.blocks, (q, k, v)), strict=True))
         pairs = zip(blocks[::2], blocks[1::2], layout.slots, strict=True)
         for prompts, completions, slots in pairs:
@@ -131,7 +137,8 @@ class DecodeAttention:
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         keys, lengths = prompts.keys, prompts.layout.prompt_lengths
-        first, (_, K, D) = keys[0][0], keys[0][0].shape
+        first = keys[0][0]
+        (_, K, D) = keys[0][0].shape
         padded = ([pad_sequence(x.split(lengths), True) for x in layer] for layer in keys)
         # (B, K, P, D), zeros after a shorter prompt; the bias (B, P) hides them
         self.prompt_kv = [[x.transpose(1, 2).contiguous() for x in layer] for layer in padded]
@@ -186,7 +193,8 @@ class DecodeAttention:
         return [keys[:, :, : self.read] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (R, H, D), K = q.shape, k.shape[1]
+        (R, H, D) = q.shape
+        K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)

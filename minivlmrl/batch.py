@@ -68,7 +68,12 @@ def pack(
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
     layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    ids, masked, positions, pixels, grids = [], [], [], [], []  # in the order of the run
+    # in the order of the run
+    ids = []
+    masked = []
+    positions = []
+    pixels = []
+    grids = []
     for prompt, group in zip(prompts, groups, strict=True):
         pixels.append(prompt.pixel_values)
         grids.append(prompt.image_grid_thw)

@@ -7,10 +7,12 @@ class Control(str):
     """A control token, as opposed to text that happens to look like one."""
 
 
-START, END = Control("<|im_start|>"), Control("<|im_end|>")
+START = Control("<|im_start|>")
+END = Control("<|im_end|>")
 ENDS = (END, Control("<|endoftext|>"))  # a completion ends with either: of a turn, of a document
 # one for each image or video, found by `is`: text may spell the same
-IMAGE, VIDEO = Control("<|image_pad|>"), Control("<|video_pad|>")
+IMAGE = Control("<|image_pad|>")
+VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 

@@ -128,7 +128,9 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     rows, ids, logps, ends = (column[columns[0] >= 0] for column in columns)
     if not logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
-    order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
+    # by row, then by step
+    order = rows.argsort(stable=True)
+    lengths = rows.bincount().tolist()
     columns = (x[order].split(lengths) for x in (ids, logps, ends))  # a part for each row
     completions = [Completion(i, p, bool(e[-1])) for i, p, e in zip(*columns, strict=True)]
     starts = range(0, len(completions), num_generations)

@@ -67,7 +67,8 @@ class GRPO:
         rewards: dict[Callable, float], config: GRPOConfig, world, reference=None,
     ):  # fmt: skip
         self.policy, self.processor, self.sample = policy, processor, sample
-        self.rewards, self.reward_weights = list(rewards), torch.tensor(list(rewards.values()))
+        self.rewards = list(rewards)
+        self.reward_weights = torch.tensor(list(rewards.values()))
         self.config, self.world, self.reference = config, world, reference
 
     def steps(self, batches: Iterable[Sequence[Row]]) -> Iterator[Step]:

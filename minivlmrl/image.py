@@ -44,7 +44,8 @@ def smart_resize(
     if max_pixels < max(min_pixels, factor**2):
         needed = f"min_pixels {min_pixels}, and one token of {factor} x {factor} pixels"
         raise ValueError(f"max_pixels {max_pixels} must be at least {needed}; give both bounds")
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
@@ -71,7 +72,9 @@ def patchify(
     """
     n, m, p = temporal_patch_size, merge_size, patch_size
     frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % n)])
-    t, h, w = len(frames) // n, frames.shape[2] // p, frames.shape[3] // p
+    t = len(frames) // n
+    h = frames.shape[2] // p
+    w = frames.shape[3] // p
     # time, frame; channel; block row, row in the block, y; block column, column in the block, x
     cut = frames.reshape(t, n, 3, h // m, m, p, w // m, m, p)
     # -> time, block row, block column, row in the block, column in the block; channel, frame, y, x

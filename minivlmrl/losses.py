@@ -100,8 +100,10 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
     """-min(r A, clip(r) A): no gain from moving further than the clip range (PPO eq. 7)."""
-    low, high = 1 - options.epsilon_low, 1 + options.epsilon_high
-    at_low, at_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    low = 1 - options.epsilon_low
+    high = 1 + options.epsilon_high
+    at_low = (ratio < low) & (advantages < 0)
+    at_high = (ratio > high) & (advantages > 0)
     metrics = {"clip_ratio/low_mean": at_low, "clip_ratio/high_mean": at_high}
     metrics["clip_ratio/region_mean"] = at_low | at_high
     return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages), metrics

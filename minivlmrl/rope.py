@@ -40,7 +40,10 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
-    pieces, done, position = [], 0, 0  # positions of ids[:done]; `position`: of the next token
+    # positions of ids[:done]; `position`: of the next token
+    pieces = []
+    done = 0
+    position = 0
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = next((i for i in range(done, len(ids)) if ids[i] in placeholders), len(ids))
@@ -93,8 +96,10 @@ def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor,
     Returns:
         cos, sin: each (P, 1, D) float32 for apply_rotary.
     """
-    merge, count = config.spatial_merge_size, config.hidden_size // config.num_heads // 4
-    inv_freq, frames = _inverse_frequencies(count, config.rope_theta, "cpu"), []
+    merge = config.spatial_merge_size
+    count = config.hidden_size // config.num_heads // 4
+    inv_freq = _inverse_frequencies(count, config.rope_theta, "cpu")
+    frames = []
     for t, h, w in image_grid_thw.tolist():
         row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)
         blocks = row_col.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
@@ -104,7 +109,8 @@ def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor,
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """(N, 1, D) of angles (N, D/2): pair i turns x_i by -sin x_(i+D/2), x_(i+D/2) by sin x_i."""
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 

@@ -72,7 +72,9 @@ class Processor:
             images, videos: one PIL image or data.video.Video for each part of its kind, in order.
         """
         pieces = (render if self.template is None else self.template.render)(messages)
-        pixel_values, grids, seconds = [], [], []
+        pixel_values = []
+        grids = []
+        seconds = []
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
                 patches, grid = self.image_processor(item, **options)
@@ -94,7 +96,8 @@ class Processor:
 
     def encode(self, pieces: list[str], grids: Sequence) -> list[list[int]]:
         """Return the ids of each piece, a placeholder's as often as its grid of patches needs."""
-        lengths, ids = map(self.image_processor.num_tokens, grids), []
+        lengths = map(self.image_processor.num_tokens, grids)
+        ids = []
         for piece in pieces:
             placeholder = piece is IMAGE or piece is VIDEO  # not ==: text may spell the same
             ids.append(self.tokenizer.encode(piece) * (next(lengths) if placeholder else 1))

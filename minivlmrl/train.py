@@ -91,7 +91,9 @@ def train(algorithm: Algorithm, rows, results, log, states, progress, see: Calla
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
-    parts, world, max_grad_norm = [], algorithm.world, algorithm.run.optimizer.max_grad_norm
+    parts = []
+    world = algorithm.world
+    max_grad_norm = algorithm.run.optimizer.max_grad_norm
     for index, batch in enumerate(step.micro_batches):
         world.leave()
         with algorithm.dropout(number, index):

@@ -53,9 +53,13 @@ def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], lis
     Source: get_window_index of transformers' Qwen2_5_VL, without its padding by -100.
     """
     merge = config.spatial_merge_size
-    order, window_lengths, frame_lengths, offset = [], [], [], 0
+    order = []
+    window_lengths = []
+    frame_lengths = []
+    offset = 0
     for t, h, w in image_grid_thw.tolist():
-        rows, cols = h // merge, w // merge
+        rows = h // merge
+        cols = w // merge
         side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
         if config.window_size:
             side = config.window_size // merge // config.patch_size
@@ -91,7 +95,8 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.devic
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
     order = to_device(patches[merged].flatten(), device)
     cos, sin = (x[order, None] for x in vision_rotary(image_grid_thw, config, device))
-    windows, frames = Segments(window_lengths, device), Segments(frame_lengths, device)
+    windows = Segments(window_lengths, device)
+    frames = Segments(frame_lengths, device)
     return Layout(order, to_device(merged.argsort(), device), cos, sin, windows, frames)
 
 

@@ -99,7 +99,8 @@ def class_name(answer_texts: list, solution: list, classes: list | str | None = 
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
         return there.pop() if len(there) == 1 and not denied else None
 
-    read, kind = named if names else _words, f"class of {len(names)}"
+    read = named if names else _words
+    kind = f"class of {len(names)}"
     return judge_rows("class_name", kind, read, answer_texts, solution)
 
 
@@ -176,7 +177,8 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     match = NUMBER.fullmatch(" ".join(text.lower().split()))
     if not match:
         return None
-    word, below = match["unit"] or "", Fraction((match["below"] or "1").replace(",", ""))
+    word = match["unit"] or ""
+    below = Fraction((match["below"] or "1").replace(",", ""))
     if OTHER_NUMBER.fullmatch(word) or below == 0:
         return None
     names = word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))
@@ -193,7 +195,8 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
 
     (a, unit), (b, other) = truth, answer
     if unit in UNITS and other in UNITS:
-        (kind, size), (other_kind, other_size) = UNITS[unit], UNITS[other]
+        (kind, size) = UNITS[unit]
+        (other_kind, other_size) = UNITS[other]
         return kind == other_kind and near(a * Fraction(size), b * Fraction(other_size))
     return near(a, b) or near(a / 100 if unit == "%" else a, b / 100 if other == "%" else b)
 

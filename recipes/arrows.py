@@ -32,7 +32,8 @@ PROBLEM, ANSWER = "From {}", "<think> {}</think><answer> {}</answer>"
 def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
     """Draw two or more ways of so many moves from cell to neighbour, as many as fit; they share no cell."""
     while True:
-        free, found = set(CELLS), []
+        free = set(CELLS)
+        found = []
         for start in rng.sample(CELLS, len(CELLS)):
             way = [start] if start in free else []
             while way and len(way) <= moves:
@@ -48,11 +49,13 @@ def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
 def draw(colors: dict, arrows: dict) -> PIL.Image.Image:
     """Draw the cells; an arrow has a black shaft in its own cell, and a head of that colour in the next one."""
     image = PIL.Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
-    pen, middle = PIL.ImageDraw.Draw(image), (CELL - 1) / 2
+    pen = PIL.ImageDraw.Draw(image)
+    middle = (CELL - 1) / 2
     for (x, y), color in colors.items():
         pen.rectangle((x * CELL, y * CELL, (x + 1) * CELL - 1, (y + 1) * CELL - 1), fill=COLORS[color])
     for (x, y), (to_x, to_y) in arrows.items():
-        u, v = to_x - x, to_y - y
+        u = to_x - x
+        v = to_y - y
 
         def at(along, across, x=x, y=y, u=u, v=v):
             return x * CELL + middle + along * u - across * v, y * CELL + middle + along * v + across * u
@@ -117,4 +120,6 @@ def task(fewest: int = 1, blank: bool = False) -> Task:
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(COLORS), chance_name="chance")
 
 
-TASK, HARD, BLANK = task(), task(fewest=3), task(blank=True)
+TASK = task()
+HARD = task(fewest=3)
+BLANK = task(blank=True)

@@ -11,7 +11,11 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
-HELD_OUT, DEMONSTRATIONS, WRONG, SIZE = 297, 500, 0.2, 42  # SIZE in pixels: 9 image tokens of 14 x 14
+# SIZE in pixels: 9 image tokens of 14 x 14
+HELD_OUT = 297
+DEMONSTRATIONS = 500
+WRONG = 0.2
+SIZE = 42
 
 
 def write_digits(folder: str | Path):

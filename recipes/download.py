@@ -22,7 +22,8 @@ LARGEST = 512 * 2**20  # bytes of a file
 def main(rows: str) -> int:
     """Write the rows whose files could be had; returns 1 if some could not."""
     rows, lost = Path(rows), 0
-    folder, written = rows.with_suffix(".files"), rows.with_suffix(".local.jsonl")
+    folder = rows.with_suffix(".files")
+    written = rows.with_suffix(".local.jsonl")
     folder.mkdir(exist_ok=True)
     with written.open("w", encoding="utf-8") as out:
         for number, line in enumerate(tqdm(rows.read_text(encoding="utf-8").splitlines()), start=1):

@@ -58,7 +58,8 @@ def judge(
         body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
         key = os.environ.get("OPENAI_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        content, where = json.dumps(body).encode(), f"{url}/chat/completions"
+        content = json.dumps(body).encode()
+        where = f"{url}/chat/completions"
         request = Request(where, content, headers)
         try:
             reply = parse_json(read_reply(request, timeout))
@@ -83,7 +84,9 @@ def part(image: PIL.Image.Image, side: int) -> dict:
 
 def read_reply(request: Request, seconds: float) -> bytes:
     """Read what a server replies (ValueError: too large, or not all within `seconds`)."""
-    pool, server = ThreadPoolExecutor(1), Server()  # nothing else ends the wait for a server of names
+    # nothing else ends the wait for a server of names
+    pool = ThreadPoolExecutor(1)
+    server = Server()
     future = pool.submit(read, request, time.monotonic() + seconds, server)
     pool.shutdown(wait=False)
     try:

@@ -28,7 +28,8 @@ PROBLEM = "box the {}"
 UNIT = 7  # pixels
 GRID = SIZE // UNIT  # units a side of a picture: 8
 EVALUATION_SEEDS = ("validation", "test")
-VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "center", "right")
+VERTICAL = ("top", "middle", "bottom")
+HORIZONTAL = ("left", "center", "right")
 
 
 @dataclass
@@ -57,7 +58,8 @@ class Localisation:
     def __getitem__(self, index: int) -> Row:
         rng = random.Random(f"localisation/{self.seed}/{index}")
         objects = self._objects(rng)
-        image, (name, box) = draw(objects, rng), objects[0]
+        image = draw(objects, rng)
+        (name, box) = objects[0]
         # its own generator: pictures and true boxes are those of a row without noise
         noise = random.Random(f"localisation/{self.seed}/{index}/noise")
         shown = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
@@ -90,7 +92,8 @@ def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = Fals
     Example: <think>purple top purple right</think><answer>4 0 8 3</answer>. That repeats the colour right before each
     word, where a small decoder can look up its place.
     """
-    color, thought = name.split()[0], name
+    color = name.split()[0]
+    thought = name
     if thinking == "position":
         thought = " ".join(f"{color} {word}" for word in position(box))
     numbers = " ".join(str(number * 1000 // GRID if thousandths else number) for number in box)
@@ -147,7 +150,9 @@ def constant_box(rows: Dataset) -> tuple[Box, float]:
     true, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)
     sides = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
     candidates = np.array([(left, top, right, bottom) for left, right in sides for top, bottom in sides])
-    a, b = candidates[:, None], true  # (n, 1, 4) and (m, 4)
+    # (n, 1, 4) and (m, 4)
+    a = candidates[:, None]
+    b = true
     both = (np.minimum(a[..., 2:], b[:, 2:]) - np.maximum(a[..., :2], b[:, :2])).clip(0).prod(-1)
     areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
     means = both / (areas[0] + areas[1] - both) @ counts / counts.sum()
@@ -179,4 +184,5 @@ def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, wrong: float = 0.3,
     return Task(datasets, tokenizer, lambda held_out: constant_box(held_out)[1], "constant box")
 
 
-TASK, THREE = task(), task(objects=(3, 3), jitter=0, wrong=0.0, thinking="position")
+TASK = task()
+THREE = task(objects=(3, 3), jitter=0, wrong=0.0, thinking="position")

@@ -47,7 +47,9 @@ def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Ob
 
 def nearness(point: Box, box: Box, within: float | None) -> float:
     """Tell whether a point is in a box; with `within` how near its centre it is, see point."""
-    x, y = box.x1 + box.x2 - 2 * point.x1, box.y1 + box.y2 - 2 * point.y1  # twice as far as it is
+    # twice as far as it is
+    x = box.x1 + box.x2 - 2 * point.x1
+    y = box.y1 + box.y2 - 2 * point.y1
     if within is None:
         return float(abs(x) <= box.x2 - box.x1 and abs(y) <= box.y2 - box.y1)
     return max(0.0, 1 - math.hypot(x, y) / 2 / math.hypot(*box.extent) / within)

@@ -27,7 +27,8 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
-        labels, total = {label for label, _ in answered + true}, 0.0
+        labels = {label for label, _ in answered + true}
+        total = 0.0
         for label in labels:
             of_label = ([item for item in items if item[0] == label] for items in (answered, true))
             total += average_precision(*of_label)
@@ -45,7 +46,8 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
-        table, pairs = {}, []
+        table = {}
+        pairs = []
         for (i, (_, a)), (j, (_, b)) in product(enumerate(answered), enumerate(true)):
             table[i, j] = boxes.iou(a, b)
         for i, j in sorted(table, key=table.get, reverse=True):
@@ -63,7 +65,9 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
 
 def average_precision(answered: Objects, true: Objects) -> float:
     """Average precision of objects of one label."""
-    left, curve = list(true), []  # the last level of recall that is reached, the precision there
+    # the last level of recall that is reached, the precision there
+    left = list(true)
+    curve = []
     for number, item in enumerate(answered, start=1):
         best = max(left, key=lambda other: overlap(item, other), default=None)
         if best is not None and overlap(item, best) >= 0.5:

@@ -26,7 +26,11 @@ LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
 CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # a token each
 HABIT = (2, 1, 1, 1)  # how often a demonstration looks there
 PROBLEM, NOTHING = "Stripes?", "nothing"
-SIDE, SHOWN, QUARTER, SQUARE = 64, 32, 32, 24  # pixels a side: picture, what is shown of it, quarter, stripes
+# pixels a side: picture, what is shown of it, quarter, stripes
+SIDE = 64
+SHOWN = 32
+QUARTER = 32
+SQUARE = 24
 ANSWER = "<answer>{}</answer>"
 
 
@@ -38,10 +42,12 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
     Args:
         others: so many of the other quarters have a dark square.
     """
-    drawn, quarter = rng.choice(LABELS), rng.randrange(4)
+    drawn = rng.choice(LABELS)
+    quarter = rng.randrange(4)
     image = paper(rng)
     stripes(image, label or drawn, *corner(rng, quarter))
-    pen, last = PIL.ImageDraw.Draw(image), SQUARE - 1
+    pen = PIL.ImageDraw.Draw(image)
+    last = SQUARE - 1
     for other in rng.sample([q for q in range(4) if q != quarter], others):
         x, y = corner(rng, other)
         pen.rectangle([x, y, x + last, y + last], (60, 60, 60))
@@ -56,7 +62,8 @@ def paper(rng: random.Random) -> PIL.Image.Image:
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
     """Draw the square of stripes of a label."""
     color, way = label.split()
-    pen, last = PIL.ImageDraw.Draw(image), SQUARE - 1
+    pen = PIL.ImageDraw.Draw(image)
+    last = SQUARE - 1
     for i in range(SQUARE):
         tint = tuple(255 - v if i % 2 else v for v in COLORS[color])
         x1, y1, x2, y2 = (0, i, last, i) if way == "rows" else (i, 0, i, last)
@@ -76,7 +83,8 @@ def shown(image: PIL.Image.Image) -> PIL.Image.Image:
 
 def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
     """Cut out a quarter, 0 to 3."""
-    left, top = QUARTER * (quarter % 2), QUARTER * (quarter // 2)
+    left = QUARTER * (quarter % 2)
+    top = QUARTER * (quarter // 2)
     return image.crop((left, top, left + QUARTER, top + QUARTER))
 
 
@@ -144,7 +152,8 @@ class Stripes(Drawn):
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right = draw(rng, others=self.others)
-        [asked], found = rng.choices(range(4), HABIT), [rng.randrange(4) for _ in CORNERS]
+        [asked] = rng.choices(range(4), HABIT)
+        found = [rng.randrange(4) for _ in CORNERS]
         asked = right if rng.random() < self.informed else asked
         columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right], "picture": image, "found": found}
         environment = self.environment()
@@ -198,4 +207,5 @@ def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:
 
 TASK, BLIND, LOST = (task(informed=0.1, environment=kind) for kind in (Quarters, Blind, Lost))
 SILENT = task(silent=True)
-INFORMED, OTHERS = task(silent=True, informed=0.33), task(informed=0.1, others=2)
+INFORMED = task(silent=True, informed=0.33)
+OTHERS = task(informed=0.1, others=2)

@@ -19,7 +19,10 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
-GRID, BOX, LARGE = range(0, 21, 4), range(0, 17, 4), 16  # pixels of what is shown: corners of squares, of boxes; a side
+# pixels of what is shown: corners of squares, of boxes; a side
+GRID = range(0, 21, 4)
+BOX = range(0, 17, 4)
+LARGE = 16
 
 
 class Boxes(BASE["Quarters"]):
@@ -44,8 +47,10 @@ class Anywhere(BASE["Drawn"]):
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/box/{self.seed}/{index}")
-        image, label = BASE["paper"](rng), rng.choice(BASE["LABELS"])
-        corner, (x, y) = [rng.choice(GRID), rng.choice(GRID)], [rng.choice(BOX), rng.choice(BOX)]
+        image = BASE["paper"](rng)
+        label = rng.choice(BASE["LABELS"])
+        corner = [rng.choice(GRID), rng.choice(GRID)]
+        (x, y) = [rng.choice(BOX), rng.choice(BOX)]
         BASE["stripes"](image, label, *(2 * at for at in corner))
         columns = {"problem": BASE["PROBLEM"], "solution": label, "corner": corner, "picture": image}
         environment = Boxes()

@@ -31,7 +31,8 @@ class Pairs(BASE["Drawn"]):
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/twice/{self.seed}/{index}")
-        image, quarters = BASE["paper"](rng), sorted(rng.sample(range(4), 2))
+        image = BASE["paper"](rng)
+        quarters = sorted(rng.sample(range(4), 2))
         labels = {quarter: rng.choice(LABELS) for quarter in quarters}
         for quarter, label in labels.items():
             BASE["stripes"](image, label, *BASE["corner"](rng, quarter))

@@ -75,7 +75,8 @@ def causes(name: str, d: Dump) -> list[Cause]:
                     of = ((kind, text, *filter(None, [change])) for text in units)
                     changes = changes | {how.format(x[1]): x for x in of}
             for text, change in changes.items():
-                says, name = f"{row['says']} {text}", f"{row['thing']}: {text}"
+                says = f"{row['says']} {text}"
+                name = f"{row['thing']}: {text}"
                 known.append(Cause(name, says, change={row["thing"]: change}, **about))
     return known
 
@@ -100,7 +101,8 @@ class Finding:
 
 def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
-    findings, named = [], []
+    findings = []
+    named = []
     for name, stage in STAGES.items():
         if name == "mask" and d.ids is None:
             continue  # it is of ids that nothing explains
@@ -119,7 +121,9 @@ def audit(d: Dump) -> list[Finding]:
             f.unseen = unseen(name, d, answer)
             continue
         again = [fit for one in named if (fit := fits(name, d, one))]
-        f.where, f.again, f.explained = where(answer, d), bool(again), again or explain(name, d)
+        f.where = where(answer, d)
+        f.again = bool(again)
+        f.explained = again or explain(name, d)
         ids = next((other for other in findings if other.stage == "tokens" and not other.ok), None)
         if name == "mask" and ids and not f.explained:  # it is of these ids
             f.again, f.explained = True, ids.explained
@@ -173,8 +177,11 @@ def explain(name: str, d: Dump) -> list[Fit]:
         [(has, should, unit)] = base.values()
         d.part = ((has - should).abs() / unit).amax(1).topk(min(2, len(has))).indices
         base = computed(name, d, {})
-    one, two = [], []  # causes; a factor is one
-    known, gives = [], [numbers(base, base)]
+    # causes; a factor is one
+    one = []
+    two = []
+    known = []
+    gives = [numbers(base, base)]
     for cause in causes(name, d):
         if (answer := computed(name, d, cause.change)) is None:
             continue
@@ -215,7 +222,8 @@ def promising(theirs: Tensor, right: Tensor, *gives: Tensor) -> list[tuple[int, 
     gives = torch.stack(gives) if gives else right.new_zeros(0, len(right))
     wrong = ((gives - theirs).abs() > 10 * TOLERANCE).float()
     same = ((gives - right).abs() < TOLERANCE / 10).float()
-    hopeless, ranked = wrong @ same.T, []
+    hopeless = wrong @ same.T
+    ranked = []
     for i, x in enumerate(gives):
         others = ((hopeless + hopeless.T)[i, i + 1 :] == 0).nonzero()[:, 0] + i + 1
         y = gives[others]
@@ -265,7 +273,8 @@ def where(answer: dict, d: Dump) -> list[str]:
     wrong = {name: (x - y).abs() / unit > TOLERANCE for name, (x, y, unit) in answer.items()}
     counts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
     counts[3:] = [f"and {len(counts) - 3} more"] * (len(counts) > 3)
-    lines, n = [], len(d["micro_batch"])
+    lines = []
+    n = len(d["micro_batch"])
     for name, (x, y, unit) in answer.items():
         at = [(f"{i}", x[tuple(i)], y[tuple(i)]) for i in wrong[name].nonzero()[:4].tolist()]
         of = {"is one number": x * 0}
@@ -275,7 +284,8 @@ def where(answer: dict, d: Dump) -> list[str]:
             of["depends on the row alone"] = x * 0 + torch.arange(n).view(column)
         if x.dim() == 2:
             of["depends on the column alone"] = x * 0 + torch.arange(x.shape[1])
-        real, ratio = y.abs() / unit > 100 * TOLERANCE, x / y
+        real = y.abs() / unit > 100 * TOLERANCE
+        ratio = x / y
         depends = next((says for says, by in of.items() if steady(ratio[real], by[real])), "varies")
         pairs = ", ".join(f"{i}: {theirs:.4g} over {ours:.4g}" for i, theirs, ours in at)
         lines += [f"{name} at {pairs}; theirs over ours {depends}"] * bool(at)
@@ -290,7 +300,8 @@ def steady(x: Tensor, by: Tensor) -> bool:
 
 def report(findings: list[Finding], d: Dump) -> str:
     """Write the lines that the tool prints."""
-    lines, unseen = [], Counter()
+    lines = []
+    unseen = Counter()
     for f in findings:
         unseen += f.unseen
         word = "agrees" if f.ok else "DIFFERS"
@@ -308,7 +319,8 @@ def report(findings: list[Finding], d: Dump) -> str:
     left = [name for name in STAGES if name not in {f.stage for f in findings}]
     lines.append(f"not in this step: {', '.join(left) or 'nothing'}")
     for about in (about for about, kind in unseen if kind == "all"):
-        count, hidden = unseen[about, "all"], unseen[about, "unseen"]
+        count = unseen[about, "all"]
+        hidden = unseen[about, "unseen"]
         if 2 * hidden >= count:
             lines.append(f"cannot show: {hidden} of {count} mistakes of {about}")
     return "\n".join(lines)

@@ -57,7 +57,8 @@ def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
 
 def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
     """Assert that log-probabilities (n, T), nats, are equal where the mask is 1."""
-    a, b = torch.as_tensor(sampler).double(), torch.as_tensor(trainer).double()
+    a = torch.as_tensor(sampler).double()
+    b = torch.as_tensor(trainer).double()
     mask = torch.ones_like(a) if mask is None else torch.as_tensor(mask).double()
     assert mask.any(), "the mask counts no token: nothing is compared"
     gap = far(a - b, mask)

@@ -45,7 +45,11 @@ class Dump:
                 raise ValueError(f"{name} is {tuple(x.shape)}, but {ids}")
         # what is known to be different in the forward and in ids, None: something unknown; and
         # during a search what was computed already, and of which rows
-        self.about, self.forward, self.ids, self.known, self.part = about, {}, {}, None, None
+        self.about = about
+        self.forward = {}
+        self.ids = {}
+        self.known = None
+        self.part = None
         floats = {name for name, x in tensors.items() if x.is_floating_point()}
         self.eps = {name: torch.finfo(tensors[name].dtype).eps for name in floats}
         self.tensors = {name: x.double() if name in floats else x for name, x in tensors.items()}
@@ -141,7 +145,8 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join tensors of micro-batches: rows are padded on the left."""
     tensors = {}
     for name, first in parts[0].items():
-        x, width = [part[name] for part in parts], max(part[name].shape[-1] for part in parts)
+        x = [part[name] for part in parts]
+        width = max(part[name].shape[-1] for part in parts)
         by_token = name in BY_ROW and first.dim() == 2
         tensors[name] = torch.cat([pad(y, (width - y.shape[1], 0)) for y in x] if by_token else x)
     return tensors

@@ -16,7 +16,8 @@ TIED = 4  # names that give the same numbers: as many are printed
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Make a step of a case, with the loss and the gradient that someone's function gave."""
-    kind, tensors = options["kind"], batch | {"logps_gradient": gradient}
+    kind = options["kind"]
+    tensors = batch | {"logps_gradient": gradient}
     rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in tensors.items()}
     rows["completion_mask"] = mask = rows.pop("mask")
     rows |= dict.fromkeys(("input_ids", "prompt_mask"), torch.zeros_like(mask, dtype=torch.long))
@@ -33,7 +34,8 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
 
 def mistakes(cases: list[tuple]) -> list[str]:
     """Name, in lines, known mistakes that explain (batch, options, loss, gradient) of each case."""
-    steps, lines = [as_step(*case) for case in cases], []
+    steps = [as_step(*case) for case in cases]
+    lines = []
     while steps and len(lines) < SEARCHES:
         explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
         hits = [[explains(causes, step) for step in steps] for causes in explanations]

@@ -81,11 +81,13 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
-    group, row = d.get("group"), d.get("row")
+    group = d.get("group")
+    row = d.get("row")
     every = torch.arange(len(group) if of_rollout else len(d["input_ids"]))
     orders, units, row = {}, {}, every if of_rollout or row is None else row
     if torch.equal(row.sort().values, every):  # the step is the rollout
-        rollout, groups = row.argsort(), every * 0 if group is None else group[row]
+        rollout = row.argsort()
+        groups = every * 0 if group is None else group[row]
         units["its group"] = [rollout[groups[rollout] == g] for g in groups.unique()]
         units["the rollout"] = [rollout]
         orders["what had its place before the shuffle"] = rollout
@@ -106,7 +108,8 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 def token_orders(d) -> dict[str, Tensor]:
     """Name columns (n, S) from which each token takes, S: from none."""
-    counted, orders = d["completion_mask"].bool(), {}
+    counted = d["completion_mask"].bool()
+    orders = {}
     units = {
         "its row": counted | True,
         "its completion": d.completion,

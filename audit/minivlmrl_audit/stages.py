@@ -32,10 +32,12 @@ KINDS = "sampler_", ""  # of pictures: what a row is to have, what it has
 def advantages(d: Dump, change: dict) -> Answer:
     """Compute them from rewards (N, K) and the group of each completion."""
     has = d.get("rollout_advantages", d.get("advantages"))
-    rewards, group = d.get("rewards"), d.get("group")
+    rewards = d.get("rewards")
+    group = d.get("group")
     if has is None or rewards is None or group is None or has.dim() != 1:
         return None
-    N, size = len(group), d.about.get("num_generations") or int((group == group[0]).sum())
+    N = len(group)
+    size = d.about.get("num_generations") or int((group == group[0]).sum())
     group = piece(d, change, "group", group, count=torch.arange(N), size=size)
     rewards = piece(d, change, "rewards", rewards.view(N, -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
@@ -60,7 +62,9 @@ def advantages(d: Dump, change: dict) -> Answer:
 
 def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scale: str):
     """Make advantages (N,) of x, 0 where it is NaN, and the unit of float32's rounding."""
-    baseline, divisor, every = torch.zeros_like(x), torch.ones_like(x), x[~x.isnan()]
+    baseline = torch.zeros_like(x)
+    divisor = torch.ones_like(x)
+    every = x[~x.isnan()]
     for member in (group == g for g in group.unique()):
         rewards = x[member]
         if not len(real := rewards[~rewards.isnan()]):
@@ -81,7 +85,9 @@ def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scal
 
 def rows(d: Dump, change: dict) -> Answer:
     """Take the advantage of each row from its completion in the rollout."""
-    of, has, row = d.get("rollout_advantages"), d.get("advantages"), d.get("row")
+    of = d.get("rollout_advantages")
+    has = d.get("advantages")
+    row = d.get("row")
     if of is None or has is None or row is None or has.dim() != 1:
         return None
     value = piece(d, change, "advantages", of[row], of=of)
@@ -92,7 +98,8 @@ def tokens(d: Dump, change: dict) -> Answer:
     """Take ids of completions from the sampler, which drew or was given them: never from text."""
     if (sampled := d.sampled(change)) is None or d.get("prompt_mask") is None:
         return None
-    ids, none = sampled[0], d.about.get("pad_token_id", -1)
+    ids = sampled[0]
+    none = d.about.get("pad_token_id", -1)
     has = pad(d["input_ids"].where(d.completion, none), (0, ids.shape[1] - d.width), value=none)
     should = piece(d, change, "tokens", ids.where(ids >= 0, none), has=has, none=none)
     attended = ids[:, : d.width] >= 0
@@ -106,7 +113,8 @@ def pictures(d: Dump, change: dict) -> Answer:
     """Show each row the pictures of its prompt, then those that tools answered, in order."""
     if d.get("sampler_num_images") is None:
         return None
-    row, known = d.get("row", torch.arange(len(d["input_ids"]))), {}
+    row = d.get("row", torch.arange(len(d["input_ids"])))
+    known = {}
 
     def number(x: Tensor, grid: Tensor) -> int:
         return known.setdefault(str((grid.tolist(), x.numpy().tobytes())), len(known))
@@ -127,14 +135,17 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
     """List pictures (patches, grid) of each row, or each completion of the rollout (sampler_)."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
-    every, n = [*zip(patches, grids, strict=True)], len(d["input_ids"])
+    every = [*zip(patches, grids, strict=True)]
+    n = len(d["input_ids"])
     ends = d.get(f"{kind}num_images", torch.full((n,), len(grids) // n)).cumsum(0).tolist()
     return [every[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 def mask(d: Dump, change: dict) -> Answer:
     """Tell which tokens count: drawn ones up to a turn's stop token, or real ones of answers."""
-    ids, stop, real = d["input_ids"], d.about.get("stop_token_ids"), d["attention_mask"].bool()
+    ids = d["input_ids"]
+    stop = d.about.get("stop_token_ids")
+    real = d["attention_mask"].bool()
     if d.get("prompt_mask") is None or (d.about["kind"] == "grpo" and not stop):
         return None
     _, drawn, forced = d.turns()
@@ -155,7 +166,9 @@ def mask(d: Dump, change: dict) -> Answer:
 
 def other_mask(d: Dump, mask: Tensor, change: dict, key: str = "mask") -> Tensor:
     """Change a mask (n, S) as a deviation has it."""
-    after, stop, earlier = d.completion.double(), d.about.get("stop_token_ids"), mask.roll(-1, 1)
+    after = d.completion.double()
+    stop = d.about.get("stop_token_ids")
+    earlier = mask.roll(-1, 1)
     names = {"after": after, "later": mask.roll(1, 1) * after, "earlier": earlier}
     names["last"] = last = mask * (1 - earlier)
     names["ends"] = torch.isin(d["input_ids"], torch.tensor(stop)).double() if stop else last
@@ -190,7 +203,8 @@ def loss(d: Dump, change: dict) -> Answer:
 def inputs(d: Dump, lp: Tensor, mask: Tensor, change: dict) -> tuple[Tensor, Tensor, Tensor]:
     """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
     now = lp.detach()
-    old, r = d.get("old_per_token_logps", now), d.get("ref_per_token_logps", now)
+    old = d.get("old_per_token_logps", now)
+    r = d.get("ref_per_token_logps", now)
     share = mask.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1)
     names = {"lp": lp, "now": now, "old": old, "r": r, "mask": mask, "share": share}
     of = {"policy": lp, "old": old, "reference": r}
@@ -216,7 +230,8 @@ def changed(options, change: dict):
     """Copy options of a loss, with those that `change` names."""
     result = copy.copy(options)
     for name in change.keys() & vars(options):
-        value, default = change[name], getattr(options, name)
+        value = change[name]
+        default = getattr(options, name)
         if str(value).startswith("="):  # a formula of options
             value = eval(value[1:], {}, vars(options))
         setattr(result, name, [value] if isinstance(default, list) else value)
@@ -229,13 +244,15 @@ def policy(
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     if change.get("clipped alone"):  # min(x, y) + max(x, y) - x
         rest = {name: value for name, value in change.items() if name != "clipped alone"}
-        flipped, free = {"flip": True}, dict.fromkeys(("epsilon_low", "epsilon_high"), 1e9)
+        flipped = {"flip": True}
+        free = dict.fromkeys(("epsilon_low", "epsilon_high"), 1e9)
         terms = [policy(d, part, lp, entropies, mask, rest | more) for more in ({}, flipped, free)]
         (low, unit), (high, _), (unclipped, _) = terms
         return low + high - unclipped, unit
     asked = FamilyLoss(**d.about.get("loss", {}))
     o = changed(asked, change)
-    flip, times = -1.0 if change.get("flip") else 1.0, piece(d, change, "policy term", 1.0)
+    flip = -1.0 if change.get("flip") else 1.0
+    times = piece(d, change, "policy term", 1.0)
     o.beta = piece(d, change, "KL", o.beta) * flip / (times or 1.0)
     o.entropy_coef = piece(d, change, "entropy", o.entropy_coef)
     lp, old, ref = (x[part] for x in inputs(d, lp, mask, change))
@@ -257,10 +274,8 @@ def policy(
     names = {"lp": lp, "old": old, "r": ref, "beta": o.beta}
     x = piece(d, change, "terms", x * flip * (times or 1.0) * mask[part], at=(part,), **names)
     divide = other_mask(d, mask, change, "divide")
-    over, average = (
-        counts(d, part, divide, change),
-        AVERAGES[change.get("average", asked.loss_type)],
-    )
+    over = counts(d, part, divide, change)
+    average = AVERAGES[change.get("average", asked.loss_type)]
     bonus = o.entropy_coef * mean_entropy(entropies[part], kept, over) if o.entropy_coef else 0.0
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
 

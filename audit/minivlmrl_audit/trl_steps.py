@@ -88,7 +88,8 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a GRPOTrainer's: rewards, groups and advantages of the rollout too."""
-    a, has = trainer.args, OLDER | vars(trainer.args)
+    a = trainer.args
+    has = OLDER | vars(trainer.args)
     has["scale_rewards"] = SCALES.get(has["scale_rewards"], has["scale_rewards"])
     if not hasattr(a, "epsilon"):
         has["loss_type"] = "grpo"
@@ -96,7 +97,8 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     high = has["epsilon"] if has["epsilon_high"] is None else has["epsilon_high"]
     loss |= {"epsilon_low": has["epsilon"], "epsilon_high": high}
     about = {"kind": "grpo", "loss": loss} | {name: has.get(name) for name in ROLLOUT}
-    tokenizer, parts = tokenizer_of(trainer), a.gradient_accumulation_steps
+    tokenizer = tokenizer_of(trainer)
+    parts = a.gradient_accumulation_steps
     about["stop_token_ids"] = list(getattr(trainer, "eos_token_ids", [tokenizer.eos_token_id]))
     about["pad_token_id"] = tokenizer.pad_token_id
     about["steps_per_rollout"] = has.get("steps_per_generation", parts) / parts
@@ -169,13 +171,17 @@ def conversations(trainer, log: list) -> dict:
     A later turn belongs to the row whose ids it goes on with, maybe encoded again.
     """
     (prompts, drawn, images), *log = log
-    ids, flags, had = [[*x] for x in drawn], [[1] * len(x) for x in drawn], [*drawn]
-    shows, waiting = [[*(x or [])] for x in images or [()] * len(ids)], [[] for _ in ids]
+    ids = [[*x] for x in drawn]
+    flags = [[1] * len(x) for x in drawn]
+    had = [*drawn]
+    shows = [[*(x or [])] for x in images or [()] * len(ids)]
+    waiting = [[] for _ in ids]
     for row, of_turn, *turn in log:
         if not turn:
             waiting[row] += of_turn
             continue
-        at, encode = -1, partial(tokenizer_of(trainer).encode, add_special_tokens=False)
+        at = -1
+        encode = partial(tokenizer_of(trainer).encode, add_special_tokens=False)
         again = [encode(tokenizer_of(trainer).decode(own)) for own in had]
         for given, new in zip(row, of_turn, strict=True):
             fits = [
@@ -210,7 +216,8 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     """Find where prompts of chats end: after the last generation prompt.
 
     {} where there is no template."""
-    processor, chat = trainer.processing_class, [{"role": "user", "content": "x"}]
+    processor = trainer.processing_class
+    chat = [{"role": "user", "content": "x"}]
     if not processor.chat_template:
         return {}
     render = partial(processor.apply_chat_template, chat, tokenize=False)
@@ -230,9 +237,13 @@ class Steps(ExitStack, TrainerCallback):
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
         super().__init__()
-        self.trainer, self.folder, self.steps = trainer, Path(folder), steps
+        self.trainer = trainer
+        self.folder = Path(folder)
+        self.steps = steps
         self.about, self.rows = about, rows
-        self.parts, self.tensors, self.rollout = [], {}, {}
+        self.parts = []
+        self.tensors = {}
+        self.rollout = {}
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
         for model in self.models.values():
@@ -282,7 +293,8 @@ class Steps(ExitStack, TrainerCallback):
 
     def forward(self, model, arguments, options, output):
         """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
-        part, logps = self.parts[-1] if self.parts else {}, getattr(output, "log_probs", None)
+        part = self.parts[-1] if self.parts else {}
+        logps = getattr(output, "log_probs", None)
         if part and logps is None and self.about["kind"] != "grpo":
             ids = options.get("input_ids", arguments[0] if arguments else None)
             self.from_logits(part, ids, options["attention_mask"], output.logits)
@@ -321,7 +333,8 @@ class Steps(ExitStack, TrainerCallback):
 
     def from_logits(self, part: dict, ids, attention_mask, logits):
         """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
-        labels, logps = ids[:, 1:, None], logits.detach()[:, :-1].log_softmax(-1)
+        labels = ids[:, 1:, None]
+        logps = logits.detach()[:, :-1].log_softmax(-1)
         own = pad(logps.gather(2, labels)[..., 0], (1, 0))
         if not logits.requires_grad:
             part.setdefault("ref_per_token_logps", own)
@@ -368,7 +381,8 @@ class Steps(ExitStack, TrainerCallback):
                 for part in (model, tokenizer_of(self.trainer)):
                     part.save_pretrained(self.folder / str(state.global_step) / name)
         names = (name for name, _ in self.trainer.model.named_parameters())
-        warmup, kind = args.get_warmup_steps(state.max_steps), args.lr_scheduler_type
+        warmup = args.get_warmup_steps(state.max_steps)
+        kind = args.lr_scheduler_type
         self.about["optimizer"] = {
             "name": str(getattr(args.optim, "value", args.optim)).partition("_")[0],
             "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
@@ -394,4 +408,6 @@ class Steps(ExitStack, TrainerCallback):
             self.about["old_model"] = self.about.get("old_model") and self.about["model"]
             tensors = dump.join(self.parts) | self.rollout | self.tensors
             dump.write(self.folder / str(state.global_step), self.about, tensors)
-        self.parts, self.tensors, self.about["old_model"] = [], {}, None
+        self.parts = []
+        self.tensors = {}
+        self.about["old_model"] = None

@@ -27,7 +27,9 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
     kind, text, *_ = change.get("pictures", ("", ""))
     apart = ("logps", "pictures") if kind == "rows" else ("logps",)
     how = {name: x for name, x in change.items() if name not in apart}
-    rows, images, model = torch.arange(len(d["input_ids"])), shown(d), None
+    rows = torch.arange(len(d["input_ids"]))
+    images = shown(d)
+    model = None
     value = torch.zeros(2, len(rows), d.width, dtype=torch.float64)
     known = {} if grad or d.known is None else d.known
     shows = rows[d.rows[text]] if kind == "rows" else rows
@@ -77,7 +79,8 @@ def batch_of_row(
         images: (patches, grid) of each picture.
         real: (S,) which columns are no padding; after_prompt, attended: (S,) as well.
     """
-    ids, config = d["input_ids"][row], model.config
+    ids = d["input_ids"][row]
+    config = model.config
     placeholders = (
         torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id])) & real
     )
@@ -102,8 +105,10 @@ def batch_of_row(
     as_placed = ids.where(placed_tokens, -1)
     prompt = Prompt(as_placed, patches_of(placed), grids[placed], torch.ones(len(numbers)))
     batch = pack([prompt], [[]], config)
-    batch.input_ids, batch.vision_index = ids, seen_tokens.nonzero()[:, 0]
-    batch.pixel_values, batch.image_grid_thw = patches_of(seen), grids[seen]
+    batch.input_ids = ids
+    batch.vision_index = seen_tokens.nonzero()[:, 0]
+    batch.pixel_values = patches_of(seen)
+    batch.image_grid_thw = grids[seen]
     names = {"count": torch.arange(len(ids)).expand(3, -1), "after": after_prompt.long()}
     names["prompt"] = int((~after_prompt).sum())
     x = batch.position_ids
@@ -199,11 +204,13 @@ def clip_share(grads: dict[str, Tensor], largest: float) -> float:
 
 def clip(d: Dump, change: dict) -> Answer:
     """Compute the norm that is logged, and what clipping leaves of the gradients."""
-    grads, clipped = d.parameters("grad"), d.parameters("clipped")
+    grads = d.parameters("grad")
+    clipped = d.parameters("clipped")
     if not grads or not (clipped or d.get("grad_norm") is not None):
         return None
     bound = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
-    length, share = get_total_norm(grads.values()).item(), clip_share(grads, bound)
+    length = get_total_norm(grads.values()).item()
+    share = clip_share(grads, bound)
     names = {"grads": grads, "bound": bound, "length": length, "clip_share": clip_share}
     value = {name: x * share for name, x in grads.items()}
     value = piece(d, change, "clip", value, **names)
@@ -218,12 +225,17 @@ def clip(d: Dump, change: dict) -> Answer:
 
 def update(d: Dump, change: dict) -> Answer:
     """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
-    o, before, after = d.about.get("optimizer", {}), d.parameters("before"), d.parameters("after")
+    o = d.about.get("optimizer", {})
+    before = d.parameters("before")
+    after = d.parameters("after")
     grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
     if o.get("name") != "adamw" or not before or not after or not grads:
         return None
-    rate, (b1, b2), answer = o["learning_rate"], piece(d, change, "betas", o["betas"]), {}
-    eps, kinds = piece(d, change, "eps", o["eps"]), ("exp_avg", "exp_avg_sq")
+    rate = o["learning_rate"]
+    (b1, b2) = piece(d, change, "betas", o["betas"])
+    answer = {}
+    eps = piece(d, change, "eps", o["eps"])
+    kinds = ("exp_avg", "exp_avg_sq")
     states = [{} if change.get("reset") else d.parameters(kind) for kind in kinds]
     first = piece(d, change, "first", 1 if change.get("reset") else o["step"])
     for name, w in before.items():
@@ -249,13 +261,15 @@ def update(d: Dump, change: dict) -> Answer:
 
 def schedule(d: Dump, change: dict) -> Answer:
     """Compute the learning rate of step t = 0, 1, ... as transformers' schedules give it."""
-    s, o = d.about.get("schedule"), d.about.get("optimizer", {})
+    s = d.about.get("schedule")
+    o = d.about.get("optimizer", {})
     known = ("linear", "cosine", "constant", "constant_with_warmup")
     if not s or "learning_rate" not in o or s["type"] not in known:
         return None
     t = max(0, piece(d, change, "step", s["step"], parts=len(d.micro_batches)))
     configured = 0 if s["type"] == "constant" else s.get("warmup_steps", 0)
-    warmup, kind = piece(d, change, "warmup", configured), change.get("type", s["type"])
+    warmup = piece(d, change, "warmup", configured)
+    kind = change.get("type", s["type"])
     done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
     falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     share = t / max(1, warmup) if t < warmup else falls.get(kind, 1.0)

@@ -23,8 +23,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
     parser.add_argument("--state", help="begin with this one, such as 000120, and believe it")
     options, overrides = parser.parse_known_args(arguments)
-    folder, again, found = Path(options.run), Path(f"{options.run}.again"), {}
-    state, done = options.state and folder / "states" / options.state, int(options.state or 0)
+    folder = Path(options.run)
+    again = Path(f"{options.run}.again")
+    found = {}
+    state = options.state and folder / "states" / options.state
+    done = int(options.state or 0)
     # with paths of this machine it says something else; the page is made of the other files
     derived = [".lock", "page.html", *["config.yaml"] * bool(overrides)]
     later = [path for path in state_folders(folder / "states") if int(path.name) > done]

@@ -64,15 +64,19 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict):
-        weight, gradient = _rows(parameter), _rows(parameter.grad)
+        weight = _rows(parameter)
+        gradient = _rows(parameter.grad)
         self.codes = {name: code.to(weight.device) for name, code in self.codes.items()}
         state = {name: _rows(value) for name, value in self.state[parameter].items()}
-        lr, (beta1, beta2), number = group["lr"], group["betas"], state["step"].add_(1).item()
+        lr = group["lr"]
+        (beta1, beta2) = group["betas"]
+        number = state["step"].add_(1).item()
         dtype = torch.promote_types(weight.dtype, torch.float32)
         size = max(1, PIECE // weight.shape[1])
         for rows in (slice(start, start + size) for start in range(0, len(weight), size)):
             piece = {name: value[rows] for name, value in state.items() if name != "step"}
-            g, new = gradient[rows].to(dtype), weight[rows].to(dtype, copy=True)
+            g = gradient[rows].to(dtype)
+            new = weight[rows].to(dtype, copy=True)
             m = self._read(piece, "exp_avg").to(dtype).mul_(beta1).add_(g, alpha=1 - beta1)
             v = self._read(piece, "exp_avg_sq").to(dtype).mul_(beta2)
             v.addcmul_(g, g, value=1 - beta2)

@@ -70,17 +70,20 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
-        result, dropped = super().forward(x), x.to(self.lora_A.dtype)
+        result = super().forward(x)
+        dropped = x.to(self.lora_A.dtype)
         if self.drop is not None:
             dropped = self.drop(dropped)
-        low, wide = F.linear(dropped, self.lora_A), result.to(self.lora_A.dtype)
+        low = F.linear(dropped, self.lora_A)
+        wide = result.to(self.lora_A.dtype)
         # scaled and added by the product itself
         return torch.addmm(wide, low, self.lora_B.T, alpha=self.scaling).to(result.dtype)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Add up W + scaling B A in the dtype of W; all ranks call this."""
-        A, B = full(self.lora_A), full(self.lora_B)
+        A = full(self.lora_A)
+        B = full(self.lora_B)
         weight = full(self.weight).to(A.device)
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
@@ -201,8 +204,10 @@ def draw_adapters(model: nn.Module, seed: int):
 
 def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
     """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
-    sharding, device = getattr(model, "sharding", None), model.lm_head.weight.device
-    parameters, parts = dict(model.named_parameters()), {}
+    sharding = getattr(model, "sharding", None)
+    device = model.lm_head.weight.device
+    parameters = dict(model.named_parameters())
+    parts = {}
     for name, tensor in weights.items():
         like = parameters[name]
         parts[name] = sharding.part(tensor, like) if sharding else tensor.to(device, like.dtype)

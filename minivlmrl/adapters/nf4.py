@@ -29,7 +29,8 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     """Pack two indices a byte; indices and scales of the blocks' scales, and the mean of these."""
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     nearest, scales = quantize(values[None], _table(weight.device), BLOCK)
-    offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
+    offset = scales.mean()
+    packed = nearest[0, ::2] << 4 | nearest[0, 1::2]
     indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
     packed_scales = {"scale_indices": indices[0], "scale_scales": scale_scales[0]}
     return {"packed": packed, **packed_scales, "offset": offset}
@@ -39,7 +40,8 @@ def unpack(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
     """Compute the (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
-    code, table = _scale_code(packed.device), _table(packed.device)
+    code = _scale_code(packed.device)
+    table = _table(packed.device)
     if backend_for(offset) == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (code, table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset

@@ -67,7 +67,9 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
                 raise ValueError(f"{name} is {values[name]!r:.60}: merge it with PEFT")
         for name in config.alpha_pattern or {}:
             require(LAYER.fullmatch(name), "alpha_pattern", name, "a layer's name or its end")
-    file, pairs, weights = folder / WEIGHTS, {}, {}
+    file = folder / WEIGHTS
+    pairs = {}
+    weights = {}
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
@@ -94,12 +96,15 @@ def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConf
     if not isinstance(base, nn.Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {which: tuple(tensor.shape) for which, tensor in pair.items()}
-    r, rows, columns = (*shapes.get("lora_A", ()), 0)[0], base.out_features, base.in_features
+    r = (*shapes.get("lora_A", ()), 0)[0]
+    rows = base.out_features
+    columns = base.in_features
     if shapes != {"lora_A": (r, columns), "lora_B": (rows, r)} or not r:
         there = ", ".join(f"{which} {shape}" for which, shape in shapes.items())
         asked = f"lora_A (r, {columns}) and lora_B ({rows}, r)"
         raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
-    patterns, whole = (config.alpha_pattern or {}).items(), f".{memory_name(name)}"
+    patterns = (config.alpha_pattern or {}).items()
+    whole = f".{memory_name(name)}"
     fits = [alpha for end, alpha in patterns if whole.endswith(f".{end}")]  # PEFT takes the first
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, [*fits, config.lora_alpha][0] / divisor
@@ -115,7 +120,8 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
     ranks = {name: layer.form[0] for name, layer in layers.items()}
     # also where alpha / sqrt(r) was it
     alphas = {name: layer.scaling * ranks[name] for name, layer in layers.items()}
-    r, alpha = max(ranks.values()), max(alphas.values())
+    r = max(ranks.values())
+    alpha = max(alphas.values())
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
     config |= {"base_model_name_or_path": base, "target_modules": sorted(ranks)}
     config |= {"r": r, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none"}

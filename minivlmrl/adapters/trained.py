@@ -30,13 +30,16 @@ def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:
 
 def table(model: nn.Module) -> str:
     """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
-    layers, kinds, weights = adapters(model), {}, plain_weights(model).values()
+    layers = adapters(model)
+    kinds = {}
+    weights = plain_weights(model).values()
     base = sum(
         w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights
     )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            layer, kind = name.rpartition(".")[0], (part_of(name), "")
+            layer = name.rpartition(".")[0]
+            kind = (part_of(name), "")
             if layer in layers:  # of all blocks
                 kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].form[0]}"
             kinds.setdefault(kind, []).append((layer, parameter.numel()))

@@ -39,7 +39,9 @@ class AnswerBatch(MicroBatch):
 class AnswerAlgorithm(Algorithm):
     """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
 
-    batch_type, answers = AnswerBatch, ("completion",)  # names of a row's answers
+    # names of a row's answers
+    batch_type = AnswerBatch
+    answers = ("completion",)
     counted = slice(None)  # completions with tokens that count
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -52,7 +54,8 @@ class AnswerAlgorithm(Algorithm):
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
         """Encode the prompts, and each row's answers."""
-        encode, names = functools.partial(encode_completion, self.processor), self.answers
+        encode = functools.partial(encode_completion, self.processor)
+        names = self.answers
         answers = [[encode(row.messages, getattr(row, name)) for name in names] for row in rows]
         return [row.prompt(self.processor) for row in rows], answers
 
@@ -82,7 +85,8 @@ class AnswerAlgorithm(Algorithm):
 class PairAlgorithm(AnswerAlgorithm):
     """Trained on pairs of answers; margins(rows) -> (B,), over 0 where the chosen one is ahead."""
 
-    needs, answers = "pairs", ("chosen", "rejected")
+    needs = "pairs"
+    answers = ("chosen", "rejected")
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:

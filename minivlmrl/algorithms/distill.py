@@ -93,7 +93,8 @@ class Distill(GRPOStage):
     @torch.no_grad()
     def ask_teacher(self, batch: DistillBatch, rollout: Rollout):
         """Compute the states of the teacher, after its own prompts and the same completions."""
-        G, rows = self.config.num_generations, batch.completion_index.tolist()
+        G = self.config.num_generations
+        rows = batch.completion_index.tolist()
         asked = dict.fromkeys(row // G for row in rows)
         completions = [
             [rollout.completions[i][row % G] for row in rows if row // G == i] for i in asked
@@ -113,7 +114,8 @@ class Distill(GRPOStage):
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = completion_states(self.policy, batch.group)
         # after the forward, which has gathered a sharded head
-        ours, theirs = self.policy.lm_head.weight, self.teacher.lm_head.weight.detach()
+        ours = self.policy.lm_head.weight
+        theirs = self.teacher.lm_head.weight.detach()
         theirs = theirs[: len(ours)]  # rows after these have no token
         weights = batch.group.written.to(torch.promote_types(states.dtype, torch.float32))
         options = self.run.reference.teacher_beta, self.sample.sampling.temperature

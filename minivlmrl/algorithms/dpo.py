@@ -21,7 +21,9 @@ class DPOConfig(DPOSection, TrainingConfig):
 class DPO(PairAlgorithm):
     """Pairs of answers, held against the policy as the stage found it."""
 
-    stage, counted = "dpo", slice(0, None, 2)  # chosen tokens
+    # chosen tokens
+    stage = "dpo"
+    counted = slice(0, None, 2)
 
     @staticmethod
     def has_reference(config) -> bool:

@@ -95,10 +95,12 @@ class Family(GRPOStage):
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Make a rollout; groups with equal rewards give way (dynamic sampling, 2503.14476)."""
-        rollout, self.rounds = super().roll_out(rows), 1
+        rollout = super().roll_out(rows)
+        self.rounds = 1
         if self.config.max_num_gen_batches == 1:
             return rollout
-        groups, count = self.all_groups(rollout), len(rollout.rows) * self.world.size
+        groups = self.all_groups(rollout)
+        count = len(rollout.rows) * self.world.size
         while (
             sum(alive for *_, alive in groups) < count
             and self.rounds < self.config.max_num_gen_batches
@@ -120,7 +122,8 @@ class Family(GRPOStage):
         G = self.config.num_generations
         judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
         differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)
-        rows, rewards = [(row.index, row.key) for row in rollout.rows], rollout.rewards.split(G)
+        rows = [(row.index, row.key) for row in rollout.rows]
+        rewards = rollout.rewards.split(G)
         for completion in chain(*rollout.completions):
             completion.environment = None  # it has been asked, and may not be sent
         local = list(zip(rows, rollout.completions, rewards, differs.tolist(), strict=True))
@@ -141,7 +144,8 @@ class Family(GRPOStage):
     def micro_batches(
         self, rollout: Rollout, part: range, advantages: Tensor | None = None
     ) -> list[FamilyBatch]:
-        batches, config = super().micro_batches(rollout, part, advantages), self.config
+        batches = super().micro_batches(rollout, part, advantages)
+        config = self.config
         if config.mask_truncated_completions:
             stopped = [c.stopped for group in rollout.completions for c in group]
             train_on(torch.tensor(stopped), rollout, part, batches, self.world)
@@ -174,7 +178,8 @@ class Family(GRPOStage):
         """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
-        every, quantile = torch.ones_like(entropies), self.config.top_entropy_quantile
+        every = torch.ones_like(entropies)
+        quantile = self.config.top_entropy_quantile
         threshold = top_entropy_threshold(entropies, every, quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()

@@ -66,7 +66,9 @@ class GRPOStage(Algorithm, GRPO):
     @torch.no_grad()
     def prove(self, rollout: Rollout):
         """Refuse to begin (ValueError) unless vLLM has the policy's log-probabilities."""
-        run, worst, device = self.run, (0.0, ""), self.world.device
+        run = self.run
+        worst = (0.0, "")
+        device = self.world.device
         dtype = run.model.compute_dtype or run.model.dtype
         dtypes = {dtype, run.sampling.vllm.get("dtype")}
         bound = 0.5 if dtypes & {"bfloat16", "float16"} else 1e-3

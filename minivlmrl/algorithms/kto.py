@@ -45,7 +45,8 @@ class KTO(AnswerAlgorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            labels, packed = torch.tensor([row.columns["label"] for row in rows]), []
+            labels = torch.tensor([row.columns["label"] for row in rows])
+            packed = []
             total, good = self.world.sum(len(rows), int(labels.sum()))
             prompts, answers = self.encode(rows)
             kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
@@ -53,7 +54,8 @@ class KTO(AnswerAlgorithm):
             parts = (pieces(items, size) for items in (prompts, answers, labels))
             for *encoded, marks in zip(*parts, strict=True):
                 batch = self.pack(*encoded)
-                batch.labels, batch.kl = marks.to(self.world.device), kl
+                batch.labels = marks.to(self.world.device)
+                batch.kl = kl
                 batch.shares = good / total, 1 - good / total
                 packed.append(batch)
             yield self.step(packed)
@@ -63,7 +65,9 @@ class KTO(AnswerAlgorithm):
         """Estimate the KL to the reference on prompts with the answer of the row before each."""
         last = self.world.gather_objects(answers[-1])
         others = [last[self.world.rank - 1], *answers[:-1]]
-        size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
+        # of whole answers, of policy and reference
+        size = self.config.micro_batch_size
+        logps = []
         for part in zip(pieces(prompts, size), pieces(others, size), strict=True):
             batch = self.pack(*part)
             policy = batch.group.pad(per_token_logps(self.policy, batch.group)[0])

@@ -83,7 +83,8 @@ class PPO(GRPOStage):
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
         """Pack the prompts of each optimizer step; advantages and returns of tokens, (R, T)."""
         steps = [self.micro_batches(rollout, part) for part in parts]
-        batches, config = [*chain(*steps)], self.config
+        batches = [*chain(*steps)]
+        config = self.config
         rewards = self.world.all_gather(rollout.rewards)
         total = combine(rewards, self.reward_weights)
         rollout.metrics = self.metrics(rollout, rewards, total)
@@ -91,7 +92,8 @@ class PPO(GRPOStage):
         for batch in batches:
             old, ref = batch.old_per_token_logps, batch.ref_per_token_logps
             ref = old if ref is None else ref
-            ends, mask = scores[batch.completion_index].to(old.device), batch.group.completion_mask
+            ends = scores[batch.completion_index].to(old.device)
+            mask = batch.group.completion_mask
             earned = token_rewards(ends, old, ref, mask, config.kl_coef)
             advantages, returns = gae(earned, batch.old_values, config.gamma, config.lam)
             batch.advantages, batch.returns = advantages, returns

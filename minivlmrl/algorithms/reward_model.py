@@ -80,14 +80,16 @@ class RewardModelScores:
         model = load_beside(policy, path, world.device, same_base=run.reward_model.path is None)
         if model.backbone.config.vocab_size != policy.config.vocab_size:
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
-        self.model, self.world = model.requires_grad_(False), world
+        self.model = model.requires_grad_(False)
+        self.world = world
 
     @torch.no_grad()
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[float]:
         """Score completions, in their order; all ranks call this with equally many prompts."""
-        scores, config = [], self.model.backbone.config
+        scores = []
+        config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
             batch = pack_to_end(prompts[part], completions[part], config, self.world.device)

@@ -29,14 +29,16 @@ class SFT(AnswerAlgorithm):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
-        padded, kind = batch.group.pad(logps), self.config.loss_type
+        padded = batch.group.pad(logps)
+        kind = self.config.loss_type
         loss = sft_loss(padded, batch.loss_mask, kind, counts=batch.counts)
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
-        indices, size = self.answered(rows), self.config.micro_batch_size
+        indices = self.answered(rows)
+        size = self.config.micro_batch_size
         if not indices:
             return {}
         share, count = self.world.equal_share(indices)

@@ -25,7 +25,8 @@ class ValueModel(nn.Module):
 
     def __init__(self, backbone: nn.Module, freeze: Sequence[str] = (), weight=None):
         super().__init__()
-        self.backbone, self.score = backbone, value_head(backbone, weight)
+        self.backbone = backbone
+        self.score = value_head(backbone, weight)
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
@@ -91,7 +92,8 @@ def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) 
 
 
 def _read_head(folder: str | Path, backbone: nn.Module) -> Tensor:
-    file, shape = Path(folder) / HEAD_FILE, (1, backbone.config.hidden_size)
+    file = Path(folder) / HEAD_FILE
+    shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {"score.weight": shape}:
         raise ValueError(f"{file}: it must hold score.weight, {shape}")

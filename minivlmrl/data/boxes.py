@@ -102,7 +102,8 @@ def giou(a: Box, b: Box) -> float:
 def _areas(a: Box, b: Box) -> tuple[float, float]:
     """Return intersection and union, summed in an order that never makes the union the smaller."""
     assert a.extent == b.extent, "boxes of different spaces: use to()"
-    width, height = min(a.x2, b.x2) - max(a.x1, b.x1), min(a.y2, b.y2) - max(a.y1, b.y1)
+    width = min(a.x2, b.x2) - max(a.x1, b.x1)
+    height = min(a.y2, b.y2) - max(a.y1, b.y1)
     both = max(0.0, width) * max(0.0, height)
     return both, a.area + (b.area - both)
 

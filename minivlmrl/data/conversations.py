@@ -57,7 +57,8 @@ def read_conversation(
             if not any(map(MARK.search, others)) and not shown_parts_of(turns):
                 continue
             whole, media = _place(*wording, turns)
-            messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
+            messages = whole[: -len(turns)]
+            answers[name] = whole[-len(turns) :]
             parts = shown_parts_of(answers[name])
             if any(part_kind(part) == "video" for part in parts):
                 late = "there is a video after the assistant's first turn"

@@ -39,7 +39,8 @@ def fetch_image(source: Source | Image, folder: str | Path | None = None) -> Ima
 def open_image(source: Source | Image, folder: str | Path | None = None) -> Iterator[Image]:
     """Open an image, or take one in memory; every error inside the block becomes a ValueError."""
     if isinstance(source, Image):
-        name, file = f"image of {source.width} x {source.height} pixels", source
+        name = f"image of {source.width} x {source.height} pixels"
+        file = source
     else:  # a pair is what open_source has found
         name, file = source if isinstance(source, tuple) else open_source(source, folder)
     try:
@@ -63,7 +64,8 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
         raise ValueError(f"a path, data URI or bytes is needed, not {type(source).__name__}")
-    text, url = str(source), source if isinstance(source, str) else ""
+    text = str(source)
+    url = source if isinstance(source, str) else ""
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     with naming(name):
         if url.startswith("data:"):

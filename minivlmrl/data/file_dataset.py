@@ -63,15 +63,19 @@ class FileDataset:
     """
 
     def __init__(self, path, required=("problem",), limit=None, constants=(), **options):
-        self.options, self.required = RowOptions(**options), required
-        self.source, self.constants = open_rows(path), dict(constants)
+        self.options = RowOptions(**options)
+        self.required = required
+        self.source = open_rows(path)
+        self.constants = dict(constants)
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
         if not self.size:
             raise ValueError(f"{path}: has no rows")
         self.folder = Path(self.options.image_root or self.source.folder)
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
         self.asked = []  # of each row a hash of its prompt and of the sizes of what that shows
-        missing, columns, folder = [], set(), str(self.folder)
+        missing = []
+        columns = set()
+        folder = str(self.folder)
         for index, written in enumerate(itertools.islice(self.source, self.size)):
             with naming(where := self.source.where(index)):
                 row, media = read_row(written, required, self.options)
@@ -97,7 +101,8 @@ class FileDataset:
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
         """Read a row without its images and videos, and list these in order of appearance."""
-        columns, where = self.source[index], self.source.where(index)
+        columns = self.source[index]
+        where = self.source.where(index)
         with naming(where):
             row, media = read_row(columns, self.required, self.options)
         row.where = where
@@ -136,7 +141,9 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
         if value is not None and name in CHECKED and (name != "label" or name in required):
             valid, expected = CHECKED[name]
             require(valid(value), f"column {name!r}", value, expected)
-    listed, media, template = read_media(columns), [], options.prompt_template
+    listed = read_media(columns)
+    media = []
+    template = options.prompt_template
     if "{problem}" not in template:
         questions = [name for name in PROMPTS if columns.get(name) is not None]
         needed = f"a text with {{problem}} in it, as the row has {questions}"

@@ -96,7 +96,8 @@ def _messages(row: dict) -> dict:
 
 def _asked(question: str, answer: str, row: dict) -> dict:
     """Read a question and its answer in two columns; `history` has earlier pairs."""
-    text, reply = row[question], row.get(answer)
+    text = row[question]
+    reply = row.get(answer)
     require(isinstance(text, str), f"column {question!r}", text, "text")
     if row.get("input"):  # Alpaca's
         text = f"{text}\n{row['input']}"
@@ -128,8 +129,10 @@ def _ground_truth(row: dict) -> dict:
 
 def _objects(row: dict) -> dict:
     """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
-    objects, texts = row["objects"], _texts(row)
-    written, waiting = json.dumps(texts, default=str), {}
+    objects = row["objects"]
+    texts = _texts(row)
+    written = json.dumps(texts, default=str)
+    waiting = {}
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
         if marks := written.count(mark):
             listed = objects.get(key) if isinstance(objects, dict) else None
@@ -151,7 +154,8 @@ def _choices(row: dict) -> dict:
     name = next((name for name in ASKED if isinstance(row.get(name), str)), None)
     if not choices or name is None:  # an open question; turns, whose text is the whole prompt
         return {}
-    answer, valid = row.get("answer", row.get("solution")), isinstance(choices, list)
+    answer = row.get("answer", row.get("solution"))
+    valid = isinstance(choices, list)
     require(valid and len(choices) <= 26, "its choices", choices, "a list of texts")
     valid = not isinstance(answer, int) or answer in choices
     require(valid, "the answer beside choices", answer, "a letter or one of them")

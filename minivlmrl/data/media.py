@@ -80,7 +80,8 @@ def place_media(
             pairs = zip(turns, contents, strict=True)  # without a user's turn the counts differ
             first = next((parts for turn, parts in pairs if turn["role"] == "user"), [])
             first[:0] = [{"type": kind} for kind in OPTIONS for _ in listed.get(kind, ())]
-    waiting, media = {kind: iter(entries) for kind, entries in listed.items()}, []
+    waiting = {kind: iter(entries) for kind, entries in listed.items()}
+    media = []
     check_counts([kind for kind, part in _shown(contents) if not _sources(part, kind)], listed)
 
     def show(part: dict) -> dict:
@@ -140,7 +141,8 @@ class Decoded(Sequence):
 
 def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
     """Find the images and videos of a row."""
-    images, videos = [], []
+    images = []
+    videos = []
     for one in media:
         if one.kind == "image":
             images.append(partial(fetch_image, open_source(one.source, folder)))

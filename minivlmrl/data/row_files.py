@@ -68,7 +68,9 @@ class Lines:
     """JSON lines, or a JSON list of rows; `texts` has the line and the text of each row."""
 
     def __init__(self, path: Path):
-        self.path, self.folder, content = path, path.parent, path.read_bytes()
+        self.path = path
+        self.folder = path.parent
+        content = path.read_bytes()
         try:
             self.texts = self.split(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
@@ -85,8 +87,12 @@ class Lines:
 
     def split_values(self, content: str) -> list[tuple[int, str]]:
         """Cut a JSON list, or rows one after the other, with any line breaks."""
-        rows, line, done, skip = [], 1, 0, re.compile(r"[\s,]*")
-        decode, at = json.JSONDecoder().raw_decode, skip.match(content).end()
+        rows = []
+        line = 1
+        done = 0
+        skip = re.compile(r"[\s,]*")
+        decode = json.JSONDecoder().raw_decode
+        at = skip.match(content).end()
         listed = content[at] == "["
         at = skip.match(content, at + listed).end()
         while at < len(content) and not (listed and content[at] == "]"):
@@ -166,7 +172,10 @@ class Arrow:
         with extra("parquet", f"{paths[0]}: needs pyarrow"):
             import pyarrow as pa
             import pyarrow.parquet as pq
-        self.path, self.folder, self.groups, self.firsts = paths[0], paths[0].parent, [], [0]
+        self.path = paths[0]
+        self.folder = paths[0].parent
+        self.groups = []
+        self.firsts = [0]
         for path in paths:
             try:
                 file = pq.ParquetFile(path)

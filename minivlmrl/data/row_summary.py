@@ -78,7 +78,8 @@ def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
 
 def _long(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
     """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens."""
-    counter, settings = _counter(processor), processor.image_processor
+    counter = _counter(processor)
+    settings = processor.image_processor
     side = settings.patch_size * settings.merge_size
     for number in range(len(rows)):
         part, index = rows.find(number) if isinstance(rows, Picked) else (rows, number)

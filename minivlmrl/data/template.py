@@ -60,7 +60,9 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
-        self.text, self.source, self.token_names = text, source, dict(token_names)
+        self.text = text
+        self.source = source
+        self.token_names = dict(token_names)
         # longer ones first, as one may begin with another; no text could do without a character
         names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
         names = sorted(names, key=len, reverse=True)
@@ -79,7 +81,8 @@ class ChatTemplate:
         cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
         """Find the template of a folder, in the first of FILES with one; None: chat.render's."""
-        tokens, config = {}, Path(folder) / "tokenizer_config.json"
+        tokens = {}
+        config = Path(folder) / "tokenizer_config.json"
         for name, value in (read_json(config) if config.is_file() else {}).items():
             value = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(value, str):
@@ -133,7 +136,8 @@ class ChatTemplate:
             if i >= len(messages) and message["role"] == "assistant":
                 begin = length(i, True)
                 spans += [begin, self._closing(text, begin, length(i + 1, False))]
-        flagged, cuts = [], pairwise([length(len(messages), True), *spans])
+        flagged = []
+        cuts = pairwise([length(len(messages), True), *spans])
         for i, (begin, end) in enumerate(cuts):  # not written, written, not written, ...
             flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
         return join_flagged(flagged)
@@ -266,10 +270,12 @@ def _template_in(path: Path) -> str | None:
     if path.suffix == ".jinja":
         with naming(path):
             return path.read_text(encoding="utf-8")
-    text, needed = read_json(path).get("chat_template"), path.name == "chat_template.json"
+    text = read_json(path).get("chat_template")
+    needed = path.name == "chat_template.json"
     if isinstance(text, list):
         named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
-        text, needed = named[0].get("template") if named else None, True
+        text = named[0].get("template") if named else None
+        needed = True
     if not isinstance(text, str) and (needed or text is not None):
         needed = "the text of a template, or a list of which one is named 'default'"
         raise ValueError(f"{path}: chat_template must be {needed}; it is {text!r:.40}")

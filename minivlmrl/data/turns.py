@@ -44,7 +44,9 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
 
 def in_one_turn(turns: list[dict], tools: Sequence[str]) -> list[dict]:
     """Put what answers a call in tags into the assistant's turn, as environments do."""
-    joined, answered, tags = [], False, tuple(f"</{name}>" for name in tools)
+    joined = []
+    answered = False
+    tags = tuple(f"</{name}>" for name in tools)
     for turn in turns:
         parts = content_parts(turn)
         if turn["role"] == "tool" and joined and text_of(joined[-1]).rstrip().endswith(tags):
@@ -127,7 +129,8 @@ def check_messages(messages: list[dict]):
     """Refuse a message that cannot be laid out."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
-        content, calls = fields.get("content"), fields.get("tool_calls") or []
+        content = fields.get("content")
+        calls = fields.get("tool_calls") or []
         has_content = isinstance(content, str | list) or (content is None and calls)
         called = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
         called = called and all(isinstance(call.get("function", call), dict) for call in calls)

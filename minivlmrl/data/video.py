@@ -60,7 +60,8 @@ class Video:
         Frames are resized one by one: "torch" gives to the bit what transformers'
         Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
         """
-        depth, count = processor.temporal_patch_size, len(self.frames)
+        depth = processor.temporal_patch_size
+        count = len(self.frames)
         height, width = frame_size(processor, count, *self.frames[0].size[::-1], **options)
         _check_size(math.ceil(count / depth) * depth, width, height)
         # converted one after the other: together they could fill the memory
@@ -94,7 +95,8 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
-        fps, frames = sampling.pop("fps", FPS), []
+        fps = sampling.pop("fps", FPS)
+        frames = []
         if sampling:
             raise ValueError(f"{min(sampling)} chooses frames of a file; a list is taken whole")
         for frame in source:
@@ -167,7 +169,8 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
 
 def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
     """Return the frames of these numbers, and how many were decoded for them."""
-    frames, seen = [], 0
+    frames = []
+    seen = 0
     with _opened(file) as (container, stream):
         for frame in container.decode(stream):
             if frame.is_corrupt:
@@ -208,8 +211,11 @@ def sample_indices(
     sampling = check_options("video", sampling)
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
-    start, end = sampling.pop("video_start", None), sampling.pop("video_end", None)
-    first, last, duration = 0, total_frames - 1, total_frames / video_fps
+    start = sampling.pop("video_start", None)
+    end = sampling.pop("video_end", None)
+    first = 0
+    last = total_frames - 1
+    duration = total_frames / video_fps
     if start is not None:
         first = math.ceil(min(start, duration) * video_fps)
     if end is not None:

@@ -52,7 +52,8 @@ def with_tools(processor: Processor, name: str | None) -> Processor:
     """Tell a processor the tools of an environment, if any, and its template to declare them."""
     if name is None:
         return processor
-    environment, template = get_environment(name)(), processor.template
+    environment = get_environment(name)()
+    template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:  # of Qwen2-VL and Qwen2.5-VL

@@ -44,7 +44,8 @@ def json_schema(tool: Callable) -> dict:
 
 def type_schema(hint) -> dict:
     """Describe a type (ValueError: JSON has no such values)."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
     if hint is Any:
         return {}
     if origin is None and hint in TYPES:

@@ -98,7 +98,8 @@ def call(tools: dict[str, Callable], name: str, inside: str) -> object:
             raise ValueError('a call is {"name": ..., "arguments": {...}}')
         if asked["name"] not in tools:
             raise ValueError(f"no tool {asked['name']!r}; there are {', '.join(tools)}")
-        name, arguments = asked["name"], asked.get("arguments", {})
+        name = asked["name"]
+        arguments = asked.get("arguments", {})
     return tools[name](**vars(build(arguments_of(tools[name]), arguments, name)))
 
 
@@ -108,7 +109,8 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
     name, _, body = call.partition(">")
     if before.strip() or not is_so:
         return None
-    hints, arguments = typing.get_type_hints(tools[name]) if name in tools else {}, {}
+    hints = typing.get_type_hints(tools[name]) if name in tools else {}
+    arguments = {}
     for one in body.split("</parameter>")[:-1]:
         key, _, value = one.partition("<parameter=")[2].partition(">")
         arguments[key] = value = value.removeprefix("\n").removesuffix("\n")

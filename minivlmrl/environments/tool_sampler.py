@@ -37,13 +37,16 @@ class Play:
     """One completion while it is written."""
 
     def __init__(self, environment: object):
-        self.environment, self.tools = environment, tools_of(environment)
+        self.environment = environment
+        self.tools = tools_of(environment)
         self.settings = settings_of(environment)
         self.called = self.failed = 0  # tools
         # longer than what it finds
         self.closing = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # since the last answer
-        self.ids, self.written = [], []  # of all tokens
+        # of all tokens
+        self.ids = []
+        self.written = []
         self.pictures = []
         self.unread = []  # an answer that is not read yet
         self.cut = self.ended = False
@@ -57,7 +60,8 @@ class Play:
         left = sampler.sampling.max_new_tokens - len(self.written)
         before = max(0, len(self.text) - len(self.closing.pattern))
         self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
-        calls, ends = [], turn_ends or text_ends
+        calls = []
+        ends = turn_ends or text_ends
         if not text_ends and (ends or self.closing.search(self.text, before)):
             calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
             calls = calls[: self.settings.max_tool_calls - self.called]
@@ -91,7 +95,8 @@ class Play:
     def insert_answers(self, completion: Completion):
         """Put what was answered between the drawn tokens of a completion."""
         written = completion.written = torch.tensor(self.written)
-        completion.ids, completion.pictures = torch.tensor(self.ids), self.pictures
+        completion.ids = torch.tensor(self.ids)
+        completion.pictures = self.pictures
         completion.logps = torch.zeros(len(written)).masked_scatter(written, completion.logps)
         if completion.sampling_mask:
             counts, kept = completion.sampling_mask
@@ -117,12 +122,16 @@ class AnswerAttention(DecodeAttention):
         self.decoding, self.memory = decoding, decoding.memory
         lengths = (decoding.prompt_bias == 0).sum(1).tolist()
         newest = decoding.newest.tolist()
-        added, longest = [0] * len(newest), max(newest)
-        self.spans, self.keys, end = [], [], 0
+        added = [0] * len(newest)
+        longest = max(newest)
+        self.spans = []
+        self.keys = []
+        end = 0
         for row, count in zip(rows, counts, strict=True):
             self.spans.append((slice(row, row + 1), slice(end, end + count)))
             end += count
-            prompt, before = int(decoding.prompt_index[row]), newest[row] + 1
+            prompt = int(decoding.prompt_index[row])
+            before = newest[row] + 1
             # the prompt and its tokens, own tokens before and after
             self.keys.append((prompt, lengths[prompt], before, before + count))
             added[row] = count
@@ -131,10 +140,12 @@ class AnswerAttention(DecodeAttention):
         decoding.advance(tokens, longest - max(newest))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own, shared = self.decoding.row_kv[layer_index], self.decoding.prompt_kv[layer_index]
+        own = self.decoding.row_kv[layer_index]
+        shared = self.decoding.prompt_kv[layer_index]
         out = []
         for (row, tokens), known in zip(self.spans, self.keys, strict=True):
-            (prompt, length, before, after), keys = known, []
+            (prompt, length, before, after) = known
+            keys = []
             for of_rows, of_prompts, new in zip(own, shared, (k, v), strict=True):
                 of_rows[row, :, before:after] = new[tokens].transpose(0, 1)
                 seen = of_prompts[prompt : prompt + 1, :, :length]
@@ -152,7 +163,8 @@ class ReadingDecode(Decode):
         self.attention_type = decode.attention_type
 
     def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        logits, device = self.decode(model, ids, attention), attention.device
+        logits = self.decode(model, ids, attention)
+        device = attention.device
         plays = [self.sampler.plays[row] for row in attention.rows.tolist()]
         rows = [i for i, play in enumerate(plays) if play.unread]
         if not rows:

@@ -210,7 +210,8 @@ def option_paths(cls, prefix: str = "") -> Iterator[str]:
 def _build(cls, values: Any, prefix: str, json: bool):
     where = prefix.rstrip(".") or "the file"
     require(isinstance(values, dict), where, values, "an object with names and values")
-    hints, checked = typing.get_type_hints(cls, include_extras=True), {}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    checked = {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if not json and (unknown := [name for name in values if name not in fields]):
         raise UnknownKey(cls, prefix, str(unknown[0]))
@@ -244,7 +245,8 @@ def help_of(cls) -> dict[str, str]:
 def type_text(hint) -> str:
     """Say an annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
     hint = getattr(hint, "__supertype__", hint)  # of a NewType
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
     if origin is Annotated:
         return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
     if origin is Literal:
@@ -260,7 +262,8 @@ def type_text(hint) -> str:
 def _read(hint, value, name: str, json: bool):
     """Check a value against an annotation, and return it as the field holds it."""
     hint = getattr(hint, "__supertype__", hint)  # of a NewType
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{name}.", json)
     if origin in (typing.Union, types.UnionType):

@@ -18,14 +18,16 @@ def find_split(name: str) -> list[Path] | None:
 
     None: without @ the name is a path, whose first part is a folder here or which has a suffix.
     """
-    found, path = REPOSITORY.fullmatch(name), Path(name)
+    found = REPOSITORY.fullmatch(name)
+    path = Path(name)
     is_path = isdir(path.parent) or re.fullmatch(r"\.[a-z]+", path.suffix)
     if not found or (is_path and not found["revision"]):
         return None
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 
-    repo_id, split = found["id"], found["revision"] or "train"
+    repo_id = found["id"]
+    split = found["revision"] or "train"
     there = set()  # splits
     with hub_errors(f"{name}: no such file, nor a data set of the hub"):
         for cached, branch in product((True, False), BRANCHES):

@@ -82,7 +82,8 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """List the files of tensors: model.safetensors if it is there (as transformers), or shards."""
-    one, index = folder / ONE_FILE, folder / INDEX
+    one = folder / ONE_FILE
+    index = folder / INDEX
     if one.is_file():
         return [one]
     if not index.is_file():
@@ -143,7 +144,8 @@ def json_text(content, **options) -> str:
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
     """Read preprocessor_config.json, or of transformers 5 its part of processor_config.json."""
-    file, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
+    file = folder / "preprocessor_config.json"
+    newer = folder / "processor_config.json"
     if file.is_file() or not newer.is_file():
         return file, read_json(file)
     settings = read_json(newer).get("image_processor")
@@ -154,7 +156,8 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
     """Read what a folder says of videos, where transformers' video processor looks for it."""
-    newer, file = folder / "processor_config.json", folder / "video_preprocessor_config.json"
+    newer = folder / "processor_config.json"
+    file = folder / "video_preprocessor_config.json"
     if newer.is_file() and isinstance(part := read_json(newer).get("video_processor"), dict):
         return newer, part
     return (file, read_json(file)) if file.is_file() else image_settings(folder)
@@ -193,7 +196,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     is no checkpoint (ValueError) or the disk is full or broken (OSError).
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
-    new, replaced = Path(f"{folder}.partial"), Path(f"{folder}.replaced")
+    new = Path(f"{folder}.partial")
+    replaced = Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
         raise ValueError(f"{folder}: no checkpoint (it has no config.json), not overwritten")
@@ -222,7 +226,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
     """Make a run's folder and keep it for this run alone (ValueError on all ranks: it is taken)."""
-    path, failure = Path(folder) / ".lock", None
+    path = Path(folder) / ".lock"
+    failure = None
     with ExitStack() as held:
         try:
             if world.is_main:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.family import FAMILIES
 
-Size, TokenId = Annotated[int, "[1, 1e9]"], Annotated[int, "[0, 1e9]"]
+Size = Annotated[int, "[1, 1e9]"]
+TokenId = Annotated[int, "[0, 1e9]"]
 # more would take minutes to build, before the weights are seen to be missing
 Depth = Annotated[int, "[1, 1000]"]
 
@@ -37,13 +38,15 @@ class VisionConfig:
     deepstack_visual_indexes: tuple[TokenId, ...] = ()
 
     def __post_init__(self):
-        count, deep = self.num_position_embeddings or 0, self.deepstack_visual_indexes
+        count = self.num_position_embeddings or 0
+        deep = self.deepstack_visual_indexes
         square = math.isqrt(count) ** 2 == count
         require(square, "num_position_embeddings", count, "a square number")
         known = len(set(deep)) == len(deep) and all(i < self.depth for i in deep)
         needed = "different blocks of the tower, counted from 0"
         require(known, "deepstack_visual_indexes", list(deep), needed)
-        least, window = self.patch_size * self.spatial_merge_size, self.window_size
+        least = self.patch_size * self.spatial_merge_size
+        window = self.window_size
         require(window is None or window >= least, "window_size", window, f"{least} or more")
 
     @property
@@ -107,7 +110,9 @@ class ModelConfig:
         turned = int(self.head_dim * self.partial_rotary_factor)
         words = f"three numbers whose sum is half of {turned}, what is turned of head_dim"
         require(sum(sections) * 2 == turned, "mrope_section", sections, words)
-        width, out, by = vision.hidden_size, vision.out_hidden_size, 4 * vision.num_heads
+        width = vision.hidden_size
+        out = vision.out_hidden_size
+        by = 4 * vision.num_heads
         words = "a multiple of 4 x num_heads, for 2-D rotary"
         require(width % by == 0, "vision_config.hidden_size", width, words)
         same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
@@ -118,7 +123,8 @@ class ModelConfig:
         if self.full_attention_interval is None:
             return
         if not self.layer_types:
-            kinds, every = ("linear_attention", "full_attention"), self.full_attention_interval
+            kinds = ("linear_attention", "full_attention")
+            every = self.full_attention_interval
             self.layer_types = tuple(kinds[i % every == every - 1] for i in range(layers))
         known = len(self.layer_types) == layers and "full_attention" in self.layer_types
         words = f"the types of {layers} layers, of which one at least is full_attention"
@@ -133,7 +139,8 @@ class ModelConfig:
 
         Example: sections 2, 1, 1 are 0 0 1 2, interleaved 0 1 2 0.
         """
-        section, count = self.mrope_section, sum(self.mrope_section)
+        section = self.mrope_section
+        count = sum(self.mrope_section)
         if self.mrope_interleaved:
             return tuple(i % 3 if i < 3 * section[i % 3] else 0 for i in range(count))
         return tuple(axis for axis in range(3) for _ in range(section[axis]))
@@ -186,7 +193,8 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Write the hub's config.json, which vLLM and every transformers with the family read."""
-        family, out = FAMILIES[self.model_type], asdict(self)
+        family = FAMILIES[self.model_type]
+        out = asdict(self)
         tower, extra, mrope_section = map(out.pop, ("vision_config", "extra", "mrope_section"))
         out = {name: value for name, value in out.items() if name not in family.text}
         vision = {name: value for name, value in tower.items() if name not in family.tower}

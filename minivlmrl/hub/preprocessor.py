@@ -20,7 +20,8 @@ def torch_resize_frames(
     Gives the values of transformers' torchvision processor to the bit. The default, pil, is the
     filter that checkpoints were trained with; docs/exact.md says how far they differ.
     """
-    size, resized = (height, width), []
+    size = (height, width)
+    resized = []
     for frame in frames:
         # uint8 in and out: the kernel rounds between its two passes, as it would not in float32
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]

@@ -46,7 +46,9 @@ def read_vision(vision: dict, where: str) -> dict:
 
 def write_config(config: dict) -> dict:
     """Rename it back."""
-    out, width = dict(config["vision_config"]), config["vision_config"]["hidden_size"]
-    ratio, out["hidden_size"] = out.pop("intermediate_size") / width, out.pop("out_hidden_size")
+    out = dict(config["vision_config"])
+    width = config["vision_config"]["hidden_size"]
+    ratio = out.pop("intermediate_size") / width
+    out["hidden_size"] = out.pop("out_hidden_size")
     out |= {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
     return config | {"vision_config": out}

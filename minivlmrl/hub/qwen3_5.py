@@ -91,8 +91,10 @@ class GatedDeltaNet(nn.Module):
         self.index, hidden = index, config.hidden_size
         self.k_heads, self.v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
-        self.sizes, width = [keys, keys, values], 2 * keys + values
+        keys = self.k_heads * self.k_dim
+        values = self.v_heads * self.v_dim
+        self.sizes = [keys, keys, values]
+        width = 2 * keys + values
         self.in_proj_qkv = nn.Linear(hidden, width, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
         self.in_proj_b = nn.Linear(hidden, self.v_heads, bias=False)
@@ -130,7 +132,8 @@ class GatedDeltaNet(nn.Module):
         results (b, T, H, V) and the memory after them."""
         qkv, b, a = inputs
         before, state = self.empty(qkv) if memory is None else memory
-        seen, wide = torch.cat([before, qkv], dim=1), state.dtype
+        seen = torch.cat([before, qkv], dim=1)
+        wide = state.dtype
         mixed = F.conv1d(seen.mT, self.conv1d.weight, groups=seen.shape[2]).mT
         q, k, v = F.silu(mixed).to(wide).split(self.sizes, dim=-1)
         q, k = (x.unflatten(-1, (self.k_heads, -1)) for x in (q, k))
@@ -151,7 +154,8 @@ def go_on(attention: Attention, index: int, inputs: tuple, scan: Callable) -> Te
         inputs: each (N, ...); the result is (N, ...) too.
         scan: (inputs of b rows, each (b, T, ...), memory) -> results (b, T, ...), memory after it.
     """
-    results, memories = [], []
+    results = []
+    memories = []
     if isinstance(attention, DecodeAttention):
         for rows, tokens in attention.spans:
             memory = [kept[rows] for kept in attention.memory[index]]

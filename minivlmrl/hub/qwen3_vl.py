@@ -67,7 +67,8 @@ class Qwen3VisionTransformer(nn.Module):
         layout = lay_out(grids, self.config, pixel_values.device)  # without windows in raster order
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
-        deep, added = self.config.deepstack_visual_indexes, []
+        deep = self.config.deepstack_visual_indexes
+        added = []
         for i, block in enumerate(self.blocks):
             x = block(x, layout.cos, layout.sin, layout.frames)
             if i in deep:
@@ -79,7 +80,8 @@ class Qwen3VisionTransformer(nn.Module):
 
         Its corners lie on the corners of the image; the order is that of pixel_values.
         """
-        side, merge = round(len(self.pos_embed.weight) ** 0.5), self.config.spatial_merge_size
+        side = round(len(self.pos_embed.weight) ** 0.5)
+        merge = self.config.spatial_merge_size
         table = self.pos_embed.weight.view(side, side, -1)
         rows, cols = (stretch(n, side).to(table) for n in (h, w))
         grid = torch.einsum("hi,wj,ije->hwe", rows, cols, table)
@@ -112,7 +114,8 @@ IMAGES["size"] = {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32
 
 def write_config(config: dict) -> dict:
     """Nest a flat config, as every transformers with this family reads it (4.57 on)."""
-    vision, text = dict(config["vision_config"]), {**config}
+    vision = dict(config["vision_config"])
+    text = {**config}
     vision["in_channels"] = vision.pop("in_chans")
     del vision["spatial_patch_size"], text["vision_config"]
     top = {name: text.pop(name) for name in TOP_LEVEL & text.keys()}
@@ -167,7 +170,9 @@ class Videos:
         times: of an image 0.0, of a video a list: the seconds at which each step is shown.
         Returns pieces; a grid (1, h, w) for each step; and 1.0 for each that is not an image.
         """
-        laid, steps, of_videos = [], [], filter(None, times)
+        laid = []
+        steps = []
+        of_videos = filter(None, times)
         for piece in pieces:
             if piece is not VIDEO:
                 laid.append(piece)

@@ -104,7 +104,8 @@ def whiten(
         all_ranks: World.sum, which adds numbers over the ranks; None: there is one.
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
-    add, pairs = all_ranks or (lambda *values: values), list(zip(parts, masks, strict=True))
+    add = all_ranks or (lambda *values: values)
+    pairs = list(zip(parts, masks, strict=True))
     totals = [sum(x.double().sum().item() for x in xs) for xs in ([p * m for p, m in pairs], masks)]
     total, count = add(*totals)
     mean = total / max(count, 1)
@@ -166,9 +167,11 @@ def ppo_loss(
     clipped = -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
     per_token_policy = torch.max(unclipped, clipped)
 
-    moved, most = values - old_values, o.cliprange
+    moved = values - old_values
+    most = o.cliprange
     near = old_values + moved.clamp(-most, most)
-    squared, squared_near = (values - returns).square(), (near - returns).square()
+    squared = (values - returns).square()
+    squared_near = (near - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_near)
 
     num_tokens, num_values = (x.sum().clamp(min=1) for x in (mask, value_mask))

@@ -33,7 +33,9 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
         ValueError: no case has these options; it lists what there is.
         AssertionError: names each case that differs, and the known mistakes that explain it.
     """
-    wrong, steps, count = [], [], 0
+    wrong = []
+    steps = []
+    count = 0
     for case, options, batch, value, slope in cases(kind=kind, **only):
         logps = batch["per_token_logps"].requires_grad_()
         if getattr(loss := my_loss(batch, options), "shape", None) != ():
@@ -57,7 +59,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
     ValueError: there is none, and what there is.
     """
     with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
-        names, every = [*file.keys()], json.loads(file.metadata()["cases"])
+        names = [*file.keys()]
+        every = json.loads(file.metadata()["cases"])
         chosen = {  # loss_type of dpo is a list of one
             case: options
             for case, options in every.items()

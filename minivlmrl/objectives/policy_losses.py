@@ -170,7 +170,8 @@ def cispo_term(
     logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float
 ) -> tuple[Tensor, dict]:
     """-sg(min(r, eps_high)) A log pi: all tokens keep a gradient. MiniMax-M1 eq. 4 (2506.13585)."""
-    weight, cut = ratio.clamp(max=epsilon_high).detach(), (ratio > epsilon_high) & (advantages > 0)
+    weight = ratio.clamp(max=epsilon_high).detach()
+    cut = (ratio > epsilon_high) & (advantages > 0)
     return -weight * advantages * logps, {"cispo_clip_ratio": cut}
 
 
@@ -195,7 +196,8 @@ def vespo_log_weight(
     log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
 ) -> Tensor:
     """Sum log ratios over tokens, and the sampler's mismatch if there is one: log W, (B, 1)."""
-    lowest, highest = math.log(1e-8), 20.0
+    lowest = math.log(1e-8)
+    highest = 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
     if importance_sampling_ratio is not None:
         total = total + importance_sampling_ratio.log().clamp(lowest, highest).sum(-1, keepdim=True)
@@ -250,7 +252,8 @@ def rollout_importance_ratio(
         raise ValueError(f"mode is {mode!r}; known are {', '.join(CORRECTION_MODES)}")
     log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
     ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
-    low, high = clip_min or 0.0, math.inf if clip_max is None else clip_max
+    low = clip_min or 0.0
+    high = math.inf if clip_max is None else clip_max
     outside = (ratio < low) | (ratio > high)
     return ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
 

@@ -156,9 +156,11 @@ def dpo_loss(
     if (lengths == 0).any():
         raise ValueError("an answer has no tokens: drop the pair, or cut less")
     B = len(mask)
-    num_pairs, tokens = B, lengths[:, 0].sum()
+    num_pairs = B
+    tokens = lengths[:, 0].sum()
     if counts is not None:
-        num_pairs, tokens = counts.sequences / 2, counts.tokens
+        num_pairs = counts.sequences / 2
+        tokens = counts.tokens
     counted = mask
     if o.ld_alpha is not None:  # 1 up to the length of the shorter answer, ld_alpha beyond
         shared = mask.cumsum(-1) <= lengths.amin(1)[:, None, None]
@@ -243,7 +245,9 @@ def kto_loss(
     if o.loss_type == "kto" and kl is None:
         raise ValueError("loss_type kto needs kl; see kto_kl")
     point = kl if o.loss_type == "kto" else 0.0
-    u, good = ((per_token_logps - ref_per_token_logps) * mask).sum(-1), labels.bool()  # (B,)
+    # (B,)
+    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
+    good = labels.bool()
     z = o.beta * torch.where(good, u - point, point - u)
     weight = torch.where(good, u.new_tensor(o.desirable_weight), u.new_tensor(o.undesirable_weight))
     per_answer_loss = weight * (1 - z.sigmoid())

@@ -64,7 +64,8 @@ def giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """1.0 for the form of tag_format around boxes that are all valid and inside, or around none."""
-    values, forms = [], tag_format(completions)
+    values = []
+    forms = tag_format(completions)
     for completion, form, extent in zip(completions, forms, answer_extents, strict=True):
         answered = extent and read_boxes(completion, extent)
         none = boxes.says_none(find_answer(completion) or "")
@@ -80,7 +81,9 @@ def box_columns(
 
     An answer's space is the row's answer_extent, or its box_space, or the processor's.
     """
-    sizes, extents, patch = [], [], processor.image_processor.patch_size
+    sizes = []
+    extents = []
+    patch = processor.image_processor.patch_size
     for row, prompt in zip(rows, prompts, strict=True):
         size = extent = None
         if row.images:
@@ -119,7 +122,8 @@ def judge_boxes(name: str, kind: tuple, measure: Callable, *columns: list, nothi
         kind: how a truth and an answer are read, and what is wrong with a truth without objects.
         nothing: what an answer without objects earns.
     """
-    values, (read, read_answer, wrong) = [], kind
+    values = []
+    (read, read_answer, wrong) = kind
     for answer, solution, size, extent in zip(*columns, strict=True):
         if solution is None or size is None or extent is None:
             values.append(None)

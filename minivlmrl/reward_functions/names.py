@@ -110,12 +110,15 @@ class Reward:
 
     def _blamed(self, texts: list[str], rows: list[str], columns: dict, error) -> ValueError:
         """Find the first completion with which it fails, by asking about one at a time."""
-        row, about = "", f"{len(texts)} completions together, for none alone"
+        row = ""
+        about = f"{len(texts)} completions together, for none alone"
         for i, text in enumerate(texts):
             try:
                 _call(self.function, {name: [values[i]] for name, values in columns.items()})
             except (Exception, SystemExit) as alone:
-                row, about, error = rows[i], f"the completion {text!r:.80}", alone
+                row = rows[i]
+                about = f"the completion {text!r:.80}"
+                error = alone
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
             return ValueError(f"{row}{error}")  # one of ours says what is wrong
@@ -149,7 +152,8 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
 def checked_values(name: str, values, completions: list[str], rows: list[str]) -> list[float]:
     """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
-        judged, checked = list(zip(values, completions, rows, strict=True)), []
+        judged = list(zip(values, completions, rows, strict=True))
+        checked = []
     except (TypeError, ValueError) as error:
         cure = f"it must be a list of {len(completions)} numbers, one a completion"
         raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error

@@ -23,10 +23,12 @@ class Alarms:
 
     def __init__(self, algorithm, optimizer):
         self.algorithm, self.optimizer = algorithm, optimizer
-        self.last, self.said = deque(maxlen=WINDOW), set()
+        self.last = deque(maxlen=WINDOW)
+        self.said = set()
         self.first = None  # metrics of the first step
         # solutions and rewards of the last rollouts
-        self.rollout, self.earned = None, deque(maxlen=BLIND)
+        self.rollout = None
+        self.earned = deque(maxlen=BLIND)
 
     def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
         """Take the metrics of a step, and its Rollout if it has one; return the new sentences."""
@@ -60,7 +62,9 @@ class Alarms:
 
     def rules(self) -> Iterator[tuple[str, str]]:
         """Name and sentence of each rule that is broken."""
-        run, stage, last = self.algorithm.run, self.algorithm.stage, self.last[-1]
+        run = self.algorithm.run
+        stage = self.algorithm.stage
+        last = self.last[-1]
         alike = "all completions of each group earn the same, so nothing is learned"
         equal = self.always("frac_reward_zero_std", lambda share: share == 1)
         if all(self.always(f"rewards/{name}/std", lambda std: std == 0) for name in run.rewards):
@@ -120,7 +124,8 @@ class Alarms:
                 continue
             [(always, count)] = Counter(compress(solutions, judged.tolist())).most_common(1)
             values, share = values[judged].double(), count / judged.sum().item()
-            low, high = values.min().item(), values.max().item()
+            low = values.min().item()
+            high = values.max().item()
             mean = values.mean().item()
             blind = low + (high - low) * share
             if low < high and mean <= blind:
@@ -154,7 +159,8 @@ def looks_away(evaluations: list[dict], rows: int) -> str | None:
         return line["sampled"] - max(line["grey"], line["swapped"])
 
     seen = [line for line in evaluations if "grey" in line]
-    most, now = max(seen, key=worth), seen[-1]
+    most = max(seen, key=worth)
+    now = seen[-1]
     if min(now["sampled"] - most["sampled"], worth(most) - worth(now)) <= 1 / math.sqrt(rows):
         return None
     what = f"rose from {most['sampled']:.3g} to {now['sampled']:.3g}, but pictures add"

@@ -76,7 +76,8 @@ def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution"
             if needs not in training:
                 raise ValueError(f"stages: {stage} needs {needs}, data.task {config.task} has none")
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
-    columns, datasets = NEEDS | {"prompts": tuple(reward_columns)}, {}
+    columns = NEEDS | {"prompts": tuple(reward_columns)}
+    datasets = {}
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
     if config.eval_file:  # its rows are asked for answers, unless all that is trained on are pairs
@@ -87,7 +88,8 @@ def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution"
 
 def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) -> Dataset:
     """Open the rows of a stage's file, or of the recipe's; several files are one dataset."""
-    config, path = run.data, file or run.data.train_file
+    config = run.data
+    path = file or run.data.train_file
     files = config.train if path is None else []
     if path is not None and Path(path).suffix in (".yaml", ".yml"):
         files = read_mix(Path(path))
@@ -99,7 +101,8 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
             lacks = f"the recipe has no reward {unknown[0]!r}; there are: {', '.join(run.rewards)}"
             raise ValueError(f"data.train: {section.file}: {lacks}")
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        root, needed = section.image_root or config.image_root, columns
+        root = section.image_root or config.image_root
+        needed = columns
         if section.rewards and judged:
             needed = columns_of(r for r in run.training_rewards if r.name in section.rewards)
         parts.append(_rows(config, section.file, needed, None, constants, image_root=root))
@@ -132,7 +135,8 @@ class Batches(Iterator):
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
         data, size, seed = algorithm.run.data, algorithm.config.prompts_per_step, algorithm.run.seed
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
-        self.key, self.size = f"{seed}/{algorithm.stage}", size
+        self.key = f"{seed}/{algorithm.stage}"
+        self.size = size
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         rows = size * algorithm.steps_per_rollout
@@ -141,11 +145,13 @@ class Batches(Iterator):
         one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
         self.workers = ThreadPoolExecutor(max(1, data.image_workers), **one_thread)
         self.most = AHEAD if data.image_workers else 0
-        self.coming, self.ahead = self.draw(draws), []
+        self.coming = self.draw(draws)
+        self.ahead = []
 
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Of each row of the next draw: its number in the dataset, and its key."""
-        numbers, size = next(self.numbers), self.size
+        numbers = next(self.numbers)
+        size = self.size
         steps = (range(first, first + size) for first in range(0, len(numbers), size))
         positions = [i for step in steps for i in self.world.share(step)]
         return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]

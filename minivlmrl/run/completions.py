@@ -53,7 +53,8 @@ class CompletionsLog:
         self.every = config.log_completions if world.is_main else 0
         if not self.every:
             return
-        self.path, kept = self.folder / COMPLETIONS, b""
+        self.path = self.folder / COMPLETIONS
+        kept = b""
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
@@ -66,7 +67,8 @@ class CompletionsLog:
         """Record an optimizer step, if it is due and trains on a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
-        lines, some = [], islice(groups(algorithm, step), GROUPS)
+        lines = []
+        some = islice(groups(algorithm, step), GROUPS)
         for index, (row, line) in zip(step.prompts, some, strict=False):
             group = step.rollout.completions[index]
             paths = [path for one in line["completions"] for path in one.get("pictures", ())]
@@ -94,13 +96,17 @@ class CompletionsLog:
 
 def is_past(line: dict, progress) -> bool:
     """Say whether a line is of a step that a resumed run does not repeat."""
-    done, now = progress.stages[: progress.stage], progress.stages[progress.stage]
+    done = progress.stages[: progress.stage]
+    now = progress.stages[progress.stage]
     return line["stage"] in done or (line["stage"] == now and line["step"] < progress.step)
 
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
     """Yield each group of this rank that a step trains on: its row, and its line but images."""
-    rollout, G, means = step.rollout, algorithm.config.num_generations, {}  # 0: left out
+    # 0: left out
+    rollout = step.rollout
+    G = algorithm.config.num_generations
+    means = {}
     for batch in step.micro_batches:
         # (R, 1), or PPO's (R, T), of which the mean counts
         advantages = batch.advantages.view(len(batch.loss_mask), -1)
@@ -114,14 +120,16 @@ def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
 
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """Say of a prompt and its G completions all but the images: see the file's docstring."""
-    row, processor = rollout.rows[index], algorithm.processor
+    row = rollout.rows[index]
+    processor = algorithm.processor
     weights = algorithm.run.rewards
     group = rollout.completions[index]
     rewards = rollout.rewards[index * len(group) :][: len(group)]
     total = combine(rewards, torch.tensor(list(weights.values()))).tolist()
     [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
     opened = [(text, None) for text in [processor.template and processor.template.opened] if text]
-    solution, lines = row.columns.get("solution"), []
+    solution = row.columns.get("solution")
+    lines = []
     truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
     for g, completion in enumerate(group):
         text = processor.turn(completion)

@@ -213,7 +213,8 @@ def _located(hint, value, beside: Path, overrides: list[str]):
     Code and RecipePaths begin beside the recipe or, if that lacks them, where the command runs;
     those of the command line the other way round. Metrics have the names of rewards: short ones.
     """
-    types, inside = _types(hint), typing.get_args(hint)
+    types = _types(hint)
+    inside = typing.get_args(hint)
     if isinstance(value, dict) and inside:
         pairs = (zip(inside, pair, strict=True) for pair in value.items())
         return dict([_located(*one, beside, overrides) for one in pair] for pair in pairs)

@@ -36,7 +36,8 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     def describe(row, completions: list, earned: list) -> tuple:
         return earned[0], bool(row.columns.get("unseen"))
 
-    means, ways = {}, {"sampled": (1.0, None), "greedy": (0.0, None)}
+    means = {}
+    ways = {"sampled": (1.0, None), "greedy": (0.0, None)}
     ways |= {name: (1.0, see) for name, see in BLIND.items() if config.data.eval_blind}
     for name, (temperature, see) in ways.items():
         options = replace(config.sampling, **plain, temperature=temperature)

@@ -81,7 +81,8 @@ class LiveBytes(TorchDispatchMode):
 
 def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
-    merge, of_frame = config.vision_config.spatial_merge_size, work.image_tokens // work.frames
+    merge = config.vision_config.spatial_merge_size
+    of_frame = work.image_tokens // work.frames
     rows = max(math.isqrt(of_frame), 1)
     columns = math.ceil(of_frame / rows)
     grids = [[1, rows * merge, columns * merge]] * work.frames if of_frame else []
@@ -99,7 +100,8 @@ class Costs:
 
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
-            self.config, self.model = config, FAMILIES[config.model_type].model(config)
+            self.config = config
+            self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         head = 0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
         self.backbone = self.parameters - head
@@ -117,7 +119,8 @@ class Costs:
         key = repr((run.model, run.adapter, work, train))
         if key in self.known:
             return self.known[key]
-        model, batch = self.build(run), meta_batch(self.config, work)
+        model = self.build(run)
+        batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
@@ -128,7 +131,11 @@ class Costs:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         # the memory of a fused kernel: the meta device would write the formula out
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        name, kernel = "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0]
+        name = "scaled_dot_product_attention"
+
+        def kernel(q, k, v, **_):
+            return attention(q, k, v)[0]
+
         fused = mock.patch.object(F, name, kernel)
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
         live = LiveBytes([*model.parameters(), *model.buffers(), batch.pixel_values])
@@ -149,7 +156,8 @@ class Costs:
         layers = self.model.model.layers
         recurrent = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
         memory = bytes_of(x for layer in recurrent for x in layer.empty(rows))
-        heads, attending = self.config.num_key_value_heads, len(layers) - len(recurrent)
+        heads = self.config.num_key_value_heads
+        attending = len(layers) - len(recurrent)
         prompt = work.text_tokens + work.image_tokens
         tokens = work.prompts * (prompt + work.num_generations * work.completion_tokens)
         return memory + 2 * attending * heads * self.config.head_dim * dtype.itemsize * tokens
@@ -174,7 +182,8 @@ def bytes_of(tensors) -> int:
 
 def held(run: RunConfig, stage: str, model: nn.Module, costs: Costs) -> dict[str, float]:
     """Bytes of what is there all the time, before sharding."""
-    algorithm, dtype = find_algorithm(stage, run), DTYPES[run.model.dtype]
+    algorithm = find_algorithm(stage, run)
+    dtype = DTYPES[run.model.dtype]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole = bytes_of([*model.parameters(), *model.buffers()])
     items = {"weights": whole, "optimizer": 2 * bytes_of(trained)}
@@ -196,7 +205,8 @@ def sizes(run: RunConfig, stage: str, gpus: int, lengths: tuple[int, ...]) -> tu
     Args:
         lengths: tokens of a prompt's text and of its image, and of how many frames.
     """
-    config, new = getattr(run, stage), run.sampling.max_new_tokens
+    config = getattr(run, stage)
+    new = run.sampling.max_new_tokens
     text, image, *frames = lengths
     of = text, image, new, *frames
     G = len(find_algorithm(stage, run).answers) or config.num_generations
@@ -213,23 +223,28 @@ def plan(
     run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int
 ) -> dict[str, dict[str, float]]:
     """Bytes on one GPU in each phase, for prompts of these `sizes`: {"train": {"weights": 1}}."""
-    sharding, algorithm = run.sharding, find_algorithm(stage, run)
+    sharding = run.sharding
+    algorithm = find_algorithm(stage, run)
     if gpus % sharding.replicas:
         count = f"sharding.replicas is {sharding.replicas}"
         raise ValueError(f"{count}, of which {gpus} is no multiple")
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)
-    model, dtype, fsdp = costs.build(run), compute_dtype(run), run.uses_fsdp
+    model = costs.build(run)
+    dtype = compute_dtype(run)
+    fsdp = run.uses_fsdp
     micro, drawn = sizes(run, stage, gpus, lengths)
 
     def in_use(module: nn.Module) -> int:
         kinds = {p: dtype if p.is_floating_point() else p.dtype for p in module.parameters()}
         return sum(p.numel() * kind.itemsize for p, kind in kinds.items())
 
-    every, blocks = in_use(model), [in_use(block) for block in family_of(model).blocks(model)]
+    every = in_use(model)
+    blocks = [in_use(block) for block in family_of(model).blocks(model)]
     # one block runs while the next arrives
     gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0
     rows = micro.prompts * micro.num_generations * micro.completion_tokens
-    logits, phases = piece_bytes(rows, costs.config.vocab_size, dtype, "cuda"), {}
+    logits = piece_bytes(rows, costs.config.vocab_size, dtype, "cuda")
+    phases = {}
     if not algorithm.answers:
         phases["rollout"] = {
             "gathered": every if fsdp and run.rollout.gather_weights else gathered,
@@ -277,7 +292,8 @@ def check_disk(run: RunConfig, stage: str, costs: Costs):
     folder = Path(run.output_dir).absolute()
     earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free, size = shutil.disk_usage(there).free + earlier, state_bytes(run, stage, costs)
+    free = shutil.disk_usage(there).free + earlier
+    size = state_bytes(run, stage, costs)
     if (run.state_steps or run.state_minutes) and (KEPT + 1) * size > free:
         sizes = f"{KEPT + 1} states of {size / GB:.2g} GB, and {free / GB:.2g} GB are free for"
         cure = "make room, or take another output_dir; --check_memory=false starts it as it is"

@@ -37,8 +37,12 @@ class MetricsLog(ExitStack):
     def __init__(self, config, world: World, progress):
         super().__init__()
         self.world, self.steps = world, progress.steps
-        self.files, self.trackers, self.bar = {}, [], None
-        self.alarms, self.alarmed = None, progress.logs.get("alarms")  # of the resumed stage
+        self.files = {}
+        self.trackers = []
+        self.bar = None
+        # of the resumed stage
+        self.alarms = None
+        self.alarmed = progress.logs.get("alarms")
         self.completions = CompletionsLog(config, world, progress)
         if world.is_main:
             for name in FILES:
@@ -67,7 +71,8 @@ class MetricsLog(ExitStack):
             self.alarms.restore(self.alarmed)
         bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
-        self.begin, self.last = time.perf_counter() - seconds, seconds
+        self.begin = time.perf_counter() - seconds
+        self.last = seconds
         self.mark()
 
     def mark(self):
@@ -97,7 +102,8 @@ class MetricsLog(ExitStack):
         for file in self.files.values():
             if not Path(file.name).exists():
                 raise ValueError(f"{file.name}: deleted while the run writes it; the run ends")
-        line, seconds = {"stage": self.name, "step": number}, self.seconds
+        line = {"stage": self.name, "step": number}
+        seconds = self.seconds
         self.write(METRICS, line | metrics)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
@@ -183,7 +189,8 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 
 def merge(parts: list[Means]) -> Means:
     """Combine means of micro-batches or ranks."""
-    total, merged = sum(weight for _, weight in parts), {}
+    total = sum(weight for _, weight in parts)
+    merged = {}
     for name in parts[0][0]:
         if name in OVER_STEP:
             merged[name] = OVER_STEP[name](metrics[name] for metrics, _ in parts)

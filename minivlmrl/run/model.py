@@ -32,10 +32,12 @@ def build_model(
     section, data, sharding = config.model, config.data, None
     if (section.path is None) == (section.config is None):
         raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
-    dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
+    dtype = DTYPES[section.dtype]
+    recompute = section.activation_checkpointing
     bounds = data.min_pixels, data.max_pixels
     if config.uses_fsdp:
-        computed, pieces = DTYPES.get(section.compute_dtype), section.tower_pieces
+        computed = DTYPES.get(section.compute_dtype)
+        pieces = section.tower_pieces
         sharding = Sharding(config.sharding, world, dtype, recompute, computed, pieces)
     if section.path:
         processor = load_processor(section.path, *bounds)

@@ -53,7 +53,8 @@ def collect(folder: Path) -> dict:
     shown = [one for line in lines for one in line.get("completions", ())]
     paths = {path for line in lines for path in line["images"]}
     paths |= {path for one in shown for path in one.get("pictures", ())}
-    summary, metrics = folder / "summary.json", read_lines(folder / METRICS, Logged)
+    summary = folder / "summary.json"
+    metrics = read_lines(folder / METRICS, Logged)
     timings, warnings = (read_lines(folder / name, Logged) for name in (TIMINGS, WARNINGS))
     for line in (*lines, *metrics, *timings, *warnings):
         line["step"] += 1  # as the terminal counts
@@ -85,7 +86,8 @@ def about(folder: Path) -> dict | None:
     run = build(RunConfig, said, str(file), json=True)
     head = file.read_text(encoding="utf-8").partition("\n")[0]
     head = head.removeprefix("# ") if head.startswith("# ") else ""
-    ours, values = recipes_folder() / Path(head.partition(";")[0]).name, flat(asdict(run))
+    ours = recipes_folder() / Path(head.partition(";")[0]).name
+    values = flat(asdict(run))
     base = flat(asdict(load_config(ours) if ours.is_file() else RunConfig()))
     new = [name for name in values.keys() - OWN if values[name] != base.get(name)]
     date = datetime.fromtimestamp((folder / METRICS).stat().st_mtime)

@@ -27,7 +27,8 @@ def check_outputs(config: RunConfig):
         raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
-    folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
+    folder = Path(config.output_dir)
+    metrics = Path(config.output_dir) / METRICS
     nothing = not config.stages and metrics.exists() and metrics.stat().st_size
     ended = (folder / SUMMARY).exists() or nothing
     if not check_resume(config) and ended and config.resume != "never":
@@ -66,7 +67,8 @@ class Results:
 
     def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""
-        begin, config = time.perf_counter(), self.config
+        begin = time.perf_counter()
+        config = self.config
         try:
             values = evaluate(self.model, self.processor, self.held_out, config, self.world)
         except FloatingPointError as error:

@@ -76,7 +76,10 @@ class Progress:
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
-        self.stage, self.step, self.draws, self.rows = number, 0, 0, 0
+        self.stage = number
+        self.step = 0
+        self.draws = 0
+        self.rows = 0
 
     def check_rows(self, rows: int):
         """Refuse to go on with another number of rows: they would come in another order."""
@@ -108,7 +111,8 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
     # which model.path has
-    base, named = shared_base(algorithm.policy), modules.named_parameters()
+    base = shared_base(algorithm.policy)
+    named = modules.named_parameters()
     found = {name: parameter for name, parameter in named if id(parameter) not in base}
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
@@ -128,7 +132,8 @@ def state_folders(folder: Path) -> list[Path]:
 
 def check_resume(config: RunConfig) -> list[Path]:
     """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
-    folder, resume = Path(config.output_dir) / "states", config.resume
+    folder = Path(config.output_dir) / "states"
+    resume = config.resume
     path = None if resume in (None, "auto", "never") else Path(resume).resolve()
     if path and (not path.is_dir() or (path / "states").is_dir()):
         ways = "give 'auto', 'never' or the folder of a state, RUN/states/000120"
@@ -148,11 +153,13 @@ class States:
         self.folder = Path(config.output_dir) / "states"
         self.config, self.world, self.signals = config, world, signals
         # optimizer steps of the last state, and when it was saved
-        self.saved, self.time = 0, clock()
+        self.saved = 0
+        self.time = clock()
 
     def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
         """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
-        config, stage = self.config, progress.stages[progress.stage]
+        config = self.config
+        stage = progress.stages[progress.stage]
         stage_ends = progress.step == getattr(config, stage).max_steps
         whole = ends_rollout or stage_ends
         self.signals.save = partial(self.keep, progress, log) if whole else lambda: None
@@ -206,7 +213,8 @@ class States:
                 shutil.rmtree(leftover)
         if self.resumed is None:
             return progress
-        config, known = self.config, progress.stage + 1
+        config = self.config
+        known = progress.stage + 1
         if (progress.stages[:known], progress.seed) != (config.stages[:known], config.seed):
             of = f"a run with stages {progress.stages} and seed {progress.seed}"
             raise ValueError(f"resume: {self.resumed} is of {of}; keep them")
@@ -219,7 +227,9 @@ class States:
 
     def compare(self, progress: Progress, recipe: dict[str, object]):
         """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
-        stage, before, same_rows = self.config.stages[progress.stage], progress.recipe, True
+        stage = self.config.stages[progress.stage]
+        before = progress.recipe
+        same_rows = True
         if self.config.resume != "auto":  # who names a state may take other rows
             progress.rows, same_rows = 0, False
         drawn = [f"{stage}.{size}" for size in DRAWN] if progress.rows else []
@@ -303,7 +313,8 @@ class States:
         """Write a state, all ranks together, remove the oldest of too many; return its folder."""
         path = self.path(progress)
         partial = path.with_name(path.name + ".partial")
-        found, files = tensors(self.algorithm, self.optimizer), {}
+        found = tensors(self.algorithm, self.optimizer)
+        files = {}
 
         def write():
             partial.mkdir(parents=True, exist_ok=True)
@@ -332,7 +343,8 @@ class States:
             kept = state_folders(self.folder)
             last = f"the last complete state is {kept[-1]}" if kept else "there is no earlier state"
             raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
-        self.saved, self.time = progress.steps, clock()
+        self.saved = progress.steps
+        self.time = clock()
         return path
 
 

@@ -55,7 +55,8 @@ class StopSignals:
 
     def note(self, number: int, _frame):
         """Handle a signal."""
-        now, name = time.monotonic(), signal.Signals(number).name
+        now = time.monotonic()
+        name = signal.Signals(number).name
         same = min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST
         if name == "SIGHUP":
             for stream in self.terminals:  # to write to one that is gone is an error

@@ -69,7 +69,8 @@ def describe_run(config, model: nn.Module, world: World):
     """Print on the first rank what runs where."""
     if not world.is_main:
         return
-    dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
+    dtype = config.model.dtype
+    compute_dtype = config.model.compute_dtype or config.model.dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
     gpu = world.device.type == "cuda" and torch.cuda.get_device_name(world.device)
     device = gpu or f"CPU (threads: {torch.get_num_threads()})"
@@ -95,9 +96,11 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
 
 def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
-    dtype, plain = DTYPES[config.model.dtype], config.optimizer.name == "adamw"
+    dtype = DTYPES[config.model.dtype]
+    plain = config.optimizer.name == "adamw"
     for stage in config.stages:
-        held_out, trained = datasets.get("eval"), datasets.get(stage)
+        held_out = datasets.get("eval")
+        trained = datasets.get(stage)
         if count := trained_on(held_out, trained):
             where = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
             yield f"{where}: they say what it remembers; leave them out of data.eval_file"
@@ -122,7 +125,8 @@ def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict
 
     Image files are opened, not decoded.
     """
-    fitted, texts = {}, {}
+    fitted = {}
+    texts = {}
     for name, rows in datasets.items():
         limit = None if name == "eval" else config.data.max_prompt_tokens
         fitted[name], long = (rows, []) if limit is None else without_long(rows, processor, limit)

@@ -52,7 +52,8 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
     """Write this rank's part of tensors, every row once; return the names of its files."""
-    files, content = [], {}
+    files = []
+    content = {}
     own = [name for number, name in enumerate(tensors) if writes(tensors[name], number, world)]
     for name in own:
         rows, first = local_rows(tensors[name])
@@ -84,7 +85,8 @@ def read_rows(
     """Read the rows from `start` to `end` of a tensor, by default all."""
     found = []
     for first, rows, file in pieces:
-        low, high = max(start, first), min(end, first + rows)
+        low = max(start, first)
+        high = min(end, first + rows)
         if low < high:
             # not kept open: all that was read would be in memory
             with safe_open(file, framework="pt") as handle:
@@ -96,7 +98,8 @@ def read_rows(
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
     """Read this rank's rows of a tensor into it (ValueError: shape or dtype are others)."""
     own, start = local_rows(tensor)
-    saved, count = sum(rows for _, rows, _ in pieces), len(tensor) if tensor.dim() else 1
+    saved = sum(rows for _, rows, _ in pieces)
+    count = len(tensor) if tensor.dim() else 1
     require(saved == count, name, f"{saved} rows", f"{count} rows")
     if len(own):
         rows = read_rows(name, pieces, start, start + len(own))

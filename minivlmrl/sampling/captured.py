@@ -34,7 +34,9 @@ class StaticDecodeAttention(DecodeAttention):
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.most, self.read, self.capacity = 0, min(KEYS, capacity), capacity
+        self.most = 0
+        self.read = min(KEYS, capacity)
+        self.capacity = capacity
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.read))
         self.prompts = torch.arange(len(self.prompt_bias))  # of each group of slots
 
@@ -50,13 +52,15 @@ class StaticDecodeAttention(DecodeAttention):
     def select(self, going_on: Tensor) -> Tensor | None:
         """Move rows together where a step then reads a quarter fewer keys: in slots of 1, 2, 4 or 8
         rows that read one prompt together; what no row fills runs one that has ended."""
-        prompts, rows = self.prompts[self.prompt_index[going_on]], going_on.nonzero()[:, 0]
+        prompts = self.prompts[self.prompt_index[going_on]]
+        rows = going_on.nonzero()[:, 0]
         counts = prompts.bincount()
         sizes = [size for size in SIZES if size <= self.slots.slots]
         costs = [self.cost(int((-(-counts // size)).sum()), size) for size in sizes]
         if self.cost(len(self.prompt_bias), self.slots.slots) < SHRINK * min(costs):
             return None
-        size, ended = sizes[costs.index(min(costs))], int(going_on.byte().argmin())
+        size = sizes[costs.index(min(costs))]
+        ended = int(going_on.byte().argmin())
         of_prompts = rows.split(counts[counts > 0].tolist())  # rows of a prompt are neighbours
         groups = [group for some in of_prompts for group in some.split(size)]
         kept = torch.stack([F.pad(x, (0, size - len(x)), value=ended) for x in groups])
@@ -72,7 +76,8 @@ class StaticDecodeAttention(DecodeAttention):
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
-        prompt_kv, kv = self.prompt_kv[layer_index], self.remember(layer_index, k, v)
+        prompt_kv = self.prompt_kv[layer_index]
+        kv = self.remember(layer_index, k, v)
         return decode_attention(q, *prompt_kv, self.prompt_bias, *kv, self.row_bias[:, 0, 0])
 
 
@@ -107,7 +112,8 @@ class CapturedDecode(Decode):
         # torch.cuda.graph would give all free memory back to the driver first, .1 to .4 s
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
-        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self.ids.device)
+        graph = torch.cuda.CUDAGraph()
+        stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads load images

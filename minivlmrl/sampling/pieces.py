@@ -41,10 +41,13 @@ def pieces(
     order = list(range(len(lengths)))
     if most_tokens is not None:
         order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
-    limit, packed, tokens = most_tokens or float("inf"), [[]], 0
+    limit = most_tokens or float("inf")
+    packed = [[]]
+    tokens = 0
     for i in order:
         prompt, completions = lengths[i]
-        rows, whole = list(enumerate(completions)), prompt + sum(completions)
+        rows = list(enumerate(completions))
+        whole = prompt + sum(completions)
         if whole > limit:
             rows.sort(key=lambda row: row[1])
         if len({i for i, _ in packed[-1]}) == most_prompts or tokens + whole > limit:

@@ -46,7 +46,8 @@ class RunSampler(Sampler):
         return in_pieces(sample, prompts, num_generations, keys, self.sampling, self.world)
 
     def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
-        limit, decode = self.sampling.max_new_tokens, self.decode()
+        limit = self.sampling.max_new_tokens
+        decode = self.decode()
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 choose = in_lockstep(choose, limit, model, self.world)
@@ -81,7 +82,8 @@ class RunSampler(Sampler):
 
     def chooser(self, prompts, num_generations, keys) -> Choose:
         """Make the function that chooses tokens: the book's, with filters and stop strings."""
-        ids, filtered = [prompt.input_ids for prompt in prompts], self.sampling.filtered
+        ids = [prompt.input_ids for prompt in prompts]
+        filtered = self.sampling.filtered
         self.filters = Filters(self.sampling, ids, num_generations) if filtered else None
         if texts := self.sampling.stop_strings:
             rows = [prompt for prompt in ids for _ in range(num_generations)]

@@ -46,8 +46,10 @@ class StopStrings:
         """Note that these rows, (r,) numbers, drew tokens, (r,) ids; (r,) bool: that ends them."""
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
-            before, token = self.before[row], self.bytes_of(token_id)
-            text, known = before + token, len(before) + 1
+            before = self.before[row]
+            token = self.bytes_of(token_id)
+            text = before + token
+            known = len(before) + 1
             # so little of what comes before that a match needs the token
             ends.append(any(s in text[max(0, known - len(s)) :] for s in self.strings))
             self.before[row] = text[-self.longest :]

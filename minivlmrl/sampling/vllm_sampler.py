@@ -43,7 +43,9 @@ class Rollout:
     """What is chosen while vLLM draws some rows."""
 
     def __init__(self, choose: Choose, num_rows: int):
-        self.choose, self.steps = choose, []  # see generate.collect
+        # see generate.collect
+        self.choose = choose
+        self.steps = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens of each row so far
         self.ended: list[str] = []  # the rows that ended last, as vLLM knows them
 
@@ -79,7 +81,8 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
     def apply(self, logits: Tensor, context=None) -> Tensor:
         """Take the logits (r, V) of the rows in the batch; context is V2's."""
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
-        rows, rollout = [self.rows[slot] for slot in slots], Choosing.rollout
+        rows = [self.rows[slot] for slot in slots]
+        rollout = Choosing.rollout
         return rollout.leave_chosen(logits, rows) if rollout else logits
 
 
@@ -90,7 +93,8 @@ class VLLMSampler(RunSampler):
         super().__init__(model, processor, sampling, world)
         if model not in ENGINES:
             ENGINES[model] = start_engine(model, processor, sampling.vllm, world)
-        self.llm, self.sleeps = ENGINES[model], world.device.type == "cuda"
+        self.llm = ENGINES[model]
+        self.sleeps = world.device.type == "cuda"
 
     def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
         """Hand over the weights, merged and gathered, and sample; all ranks call this."""
@@ -108,7 +112,8 @@ class VLLMSampler(RunSampler):
         return completions
 
     def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
-        engine, count = self.llm.llm_engine, len(prompts) * num_generations
+        engine = self.llm.llm_engine
+        count = len(prompts) * num_generations
         Choosing.rollout = rollout = Rollout(choose, count)
         options = {"max_tokens": self.sampling.max_new_tokens, "ignore_eos": True}
         options |= {"temperature": 0, "detokenize": False}  # 0: the argmax
@@ -149,7 +154,8 @@ class VLLMSampler(RunSampler):
 
 def start_engine(model, processor, options: dict, world):
     """Start a vllm.LLM without weights in this process (ValueError: it refuses an option)."""
-    sharding, on_gpu = getattr(model, "sharding", None), world.device.type == "cuda"
+    sharding = getattr(model, "sharding", None)
+    on_gpu = world.device.type == "cuda"
     usual = {
         "dtype": sharding.compute_dtype if sharding else model.lm_head.weight.dtype,
         "enable_sleep_mode": on_gpu,

@@ -70,7 +70,8 @@ def load_model(
         adapt: (model on the meta device) -> puts adapters on it, which the folder does not have.
     """
     folder = find_folder(folder)
-    config, files = read_config(folder), weight_files(folder)
+    config = read_config(folder)
+    files = weight_files(folder)
     with torch.device("meta"):
         model = _make(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
     if adapt is not None:
@@ -115,7 +116,8 @@ def _read_weights(
             if name in weights:
                 raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
             if tensor.shape != like.shape:
-                shape, asked = tuple(tensor.shape), tuple(like.shape)
+                shape = tuple(tensor.shape)
+                asked = tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
             packs = not isinstance(like, Tensor)
             weights[name] = like.read(tensor.to(device), part) if packs else part(tensor, like)
@@ -148,7 +150,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _unread_tensors(model: nn.Module) -> dict[str, Tensor]:
     """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
-    folder, names = getattr(model, "folder", None), family_of(model).unread
+    folder = getattr(model, "folder", None)
+    names = family_of(model).unread
     if folder is None or not names:
         return {}
     if not folder.is_dir():
@@ -167,7 +170,8 @@ def random_model(
     ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
     size = max(len(tokenizer), config.vocab_size)  # that of a text_config may be larger
     config = replace(config, vocab_size=size, **ids)
-    family, model = FAMILIES[config.model_type], _make(config, config_file)
+    family = FAMILIES[config.model_type]
+    model = _make(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
     settings = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
     smallest = (settings["patch_size"] * settings["merge_size"]) ** 2  # one merged token
@@ -203,8 +207,10 @@ def load_processor(
 ) -> Processor:
     """Read tokenizer, chat template and image settings of a folder (ValueError: no fit)."""
     folder = find_folder(folder)
-    config, (file, settings) = read_config(folder), image_settings(folder)
-    family, vision = FAMILIES[config.model_type], config.vision_config
+    config = read_config(folder)
+    (file, settings) = image_settings(folder)
+    family = FAMILIES[config.model_type]
+    vision = config.vision_config
     settings = family.images | settings
     images = read_image_processor(settings, str(file), min_pixels, max_pixels)
     file_of_videos, settings = video_settings(folder)
@@ -212,12 +218,15 @@ def load_processor(
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     with naming(f"{folder}/config.json"):
         for name, ours in PATCHES.items():
-            said, known = getattr(vision, ours), getattr(images, name)
+            said = getattr(vision, ours)
+            known = getattr(images, name)
             require(said == known, f"vision_config.{ours}", said, f"{known} as in {file.name}")
-        size, words = config.vocab_size, f"{len(tokenizer)} as in tokenizer.json, or more"
+        size = config.vocab_size
+        words = f"{len(tokenizer)} as in tokenizer.json, or more"
         require(size >= len(tokenizer), "vocab_size", size, words)  # some that no token uses
         for name in ("image_token_id", "video_token_id"):
-            said, known = getattr(config, name), tokenizer.special_tokens[CONTROL_TOKENS[name]]
+            said = getattr(config, name)
+            known = tokenizer.special_tokens[CONTROL_TOKENS[name]]
             require(said == known, name, said, f"{known} as in tokenizer.json")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     for file in sorted(folder.iterdir()):

@@ -119,7 +119,8 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
         timeout: seconds that a rank waits for another before the run ends with an error.
         sharded: weights are sharded: a single process needs a group too.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -40,7 +40,8 @@ class ShardingSection:
 
     def __post_init__(self):
         for name in ("replicas", "cpu_offload"):
-            value, default = getattr(self, name), getattr(type(self), name)
+            value = getattr(self, name)
+            default = getattr(type(self), name)
             if not self.enabled and value != default:
                 raise ValueError(f"{name} is {value!r}, it must be {default!r} unless enabled")
 
@@ -70,10 +71,12 @@ class Sharding:
         if size % replicas:
             raise ValueError(f"sharding.replicas is {replicas}, {size} ranks are no multiple of it")
         self.device = torch.device("cpu") if section.cpu_offload else device
-        names, shape = ("replicate", "shard"), (replicas, size // replicas)
+        names = ("replicate", "shard")
+        shape = (replicas, size // replicas)
         first = int(replicas == 1)  # without replicas the mesh has one dimension
         self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
-        self.recompute, self.compute_dtype = recompute, compute_dtype or dtype
+        self.recompute = recompute
+        self.compute_dtype = compute_dtype or dtype
         self.tower_pieces = tower_pieces
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
         summed = torch.promote_types(dtype, torch.float32)
@@ -138,7 +141,8 @@ class VisionInStep:
     """
 
     def before(self, model: nn.Module, arguments: tuple):
-        batch, self.zero = arguments[0], None
+        batch = arguments[0]
+        self.zero = None
         images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
         if dist.get_world_size() == 1:
             return
@@ -277,7 +281,9 @@ def run_in_pieces(model: nn.Module, tokens: int | None):
 def _in_pieces(whole: Callable, tokens: int, pixel_values: Tensor, grids: Tensor) -> Tensor:
     """Do what the forward of a tower does. Ranks of a sharded one run equally many pieces, the last
     ones maybe on a black image times 0."""
-    tower, pieces, room = whole.__self__, [], 0
+    tower = whole.__self__
+    pieces = []
+    room = 0
     side, device = tower.config.spatial_merge_size, pixel_values.device
     for frames, height, width in grids.tolist():
         for _ in range(frames):

@@ -78,7 +78,8 @@ def worse(label: str, rng: random.Random) -> str:
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]
-    text, kind = answer(label), rng.randrange(4)
+    text = answer(label)
+    kind = rng.randrange(4)
     if kind < 2:
         return answer(f"{color} {other_shape}" if kind else f"{other_color} {shape}")
     if kind == 2:
@@ -91,14 +92,19 @@ def draw(label: str, rng: random.Random) -> PIL.Image.Image:
     """Draw one object of random size anywhere on a light background of random colour."""
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     side = rng.randint(*OBJECT_SIZES)
-    left, top = rng.randint(0, SIZE - side), rng.randint(0, SIZE - side)
+    left = rng.randint(0, SIZE - side)
+    top = rng.randint(0, SIZE - side)
     fill(image, *label.split(), (left, top, left + side, top + side))
     return image
 
 
 def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
     """Draw an object that fills a box in pixels."""
-    left, top, right, bottom = box[0], box[1], box[2] - 1, box[3] - 1  # PIL's last pixel is inside
+    # PIL's last pixel is inside
+    left = box[0]
+    top = box[1]
+    right = box[2] - 1
+    bottom = box[3] - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
         corners = [((left + right) / 2, top), (left, bottom), (right, bottom)]

@@ -81,10 +81,12 @@ def run(tool: str, arguments: list[str]):
     if world.is_main:
         print(f"recipe: {recipe}", flush=True)
     model, processor = build_model(config, world)
-    lines, sample = [], build_sampler(model, processor, sampling, world)
+    lines = []
+    sample = build_sampler(model, processor, sampling, world)
     home = Path(options.model).resolve().parent if Path(options.model).is_dir() else Path()
     out = Path(options.out or home / f"{tool}.jsonl")
-    key, describe = f"{config.seed}/evaluate", partial(line, processor, names)
+    key = f"{config.seed}/evaluate"
+    describe = partial(line, processor, names)
     for part in answer_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
             with out.open("ab" if lines else "wb") as file:
@@ -100,7 +102,8 @@ def run(tool: str, arguments: list[str]):
     ranks.shutdown()
 
 
-main, generate = partial(run, "evaluate"), partial(run, "generate")
+main = partial(run, "evaluate")
+generate = partial(run, "generate")
 
 
 def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:

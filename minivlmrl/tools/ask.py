@@ -35,15 +35,18 @@ from minivlmrl.scale.ranks import World, find_device
 def main(arguments: list[str]):
     """Print the answer of a model. Its weights are read last: mistakes show before."""
     options = parser().parse_args(arguments)
-    params, device = sampling(options), choose_device(options.device)
+    params = sampling(options)
+    device = choose_device(options.device)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
     images = [fetch_image(source) for source in options.image]
     videos = [VideoFile(partial(load_video, source)) for source in options.video]
-    data, asked = DataSection(), find_folder(options.model) / ASKED
+    data = DataSection()
+    asked = find_folder(options.model) / ASKED
     if asked.is_file():  # as the run that trained it
         data = load_config(asked).data
         print(f"asked as {asked} says: {data.prompt_template!r:.80}", file=sys.stderr)
-    count, system = {"image": len(images), "video": len(videos)}, options.system
+    count = {"image": len(images), "video": len(videos)}
+    system = options.system
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system = data.system_prompt if system is None else system
     processor = replace(processor, template=with_values(processor.template, data.template))
@@ -119,7 +122,8 @@ def parser() -> argparse.ArgumentParser:
     said = help_of(SamplingOptions)
     kinds = typing.get_type_hints(SamplingOptions)
     for name in (n for n in kinds if n not in ("engine", "vllm")):  # it draws itself
-        kind, nargs = kinds[name], None
+        kind = kinds[name]
+        nargs = None
         while inside := typing.get_args(kind):  # int of int | None, str of list[str]
             nargs = "*" if typing.get_origin(kind) is list else nargs
             kind = str if isinstance(inside[0], str) else inside[0]

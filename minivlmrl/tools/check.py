@@ -103,7 +103,8 @@ def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator
     if online and (k == 1 or p < 0.1):
         yield f"sampling.top_k is {k}, top_p {p:g}: completions are all alike; take 0 and 1.0"
     for stage in config.stages:
-        o, count = getattr(config, stage), len(datasets[stage])
+        o = getattr(config, stage)
+        count = len(datasets[stage])
         rate, steps, warmup = o.learning_rate, o.max_steps, o.warmup_steps
         if rate > usual:
             cause = f"over {usual:g} such weights are lost in a few steps"
@@ -145,7 +146,8 @@ def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     texts = [text_of(row.messages[-1]).strip().lower() for row in rows]
     solutions = [str(row.columns.get("solution") or "") for row in rows]
     said = [(find_answer(text) or text).strip().lower() for text in solutions]
-    pictures, several = [image for row in rows for image in row.images], len(rows) > 3
+    pictures = [image for row in rows for image in row.images]
+    several = len(rows) > 3
     shown = [tuple(image.tobytes() for image in row.images) for row in rows]
     prompts = [row.prompt(processor) for row in rows]
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
@@ -207,7 +209,8 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
     for reward in online_rewards(config):
         if not reward.columns <= some[0].columns.keys():
             continue
-        name, mean = reward.name, earned([reward], some, texts, processor).nanmean().item()
+        name = reward.name
+        mean = earned([reward], some, texts, processor).nanmean().item()
         if mean < 0.2:
             cure = "are the labels shuffled, or does the reward ask for another form?"
             tagged = any("<answer>" in text for text in texts)
@@ -261,7 +264,8 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         texts = [text.replace("{question}", question) for question in asked]
         given[name] = earned(rewards, rows, texts, processor)
     differ = nanstd(torch.cat([right, *given.values()]).double().T) * weights.abs()
-    most, others = differ.max().item(), (differ.nansum() - differ.max()).item()
+    most = differ.max().item()
+    others = (differ.nansum() - differ.max()).item()
     if 0 < 100 * others < most:
         what = f"reward {rewards[int(differ.argmax())].name} differs by {most:.2g} between texts"
         yield f"{what}, the others by {others:.2g}: they count for nothing; lower its weight"
@@ -282,11 +286,13 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
 
 def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
-    processor, rewards = sample.processor, online_rewards(config)
+    processor = sample.processor
+    rewards = online_rewards(config)
     names = [reward.name for reward in rewards]
     weights = torch.tensor([config.rewards[name] for name in names])
     values, drawn = draw(sample, rows, G, rewards)
-    total, flat = combine(values, weights), [c for group in drawn for c in group]
+    total = combine(values, weights)
+    flat = [c for group in drawn for c in group]
     cut = sum(not c.stopped for c in flat) / len(flat)
     if cut > 0.3:
         limit = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
@@ -308,7 +314,8 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
     yield from unread_boxes(config, texts, processor)
     if any(row.images for row in rows):
         grey = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
-        real, blind = total.nanmean(), combine(draw(sample, grey, G, rewards)[0], weights).nanmean()
+        real = total.nanmean()
+        blind = combine(draw(sample, grey, G, rewards)[0], weights).nanmean()
         if real > 0 and blind > 0.95 * real and equal < 1:
             what = f"with grey pictures the completions earn {blind:.2f}, else {real:.2f}"
             yield f"{what}: check that the right images are with the right rows"
@@ -319,7 +326,8 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
     """Completions that fit the solutions of other rows as well as their own."""
     prompts = [row.prompt(processor) for row in rows]
     for reward in online_rewards(config):
-        truth, means = reward.columns, []
+        truth = reward.columns
+        means = []
         for shift in range(len(rows) if truth else 0):  # with what the row so many rows later says
             swapped = []
             for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True):

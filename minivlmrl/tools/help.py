@@ -48,7 +48,9 @@ def sections() -> dict[str, typing.Any]:
 
 def option_lines(config, prefix: str) -> list[str]:
     """List the options of one dataclass; those of a dataclass inside it follow."""
-    kind, lines, nested = type(config), [], []
+    kind = type(config)
+    lines = []
+    nested = []
     sentences = help_of(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         value = getattr(config, name)

@@ -27,7 +27,8 @@ from minivlmrl.hub.folder import json_text
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.completions import GROUPS, groups
 
-PACKAGE, PAGE = Path(train.__file__).parent, Path(__file__).with_suffix(".html")
+PACKAGE = Path(train.__file__).parent
+PAGE = Path(__file__).with_suffix(".html")
 TWICE, SEEN = 2, 400  # SEEN: tokens of a run, at most, of which the page says who sees whom
 ITEMS = 1000, 12, 4, 0  # of a container, and of those in it, that are shown
 
@@ -39,10 +40,14 @@ class Film:
     """
 
     def __init__(self, words: list[str], stage: str, number: int):
-        self.step, self.images = (stage, number), None
-        self.about, self.norms = {"prompts": []}, {}
-        self.events, self.calls = [], []
-        self.more, self.values = Counter(), {}
+        self.step = (stage, number)
+        self.images = None
+        self.about = {"prompts": []}
+        self.norms = {}
+        self.events = []
+        self.calls = []
+        self.more = Counter()
+        self.values = {}
         self.frames = {}  # calls by frame, None: left out
         self.root = None  # the call of train.train
         self.files = {str(path): path.stem for path in PACKAGE.glob("[a-z]*.py")}
@@ -93,7 +98,8 @@ class Film:
 
     def line(self, frame, event, arg):
         """Note what a line has made when the next one begins or the call ends."""
-        call, here = self.frames.get(frame), frame.f_locals
+        call = self.frames.get(frame)
+        here = frame.f_locals
         if call:
             self.look(frame, call)
             if event == "return":
@@ -164,9 +170,11 @@ class Film:
                 about = rollout.prompts[index], drawn, one["advantage"]
                 maps = looked(policy, processor, *about, heat)
                 one["maps"] = [matrix(x, 32) for x in maps]
-        runs, used = [], set()
+        runs = []
+        used = set()
         for group in (batch.group for batch in step.micro_batches):
-            ids, short = group.input_ids.tolist(), len(group.input_ids) <= SEEN
+            ids = group.input_ids.tolist()
+            short = len(group.input_ids) <= SEEN
             rows = [row.tolist() for row in group.split(group.completion_ids)]
             sees = visible(group.layout).int().tolist() if short else []
             runs.append({"ids": ids, "rows": rows, "sees": sees})
@@ -196,7 +204,9 @@ def plain(x, depth: int = 0):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
     if isinstance(x, str | bool | int | float | None):
         return x[:400] if isinstance(x, str) else x
-    kind, most, inside = type(x).__name__, ITEMS[depth], x
+    kind = type(x).__name__
+    most = ITEMS[depth]
+    inside = x
     if is_dataclass(x) and not isinstance(x, type):
         inside = vars(x)
     elif isinstance(x, list | tuple | range):
@@ -212,10 +222,12 @@ def matrix(x: Tensor, side: int) -> dict:
 
     If these have over side x side numbers, means of tiles are kept, and the largest of long rows.
     """
-    shown, known = {"of": str(x.dtype)[6:], "shape": [*x.shape]}, x.float()[~x.isnan()]
+    shown = {"of": str(x.dtype)[6:], "shape": [*x.shape]}
+    known = x.float()[~x.isnan()]
     if not len(known):
         return shown
-    low, high = known.min().item(), known.max().item()
+    low = known.min().item()
+    high = known.max().item()
     shown["stats"] = known.mean().item(), low, high, x.numel() - len(known)
     x = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)[:, :2048]
     if x.numel() > side**2 and len(x) > 1:

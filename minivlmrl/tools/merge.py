@@ -18,11 +18,13 @@ def main(arguments: list[str]):
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--quantize", choices=["nf4"], help="as adapter.quantize of the run")
     options = parser.parse_args(arguments)
-    folder, adapter = find_folder(options.model), Path(options.adapter)
+    folder = find_folder(options.model)
+    adapter = Path(options.adapter)
     pair = folder / "adapter" / WEIGHTS, adapter / WEIGHTS
     if all(map(Path.is_file, pair)) and digest([pair[0]]) == digest([pair[1]]):
         raise ValueError(f"{folder}: has this adapter in its weights already; give its base")
-    model, processor = load_model(folder), load_processor(folder)
+    model = load_model(folder)
+    processor = load_processor(folder)
     load_adapter(model, adapter)
     if options.quantize:
         quantize_base(model)

@@ -15,7 +15,8 @@ from minivlmrl.rows import Row
 from minivlmrl.run.config import load_config
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
-Rows, Rewards = Sequence[dict | Row], dict[str | Callable, float]
+Rows = Sequence[dict | Row]
+Rewards = dict[str | Callable, float]
 
 
 def train(

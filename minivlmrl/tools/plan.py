@@ -66,7 +66,8 @@ def main(arguments: list[str]):
         cure = f"of a repository do: hf download {path} config.json"
         raise ValueError(f"{path}: no such file or folder; {cure}")
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
-    costs, memory = Costs(config), given.gpu_memory * GB
+    costs = Costs(config)
+    memory = given.gpu_memory * GB
     lengths = given.text_tokens, given.image_tokens, given.frames
     card, *speeds = CARDS[min(CARDS, key=lambda size: abs(size - given.gpu_memory))]
     gpus = f"{given.gpus} GPUs of {given.gpu_memory:g} GB"
@@ -148,19 +149,25 @@ def least_seconds(
     run: RunConfig, stage: str, costs: Costs, gpus: int, prompt: int, *speeds: float
 ) -> float:
     """Seconds of a step at the `speeds` of CARDS: decoding reads weights, offloading moves them."""
-    config, algorithm, new = getattr(run, stage), find_algorithm(stage, run), 0
-    G, passes = len(algorithm.answers), 4 if run.adapter.r else 6
+    config = getattr(run, stage)
+    algorithm = find_algorithm(stage, run)
+    new = 0
+    G = len(algorithm.answers)
+    passes = 4 if run.adapter.r else 6
     passes += 2 * run.model.activation_checkpointing
     if not algorithm.answers:
-        G, new = config.num_generations, run.sampling.max_new_tokens / config.steps_per_generation
+        G = config.num_generations
+        new = run.sampling.max_new_tokens / config.steps_per_generation
     tokens = passes * (prompt + G * run.sampling.max_new_tokens) + 2 * prompt * (new > 0)
     size = DTYPES[run.model.compute_dtype or run.model.dtype].itemsize
-    share, (memory, bus, peak) = config.prompts_per_step / gpus, (GB * x for x in speeds)
+    share = config.prompts_per_step / gpus
+    (memory, bus, peak) = (GB * x for x in speeds)
     seconds = costs.backbone * (tokens * share / peak + new * size / memory)
     if run.sharding.cpu_offload:  # to forward and backward, gradients; to a rollout or its tokens
         moves = 3 * math.ceil(share / config.micro_batch_size)
         if new:
             moves += 1 / config.steps_per_generation if run.rollout.gather_weights else new
-        size, shards = DTYPES[run.model.dtype].itemsize, gpus // run.sharding.replicas
+        size = DTYPES[run.model.dtype].itemsize
+        shards = gpus // run.sharding.replicas
         seconds += moves * costs.parameters * size / shards / bus
     return seconds

@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     lines = "write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too"
     parser.add_argument("--lines", metavar="FILE.html", help=lines)
     options, overrides = parser.parse_known_args(arguments)
-    folder, number = Path(options.run), options.step
+    folder = Path(options.run)
+    number = options.step
     changed = [word for word in overrides if not word.startswith("--num_threads=")]
     if folder.is_dir() and changed:
         raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {changed[0]}")
@@ -94,7 +95,8 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
     if not 0 <= number < (steps := getattr(config, stage).max_steps):
         raise ValueError(f"--step {number}: {stage} has the steps 0 to {steps - 1}")
-    folder, begin = Path(config.output_dir), None
+    folder = Path(config.output_dir)
+    begin = None
     wanted = config.stages.index(stage), number
     for path in state_folders(folder / "states"):
         progress = read_json(path / RUN)
@@ -168,7 +170,8 @@ def show(algorithm, step, rows, index: int):
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
         raise ValueError(f"--prompt {index}: the step has the prompts 0 to {len(prompts) - 1}")
-    row, temperature = rows[prompts[index]], 1.0
+    row = rows[prompts[index]]
+    temperature = 1.0
     if step.rollout:
         answers = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
@@ -178,7 +181,8 @@ def show(algorithm, step, rows, index: int):
     else:
         _, [answers] = algorithm.encode([row])
         table = [{"answer": name} for name in algorithm.answers]
-    prompt, policy = row.prompt(algorithm.processor), algorithm.policy
+    prompt = row.prompt(algorithm.processor)
+    policy = algorithm.policy
     group = pack([prompt], [answers], policy.config, algorithm.world.device)
     trained = group.split(per_token_logps(policy, group, temperature)[0].cpu())
     for line, now, completion in zip(table, trained, answers, strict=True):
@@ -200,7 +204,8 @@ def show(algorithm, step, rows, index: int):
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:
     """Which files of the run know the step, and whether they say what the replay says."""
     said = [line for _, line in groups(algorithm, step)] if step.rollout else []
-    at, same = (algorithm.stage, number), {}
+    at = (algorithm.stage, number)
+    same = {}
     for name, lines in (("completions.jsonl", said), ("metrics.jsonl", [metrics])):
         written = read_lines(folder / name, Logged)
         logged = [line for line in written if (line["stage"], line["step"]) == at]
