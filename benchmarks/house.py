@@ -110,7 +110,7 @@ def folders() -> dict[str, int]:
 
 def fields() -> list[str]:
     """Name what a recipe can set, "grpo.beta"; a list or an object with names of its own counts once."""
-    from minivlmrl.hub.checker import option_paths  # torch takes seconds
+    from minivlmrl.hub.recipe_values import option_paths  # torch takes seconds
     from minivlmrl.run.config import RunConfig
 
     return [*option_paths(RunConfig)]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from minivlmrl.batch import pack  # noqa: E402
 from minivlmrl.environments import tool_sampler  # noqa: E402
 from minivlmrl.generate import Decode  # noqa: E402
-from minivlmrl.hub.checker import load_name  # noqa: E402
+from minivlmrl.hub.code_names import load_name  # noqa: E402
 from minivlmrl.logprobs import per_token_logps  # noqa: E402
 from minivlmrl.run.batches import DataSection  # noqa: E402
 from minivlmrl.sampling.sample import SamplingOptions  # noqa: E402

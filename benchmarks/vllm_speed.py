@@ -4,7 +4,7 @@ import timeit
 from importlib.util import find_spec
 
 from minivlmrl.algorithms.grpo_stage import VLLM, build_sampler
-from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.code_names import load_name
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World, find_device

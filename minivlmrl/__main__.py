@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 
-from minivlmrl.hub.checker import shortened
+from minivlmrl.hub.recipe_values import shortened
 
 TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),

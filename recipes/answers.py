@@ -14,7 +14,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from minivlmrl.hub.checker import extra
+from minivlmrl.hub.recipe_values import extra
 from minivlmrl.rewards import find_answer, normalize
 
 LONGEST = 2000  # characters of an answer; one that is longer earns 0

@@ -25,7 +25,7 @@ from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.table import ALGORITHMS
-from minivlmrl.hub.checker import option_paths
+from minivlmrl.hub.recipe_values import option_paths
 from minivlmrl.objectives.preference_losses import DPO_LOSSES
 from minivlmrl.reward_functions.names import REWARDS, get_reward
 from minivlmrl.rewards import find_answer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
-from minivlmrl.hub.checker import build
+from minivlmrl.hub.recipe_values import build
 from minivlmrl.logprobs import completion_states, per_token_logps
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits

@@ -10,7 +10,7 @@ from runs import LETTERS, leave_out, metrics
 from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.generate import chooser
-from minivlmrl.hub.checker import option_paths
+from minivlmrl.hub.recipe_values import option_paths
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs import metrics, summary
 
-from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.code_names import load_name
 from minivlmrl.rewards import accuracy, tag_format
 from minivlmrl.scale.checkpoint import load_model
 from recipes.digits import write_digits

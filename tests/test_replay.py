@@ -6,7 +6,7 @@ import re
 import pytest
 
 from minivlmrl.__main__ import main
-from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.code_names import load_name
 
 LOUD = [
     "--rewards={letters: 1.0}",

@@ -15,7 +15,7 @@ import vllm_stand_in
 
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, set_parameters
 from minivlmrl.algorithms.grpo_stage import VLLM
-from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.code_names import load_name
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.run.config import load_config

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minivlmrl.hub.checker import naming
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl_audit import stages, updates
 from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.moves import TABLE, formula

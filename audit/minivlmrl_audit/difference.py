@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minivlmrl.hub.checker import naming, parse_yaml
 from minivlmrl.hub.folder import parse_json
+from minivlmrl.hub.recipe_values import naming, parse_yaml
 
 # of a recipe, what a resumption may say otherwise
 OPTIONS = {"output_dir", "report_to", "num_threads", "timeout", "state_steps", "state_minutes"}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.nf4 import NF4Linear
-from minivlmrl.hub.checker import FilePath, require
+from minivlmrl.hub.recipe_values import FilePath, require
 from minivlmrl.rows import random_numbers
 
 PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits

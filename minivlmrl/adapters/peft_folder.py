@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full, set_parameters, wrap
-from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
+from minivlmrl.hub.recipe_values import build, naming, require
 
 Form = tuple[int, float]  # see LoRALinear.form
 LAYER = re.compile(r"[\w.]+")

@@ -18,8 +18,9 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import computing
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.checker import Code, FilePath, load_name, require
+from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.folder import find_folder
+from minivlmrl.hub.recipe_values import Code, FilePath, require
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states

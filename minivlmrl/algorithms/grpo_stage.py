@@ -12,7 +12,8 @@ from minivlmrl.batch import pack
 from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
-from minivlmrl.hub.checker import load_name, naming
+from minivlmrl.hub.code_names import load_name
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.reward_functions.names import recipe_columns
 from minivlmrl.sampling.pieces import pieces
 

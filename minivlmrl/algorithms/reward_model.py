@@ -19,7 +19,7 @@ from minivlmrl.algorithms.value_model import (
     pack_to_end,
     save_value_model,
 )
-from minivlmrl.hub.checker import FilePath
+from minivlmrl.hub.recipe_values import FilePath
 from minivlmrl.objectives.preference_losses import RewardLoss, reward_loss
 from minivlmrl.rows import Completion, Prompt, Row
 from minivlmrl.scale.sharding import copy_model, reshard

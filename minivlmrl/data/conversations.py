@@ -6,7 +6,7 @@ from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING, ROLES
 from minivlmrl.data.media import MARK, Media, place_media
 from minivlmrl.data.turns import as_turns, check_ends, check_messages, shown_parts_of, text_of
-from minivlmrl.hub.checker import naming
+from minivlmrl.hub.recipe_values import naming
 
 # a row has one of them, or none: see _split
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}

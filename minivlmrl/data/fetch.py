@@ -12,7 +12,7 @@ from urllib.request import url2pathname
 import PIL.Image
 from PIL.Image import Image
 
-from minivlmrl.hub.checker import naming
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.image import load_image
 
 # Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF

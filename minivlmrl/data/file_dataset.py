@@ -20,9 +20,9 @@ from minivlmrl.data.media import Media, check_unread, files_of, load_media, read
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.sizes import VideoOptions, check_options
 from minivlmrl.data.turns import shown_parts_of
-from minivlmrl.hub.checker import FilePath, naming, require
 from minivlmrl.hub.folder import digest
 from minivlmrl.hub.preprocessor import Count
+from minivlmrl.hub.recipe_values import FilePath, naming, require
 from minivlmrl.rows import Row
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain, cycle
 
-from minivlmrl.hub.checker import naming, require
 from minivlmrl.hub.folder import parse_json
+from minivlmrl.hub.recipe_values import naming, require
 
 QUESTIONS = ("problem", "prompt", "messages")
 ROLES = {  # role: who `from` says

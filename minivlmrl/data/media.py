@@ -14,7 +14,7 @@ from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.fetch import fetch_image, open_source
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import VideoFile, load_video
-from minivlmrl.hub.checker import naming
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.rows import check_counts
 
 # what people call the column of an image or a video, and what such a column says

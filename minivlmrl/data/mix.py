@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from minivlmrl.hub.checker import FilePath, RewardName, build, naming, parse_yaml
+from minivlmrl.hub.recipe_values import FilePath, RewardName, build, naming, parse_yaml
 from minivlmrl.rows import Row
 
 

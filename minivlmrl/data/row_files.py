@@ -16,9 +16,9 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.data.forms import changed
-from minivlmrl.hub.checker import extra, naming, require
 from minivlmrl.hub.dataset import find_split
 from minivlmrl.hub.folder import parse_json
+from minivlmrl.hub.recipe_values import extra, naming, require
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 NO_JSON = date, time, timedelta, Decimal  # of parquet: text, as in CSV

@@ -6,8 +6,8 @@ They are checked here, where rows are read; ImageProcessor and Video apply them.
 from dataclasses import dataclass
 from typing import Annotated
 
-from minivlmrl.hub.checker import build
 from minivlmrl.hub.preprocessor import MAX_MIN_PIXELS
+from minivlmrl.hub.recipe_values import build
 
 Whole = Annotated[int, "[1, 1e15)"]
 

@@ -26,8 +26,8 @@ from minivlmrl.data.turns import (
     shown_parts_of,
     text_of,
 )
-from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import parse_json, read_json
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, Source, fetch_image, open_source
 from minivlmrl.data.sizes import check_options
-from minivlmrl.hub.checker import extra
+from minivlmrl.hub.recipe_values import extra
 from minivlmrl.image import Grid, ImageProcessor, smart_resize, to_rgb
 
 FPS = 2.0  # frames a second that are taken when nothing else is asked

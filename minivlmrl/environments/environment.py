@@ -8,7 +8,8 @@ from typing import Annotated
 
 from minivlmrl.data.template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.environments.schema import json_schema, type_schema
-from minivlmrl.hub.checker import build, find_named, naming, with_options
+from minivlmrl.hub.code_names import find_named, with_options
+from minivlmrl.hub.recipe_values import build, naming
 from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Processor
 
@@ -95,7 +96,7 @@ def tools_of(environment: object) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Make a dataclass of a tool's arguments, for hub/checker.py (ValueError: a type is wrong)."""
+    """Make a dataclass of a tool's arguments, for `build` (ValueError: a type is wrong)."""
     arguments = []
     with naming(f"tool {tool.__name__}"):
         hints = guarded("a type", typing.get_type_hints, tool, include_extras=True)

@@ -14,7 +14,7 @@ from PIL.Image import Image
 from minivlmrl.chat import END, join_text, layout_turn, part_kind, render
 from minivlmrl.environments.environment import Settings, arguments_of
 from minivlmrl.environments.schema import type_schema
-from minivlmrl.hub.checker import build, require
+from minivlmrl.hub.recipe_values import build, require
 from minivlmrl.rows import Processor
 
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's

@@ -17,7 +17,7 @@ from minivlmrl.data.boxes import extent
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
 from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, turn_opening
 from minivlmrl.generate import Choose, Decode
-from minivlmrl.hub.checker import naming
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.hub.checker import build, naming
+from minivlmrl.hub.recipe_values import build, naming
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path

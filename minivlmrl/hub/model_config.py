@@ -4,8 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
-from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.family import FAMILIES
+from minivlmrl.hub.recipe_values import build, require
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]

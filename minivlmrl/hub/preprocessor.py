@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from minivlmrl.hub.checker import build, naming
+from minivlmrl.hub.recipe_values import build, naming
 from minivlmrl.image import ImageProcessor, look_up, resize_frames, smart_resize
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.hub.checker import build
+from minivlmrl.hub.recipe_values import build
 
 
 class QuickGELUMLP(nn.Module):

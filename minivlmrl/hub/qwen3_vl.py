@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from minivlmrl.chat import VIDEO, Control, join_text
 from minivlmrl.hub import qwen2_vl
-from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.preprocessor import FIXED, SAME_NAMES, Count
+from minivlmrl.hub.recipe_values import build, require
 from minivlmrl.image import Grid, ImageProcessor
 from minivlmrl.vision import EPS, PatchEmbed, VisionBlock, lay_out
 

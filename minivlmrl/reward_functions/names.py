@@ -17,7 +17,8 @@ from itertools import compress
 
 from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.turns import text_of
-from minivlmrl.hub.checker import find_named, naming, with_options
+from minivlmrl.hub.code_names import find_named, with_options
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.rewards import reward_columns
 from minivlmrl.scale.ranks import World

@@ -12,7 +12,7 @@ import torch
 
 from minivlmrl.data.file_dataset import FileDataset, RowOptions
 from minivlmrl.data.mix import FileSection, mix, read_mix
-from minivlmrl.hub.checker import Code, FilePath, RewardName, require
+from minivlmrl.hub.recipe_values import Code, FilePath, RewardName, require
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.task import get_task

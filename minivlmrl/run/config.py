@@ -23,7 +23,15 @@ from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
-from minivlmrl.hub.checker import Code, FilePath, RecipePath, RewardName, build, naming, parse_yaml
+from minivlmrl.hub.recipe_values import (
+    Code,
+    FilePath,
+    RecipePath,
+    RewardName,
+    build,
+    naming,
+    parse_yaml,
+)
 from minivlmrl.reward_functions.names import Reward, get_reward
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import OptimizerSection

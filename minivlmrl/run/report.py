@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from minivlmrl.hub.checker import build, naming, parse_yaml
 from minivlmrl.hub.folder import json_text, read_json, read_lines
+from minivlmrl.hub.recipe_values import build, naming, parse_yaml
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged
 from minivlmrl.run.config import RunConfig, flat, load_config, recipes_folder
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, curves

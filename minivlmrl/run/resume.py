@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from minivlmrl.adapters.lora import shared_base
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
-from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.dataset import find_split
 from minivlmrl.hub.folder import (
     digest,
@@ -39,6 +38,7 @@ from minivlmrl.hub.folder import (
     weight_files,
     write_json,
 )
+from minivlmrl.hub.recipe_values import build, require
 from minivlmrl.reward_functions.names import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog

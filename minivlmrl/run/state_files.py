@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minivlmrl.hub.checker import require
 from minivlmrl.hub.folder import flush_file, save_tensors
+from minivlmrl.hub.recipe_values import require
 from minivlmrl.scale.checkpoint import check_finite
 from minivlmrl.scale.ranks import World
 

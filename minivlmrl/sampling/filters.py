@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.generate import SamplingConfig
-from minivlmrl.hub.checker import Code, require
+from minivlmrl.hub.recipe_values import Code, require
 from minivlmrl.rows import Completion
 
 

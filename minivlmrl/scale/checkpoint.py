@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import adapters, full, plain_weights
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
-from minivlmrl.hub.checker import naming, require
 from minivlmrl.hub.family import CONTROL_TOKENS, FAMILIES, Family, family_of, hub_name, memory_name
 from minivlmrl.hub.folder import (
     ASKED,
@@ -37,6 +36,7 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import read_image_processor, write_image_processor
 from minivlmrl.hub.qwen3_5 import GatedDeltaNet
 from minivlmrl.hub.qwen3_vl import write_videos
+from minivlmrl.hub.recipe_values import naming, require
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from minivlmrl.hub.checker import find_named, naming, require, with_options
+from minivlmrl.hub.code_names import find_named, with_options
+from minivlmrl.hub.recipe_values import naming, require
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Dataset
 

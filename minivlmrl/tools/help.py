@@ -12,7 +12,7 @@ import typing
 
 import yaml
 
-from minivlmrl.hub.checker import help_of, type_text
+from minivlmrl.hub.recipe_values import help_of, type_text
 from minivlmrl.run.config import RunConfig
 from minivlmrl.tools.process import run_rank
 from minivlmrl.train import main

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from minivlmrl.hub.checker import shortened
 from minivlmrl.hub.folder import write_json
+from minivlmrl.hub.recipe_values import shortened
 
 
 def show_mistake(error: Exception) -> bool:

@@ -21,8 +21,8 @@ from minivlmrl import train
 from minivlmrl.algorithms.reward_model import FOLDER as REWARD_MODEL
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
-from minivlmrl.hub.checker import build
 from minivlmrl.hub.folder import json_text, parse_json, read_json, read_lines
+from minivlmrl.hub.recipe_values import build
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged, groups, is_past

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from minivlmrl.batch import pack
-from minivlmrl.hub.checker import load_name
+from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.family import hub_name
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Prompt

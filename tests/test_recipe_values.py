@@ -1,14 +1,13 @@
-"""The checker of recipes and config files: what a dataclass declares is what a file may say."""
+"""Recipes and config files: what a dataclass declares is what a file may say."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pytest
 
-from minivlmrl.hub import checker
-from minivlmrl.hub.checker import build, find_named, load_name, naming, require, shortened, with_options
+from minivlmrl.hub import recipe_values
+from minivlmrl.hub.recipe_values import build, naming, require, shortened
 from minivlmrl.run.config import RunConfig, load_config
 
 
@@ -131,8 +130,8 @@ def test_an_unknown_option_is_told_its_name_here(override, meant):
     """A slip of the keyboard, and what TRL and ms-swift call it."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
-    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in checker.THEIRS.values()}
-    assert ours - {"not"} <= {*checker.option_paths(RunConfig)}
+    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in recipe_values.THEIRS.values()}
+    assert ours - {"not"} <= {*recipe_values.option_paths(RunConfig)}
 
 
 def test_what_an_error_quotes_is_cut():
@@ -145,49 +144,3 @@ def test_what_an_error_quotes_is_cut():
         assert shortened(text) == text
     with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), naming("rows.jsonl:3"):
         raise ValueError(repr(picture))
-
-
-def test_a_module_and_a_file(tmp_path):
-    """A file need not be where Python looks for modules; it is run once."""
-    assert load_name("json:dumps") is json.dumps
-    file = tmp_path / "own.py"
-    file.write_text("import json\nWRITE = json.dumps\n\n\ndef double(x):\n    return 2 * x\n")
-    assert load_name(f"{file}:WRITE") is json.dumps
-    assert load_name(f"{file}:double")(4) == 8
-    assert load_name(f"{file}:double") is load_name(f"{file}:double")
-
-
-@pytest.mark.parametrize(("target", "cause"), [
-    ("json:dumpz", "AttributeError"), ("jsonn:dumps", "ModuleNotFoundError"), ("gone.py:f", "FileNotFoundError"),
-    ("FILE:other", "KeyError"), ("no name", "ValueError"),
-])  # fmt: skip
-def test_what_is_not_there_is_named(tmp_path, target, cause):
-    (tmp_path / "own.py").write_text("")
-    target = target.replace("FILE", str(tmp_path / "own.py"))
-    with pytest.raises(ValueError, match=rf"^{target}: it cannot be loaded \({cause}: "):
-        load_name(target)
-
-
-def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, "[0, 1]"] = 0.5, kind=None):
-    return data, seed, pairs, share, kind
-
-
-@pytest.mark.parametrize(("text", "expected"), [
-    ("rows", (8, 0.5, None)), ("rows()", (8, 0.5, None)), ("rows(pairs=2, kind=['(m)'],)", (2, 0.5, ["(m)"])),
-    (f"{__file__}:rows(share=1)", (8, 1.0, None)), (f"{__name__}:rows( )", (8, 0.5, None)),
-])  # fmt: skip
-def test_a_name_with_options(text, expected):
-    """Parameters with a default, as literals."""
-    function, options = find_named("task", text, {"rows": rows})
-    assert with_options(function, options)("data", 0) == ("data", 0, *expected)
-
-
-@pytest.mark.parametrize(("text", "error"), [
-    ("rows(2)", r"^task rows\(2\): its options must have the form name=value, name=value$"),
-    ("rows(seed=1)", r"^there is no option 'seed'; there are: pairs, share, kind$"),
-    ("rows(pairs=0)", "^pairs is 0, it must be 1 or more$"),
-    ("lines(pairs=2)", "^unknown task 'lines'; there are: rows, file.py:name$"),
-])  # fmt: skip
-def test_options_that_are_refused(text, error):
-    with pytest.raises(ValueError, match=error):
-        with_options(*find_named("task", text, {"rows": rows}))

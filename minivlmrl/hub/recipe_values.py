@@ -1,22 +1,14 @@
-"""What recipes and config files say: a dataclass says what is valid, a name finds an object.
+"""What recipes and config files say, checked against a dataclass that says what is valid."""
 
-Names are "name", "file.py:name" or "package.module:name"; options may follow: "name(option=1)".
-"""
-
-import ast
 import dataclasses
 import difflib
-import functools
-import importlib
 import inspect
 import re
 import reprlib
-import runpy
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
 from typing import Annotated, Any, Literal, NewType
 
 import yaml
@@ -102,65 +94,6 @@ def extra(name: str, needed: str) -> Iterator[None]:
         raise ValueError(f"{needed}: pip install 'minivlmrl[{name}]'") from error
 
 
-@functools.cache
-def load_name(target: str) -> Any:
-    """Import what a name says (ValueError: it cannot be; a user's file may raise anything)."""
-    module, _, name = target.rpartition(":")
-    try:
-        if module.endswith(".py"):
-            homes = Path(), *Path(__file__).resolve().parents[1:3]  # here, or ours: run/config.py
-            found = filter(Path.is_file, (home / module for home in homes))
-            return runpy.run_path(str(next(found, module)))[name]
-        return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{target}: it cannot be loaded ({cause})") from error
-
-
-def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Find what "name(option=value)" says, in a table or a file; and its options, literals.
-
-    Args:
-        kind: what is named, for errors: "reward near(0.5): its options must have the form ...".
-        table: name -> object, or the "package.module:name" of one.
-    """
-    written = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
-    name, options = written.groups() if written else (text, "")
-    found = table.get(name, name)
-    if isinstance(found, str):
-        if ":" not in found:
-            there = ", ".join([*sorted(table), "file.py:name"])
-            raise ValueError(f"unknown {kind} {name!r}; there are: {there}")
-        with naming(kind):
-            found = load_name(found)
-    try:
-        call = ast.parse(f"f({options})", mode="eval").body
-        if call.args or not isinstance(call.func, ast.Name):
-            raise SyntaxError
-        return found, {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-    except (SyntaxError, ValueError, AttributeError) as error:
-        form = "its options must have the form name=value, name=value"
-        raise ValueError(f"{kind} {text}: {form}") from error
-
-
-def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Give a function some of its parameters with a default; bounds of Annotated ones are checked.
-
-    Raises:
-        ValueError: there is no such parameter, or its value is not valid.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    known = {p.name: p.annotation for p in parameters if p.default is not p.empty}
-    values = {}
-    for name, value in options.items():
-        if name not in known:
-            there = ", ".join(known) or "none"
-            raise ValueError(f"there is no option {name!r}; there are: {there}")
-        bounded = typing.get_origin(known[name]) is Annotated
-        values[name] = _read(known[name], value, name, json=False) if bounded else value
-    return functools.partial(function, **values) if values else function
-
-
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     """Make a dataclass of what a file says; every key, type and bound is checked.
 
@@ -217,7 +150,7 @@ def _build(cls, values: Any, prefix: str, json: bool):
         raise UnknownKey(cls, prefix, str(unknown[0]))
     for name, field in fields.items():
         if name in values:
-            checked[name] = _read(hints[name], values[name], f"{prefix}{name}", json)
+            checked[name] = read_value(hints[name], values[name], f"{prefix}{name}", json)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{prefix}{name} is missing")
     try:
@@ -259,7 +192,7 @@ def type_text(hint) -> str:
     return "null" if hint is types.NoneType else hint.__name__
 
 
-def _read(hint, value, name: str, json: bool):
+def read_value(hint, value, name: str, json: bool):
     """Check a value against an annotation, and return it as the field holds it."""
     hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin = typing.get_origin(hint)
@@ -271,12 +204,12 @@ def _read(hint, value, name: str, json: bool):
             return None
         choices = [choice for choice in inside if choice is not types.NoneType]
         if len(choices) == 1:  # its error says more than that of the union
-            return _read(choices[0], value, name, json)
+            return read_value(choices[0], value, name, json)
         for choice in choices:
             with suppress(ValueError):
-                return _read(choice, value, name, json)
+                return read_value(choice, value, name, json)
     if origin is Annotated:
-        value, (valid, words) = _read(inside[0], value, name, json), _bound(inside[1])
+        value, (valid, words) = read_value(inside[0], value, name, json), _bound(inside[1])
         require(valid(value), name, value, words)
         return value
     if origin is Literal:
@@ -286,13 +219,17 @@ def _read(hint, value, name: str, json: bool):
     if origin is list and isinstance(value, str) and not json:
         value = [value]  # --dpo.loss_type=ipo
     if origin is list and isinstance(value, list):
-        return [_read(inside[0], item, name, json) for item in value]
+        return [read_value(inside[0], item, name, json) for item in value]
     if origin is tuple and isinstance(value, list | tuple):
         items = inside[:1] * len(value) if ... in inside else inside
         require(len(items) == len(value), name, value, f"a list of {len(items)} values")
-        return tuple(_read(item, part, name, json) for item, part in zip(items, value, strict=True))
+        return tuple(
+            read_value(item, part, name, json) for item, part in zip(items, value, strict=True)
+        )
     if origin is dict and isinstance(value, dict):
-        return {key: _read(inside[1], item, f"{name}.{key}", json) for key, item in value.items()}
+        return {
+            key: read_value(inside[1], item, f"{name}.{key}", json) for key, item in value.items()
+        }
     if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
         with suppress(ValueError, OverflowError):
             value = float(value)
