@@ -1,5 +1,6 @@
 """Names of code, with options or without."""
 
+import json
 from typing import Annotated
 
 import pytest
