@@ -11,7 +11,7 @@ Dimension letters: N tokens of the packed run, B groups, R completions of all gr
 tokens, P tokens of a prompt, C of a completion, H query heads, K key/value heads, D head_dim.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,18 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 from minivlmrl.kernels.prompt_slots import PromptSlots, after_prompt, rectangles
 
-# attention(layer_index, q (N, H, D), k (N, K, D), v (N, K, D)) -> (N, H, D), after the rotary
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Attention(Protocol):
+    """What layers of the decoder ask for: GroupAttention or DecodeAttention.
+
+    A recurrent layer keeps something of each prompt in `memory`, by its index; see `go_on` in
+    hub/qwen3_5.py, which also reads `layout` and `keys` of the one, `spans` of the other.
+    """
+
+    memory: dict[int, list[Tensor]]
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, H, D), k and v (N, K, D), all after the rotary -> (N, H, D)."""
 
 
 class GroupLayout:

@@ -18,11 +18,11 @@ from minivlmrl.vision import MLP, VisionTransformer
 
 
 class Qwen2_5_VL(nn.Module):
-    def __init__(self, config, tower=VisionTransformer, layer=None, norm=RMSNorm):
+    def __init__(self, config, tower=VisionTransformer, layer_type=None):
         super().__init__()
         self.config = config
         self.visual = tower(config.vision_config)
-        self.model = TextModel(config, layer or DecoderLayer, norm)
+        self.model = TextModel(config, layer_type or DecoderLayer)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -60,13 +60,13 @@ def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tenso
 
 
 class TextModel(nn.Module):
-    def __init__(self, config, layer, norm):
+    def __init__(self, config, layer_type):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(layer(config, index) for index in layers)
-        self.norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(layer_type(config, index) for index in layers)
+        self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x: Tensor, position_ids: Tensor, attention: Attention, select: Tensor | None = None,
@@ -84,23 +84,6 @@ class TextModel(nn.Module):
             if i < len(deep):
                 x = x.index_add(0, vision_index, deep[i])
         return self.norm(self.layers[-1](x, cos, sin, attention, select))
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, config, index: int):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, index)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, select=None
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
-        if select is not None:
-            x = gather_rows(x, select)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class SelfAttention(nn.Module):
@@ -125,3 +108,36 @@ class SelfAttention(nn.Module):
         q = apply_rotary(self.q_norm(q), cos, sin)  # (N, H, D)
         k = apply_rotary(self.k_norm(k), cos, sin)  # (N, K, D)
         return self.o_proj(attention(self.index, q, k, v).flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then an MLP, each on what a norm makes of x and added to x.
+
+    A family whose layers have other parts is a subclass that names them, see hub/qwen3_5.py.
+    """
+
+    norm_type = RMSNorm
+    attention_type = SelfAttention
+    mlp_type = MLP
+
+    def __init__(self, config, index: int):
+        super().__init__()
+        self.input_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
+        self.add_attention(config, index)
+        self.post_attention_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
+        self.mlp = self.mlp_type(config.hidden_size, config.intermediate_size, bias=False)
+
+    def add_attention(self, config, index: int):
+        self.self_attn = self.attention_type(config, index)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """Let tokens x (N, hidden_size) see each other: (N, hidden_size), not yet added to x."""
+        return self.self_attn(x, cos, sin, attention)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, select=None
+    ) -> Tensor:
+        x = x + self.attend(self.input_layernorm(x), cos, sin, attention)
+        if select is not None:
+            x = gather_rows(x, select)
+        return x + self.mlp(self.post_attention_layernorm(x))

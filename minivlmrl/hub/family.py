@@ -113,5 +113,5 @@ FAMILIES["qwen3_5"] = replace(
     read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | qwen3_5.NO_DEEPSTACK,
     write=qwen3_5.write_config,
     unread=("mtp.",),  # a layer that predicts the token after the next
-    model=partial(FAMILIES["qwen3_vl"].model, layer=qwen3_5.Layer, norm=qwen3_5.CentredRMSNorm),
+    model=partial(FAMILIES["qwen3_vl"].model, layer_type=qwen3_5.Layer),
 )

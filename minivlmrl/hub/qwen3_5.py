@@ -43,6 +43,8 @@ class CentredRMSNorm(nn.RMSNorm):
 class Layer(nn.Module):
     """decoder.DecoderLayer with the layer that config.layer_types names instead of attention."""
 
+    norm_type = CentredRMSNorm
+
     def __init__(self, config, index: int):
         super().__init__()
         self.input_layernorm = CentredRMSNorm(config.hidden_size, config.rms_norm_eps)
