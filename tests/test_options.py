@@ -143,7 +143,7 @@ OTHERS = {
     *("optimizer.name", "eval_steps", "save_steps", "max_epochs", "data.files"),
     *("reward_model.path", "reference.teacher", "reference.teacher_prompt"),
     *("output_dir", "num_threads", "model.path", "model.config"),
-    *("model.activation_checkpointing", "model.compute_dtype", "model.tower_pieces"),
+    *("model.activation_checkpointing", "model.compute_dtype"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.resize", "data.template"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root"),
     "data.max_prompt_tokens",

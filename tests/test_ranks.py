@@ -64,18 +64,16 @@ STAGES = {  # in float64; each has other joint work
 }  # fmt: skip
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
-IN_PIECES = ["--model.tower_pieces=1"]  # each image is one, and a rank has 0, 1 or 2
 WAYS = {
-    "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE, "in pieces": IN_PIECES,
-    "sharded, in pieces": [*SHARDED, *IN_PIECES], "layer by layer, in pieces": [*ONE_BY_ONE, *IN_PIECES],
+    "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE,
     "replicas": [*ONE_BY_ONE, "--sharding.replicas=2"], "compute_dtype": ["--model.compute_dtype=float64"],
 }  # fmt: skip
 CASES = {  # by number of ranks: (stage, way); all equal what one process makes of the stage without sharding
     1: [("with a reference", "sharded")],
     2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
         ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
-        ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"), ("two at a time", "in pieces"),
-        ("two at a time", "layer by layer, in pieces"), ("Qwen3-VL, two at a time", "sharded, in pieces"),
+        ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"),
+        ("two at a time", "layer by layer"), ("Qwen3-VL, two at a time", "sharded"),
         *((name, "sharded") for name in ("dpo with sft", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
                                          "distill", "without the vision tower"))],
     4: [("with a reference", "replicated"), ("with a reference", "replicas"),

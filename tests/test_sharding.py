@@ -82,7 +82,7 @@ def together(world, sharding=None) -> dict:
     model, runs = tiny.model(dtype=torch.float64), []
     if sharding is not None:
         section = ShardingSection(enabled=True, replicas=sharding.mesh.ndim)
-        Sharding(section, world, torch.float64, tower_pieces=14).shard(model)
+        Sharding(section, world, torch.float64).shard(model)
     model.visual.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
     for grids in shown[world.rank :: world.size]:
         generator = torch.Generator().manual_seed(len(grids))
@@ -126,10 +126,10 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_ranks_add_up_the_gradients_of_what_each_has_seen(loaded, name):
-    """In pieces, of which both run as many, twice: on black where one has fewer, and where it has no image at all."""
+    """Both run the tower twice, a rank without an image on black."""
     alone = together(World())["gradients"]
     for result in (rank[name]["together"] for rank in loaded):
-        assert result["runs"] == 2 * (4 + 1)
+        assert result["runs"] == 2
         for key, expected in alone.items():
             assert (result["gradients"][key] - expected).abs().max() <= 1e-12 * expected.abs().max(), key
 
@@ -210,36 +210,9 @@ def films(config):
     return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
 
 
-@pytest.mark.parametrize(("how", "model_type", "tokens"), [
-    *[("plain", model_type, 14) for model_type in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")],
-    *[(how, "qwen2_5_vl", 14) for how in ("recomputed", "LoRA")], ("sharded and recomputed", "qwen3_vl", 1),
-])  # fmt: skip
-def test_a_tower_in_pieces_has_the_same_gradients(alone, how, model_type, tokens):
-    def make(pieces):
-        model = (adapted if how == "LoRA" else tiny.model)(dtype=torch.float64, model_type=model_type)
-        if how.startswith("sharded"):
-            section = ShardingSection(enabled=True)
-            Sharding(section, ONE, torch.float64, "recomputed" in how, tower_pieces=pieces).shard(model)
-            return model
-        if how == "recomputed":
-            file.recompute_blocks(model)
-        file.run_in_pieces(model, pieces)
-        return model
-
-    found = []
-    for pieces in (None, tokens):
-        model = make(pieces)
-        logps, found_gradients = gradients(model, films(model.config))
-        found.append(found_gradients | {"logps": logps})
-    assert found[0].keys() == found[1].keys() and any("visual" in name for name in found[0])
-    for name, expected in found[0].items():
-        assert (found[1][name] - expected).abs().max() <= 1e-12 * expected.abs().max(), name
-
-
 def test_a_copy_recomputes_with_its_own_weights(alone):
     plain = tiny.model()
     file.recompute_blocks(plain)
-    file.run_in_pieces(plain, 4)
     for model in (plain, sharded_model(recompute=True)):
         with torch.no_grad():
             per_token_logps(model, batch(model.config))  # which gathers what a copy must not take
@@ -271,9 +244,8 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
 
 
 def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
-    """Also a value head's, whatever the layers compute in; and a rollout's tower runs in pieces."""
-    model, images = sharded_model(compute_dtype=torch.bfloat16), []
-    model.sharding.tower_pieces = 1
+    """Also a value head's, whatever the layers compute in."""
+    model = sharded_model(compute_dtype=torch.bfloat16)
     head = torch.nn.Linear(4, 1)
     model.sharding.shard_head(head)
     assert head(torch.zeros(1, 4)).dtype == torch.float32
@@ -282,9 +254,6 @@ def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
     assert copy_model(model, to_compute=True).lm_head.weight.dtype == torch.bfloat16
     with rollout_weights(model, gather_weights=True) as run:
         assert run.lm_head.weight.dtype == torch.bfloat16
-        run.visual.blocks[0].register_forward_pre_hook(lambda *_: images.append(1))
-        per_token_logps(run, batch(model.config))
-    assert len(images) == 2
     half = sharded_model(dtype=torch.bfloat16).sharding
     assert half.options["mp_policy"].reduce_dtype == torch.float32  # gradients are added up in it
 

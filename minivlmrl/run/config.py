@@ -58,8 +58,6 @@ class ModelSection:
     compute_dtype: Dtype | None = None  # of layers and activations
     freeze: list[Part] = field(default_factory=list)  # not trained; vision is without the merger
     activation_checkpointing: bool = False  # keep blocks' inputs alone, compute the rest again
-    # run the tower on so many image tokens at a time, whole frames, and again in the backward
-    tower_pieces: Annotated[int, ">= 1"] | None = None
 
 
 @dataclass
@@ -127,8 +125,6 @@ class RunConfig:
             raise ValueError("adapter.target is [], it must name layers")
         if self.sampling.engine != "own" and not self.rollout.gather_weights:
             raise ValueError("rollout.gather_weights is false, it must be true for sampling.engine")
-        if self.model.tower_pieces and self.adapter.dropout and self.adapter.target != ["language"]:
-            raise ValueError("model.tower_pieces: no adapter.dropout in the tower, take one")
         for name in ("dropout", "path", "quantize"):
             value = getattr(self.adapter, name)
             if value and not self.adapter.r:

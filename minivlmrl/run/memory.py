@@ -37,7 +37,7 @@ from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import recompute_blocks, run_in_pieces
+from minivlmrl.scale.sharding import recompute_blocks
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -125,7 +125,6 @@ class Costs:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
             recompute_blocks(model)
-        run_in_pieces(model, run.model.tower_pieces)
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

@@ -21,7 +21,7 @@ from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.config import asked_yaml
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import Sharding, recompute_blocks, run_in_pieces
+from minivlmrl.scale.sharding import Sharding, recompute_blocks
 from minivlmrl.tasks.task import get_task
 
 
@@ -37,8 +37,7 @@ def build_model(
     bounds = data.min_pixels, data.max_pixels
     if config.uses_fsdp:
         computed = DTYPES.get(section.compute_dtype)
-        pieces = section.tower_pieces
-        sharding = Sharding(config.sharding, world, dtype, recompute, computed, pieces)
+        sharding = Sharding(config.sharding, world, dtype, recompute, computed)
     if section.path:
         processor = load_processor(section.path, *bounds)
         model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
@@ -61,8 +60,6 @@ def build_model(
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
-    if sharding is None:
-        run_in_pieces(model, section.tower_pieces)
     images = processor.image_processor
     if isinstance(data.resize, str):
         images = replace(images, resize=RESIZE[data.resize])

@@ -61,7 +61,6 @@ class Sharding:
         dtype: torch.dtype,
         recompute=False,
         compute_dtype=None,
-        tower_pieces: int | None = None,
     ):
         # here: it takes 40 MiB and half a second of runs that shard nothing
         import torch.distributed.fsdp as fsdp
@@ -77,7 +76,6 @@ class Sharding:
         self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
         self.recompute = recompute
         self.compute_dtype = compute_dtype or dtype
-        self.tower_pieces = tower_pieces
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
         summed = torch.promote_types(dtype, torch.float32)
         precision = fsdp.MixedPrecisionPolicy(compute_dtype, summed, cast_forward_inputs=False)
@@ -93,7 +91,6 @@ class Sharding:
             raise ValueError(f"adapter.quantize: torch {torch.__version__} shards no bytes; {cure}")
         if self.recompute:
             recompute_blocks(model)
-        run_in_pieces(model, self.tower_pieces)
         for block in family_of(model).blocks(model):
             dist.fsdp.fully_shard(block, **self.options)
         self.shard_alone(model)
@@ -230,7 +227,6 @@ def gathered(model: nn.Module) -> nn.Module:
     for unit in units(model):
         unit.unshard()
     twin = twin_of(model, model.sharding.compute_dtype)
-    run_in_pieces(twin, model.sharding.tower_pieces)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assign(twin, weights | dict(model.named_buffers()))
     return twin
@@ -269,36 +265,3 @@ def recompute_blocks(model: nn.Module):
     """Keep only the input of each block, and compute the block again in the backward."""
     for block in family_of(model).blocks(model):
         block.forward = partial(again, block.forward)
-
-
-def run_in_pieces(model: nn.Module, tokens: int | None):
-    """Run the vision tower on whole frames of at most so many image tokens at a time, and again in
-    the backward: frames do not see each other. None: on all at once, and once."""
-    if tokens is not None:
-        model.visual.forward = partial(_in_pieces, model.visual.forward, tokens)
-
-
-def _in_pieces(whole: Callable, tokens: int, pixel_values: Tensor, grids: Tensor) -> Tensor:
-    """Do what the forward of a tower does. Ranks of a sharded one run equally many pieces, the last
-    ones maybe on a black image times 0."""
-    tower = whole.__self__
-    pieces = []
-    room = 0
-    side, device = tower.config.spatial_merge_size, pixel_values.device
-    for frames, height, width in grids.tolist():
-        for _ in range(frames):
-            if height * width > room:
-                pieces.append([])
-                room = tokens * side**2
-            pieces[-1].append((1, height, width))
-            room -= height * width
-    most = torch.tensor(len(pieces), device=device)
-    if sharded := is_sharded(tower):
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    grids = [torch.tensor(piece) for piece in pieces]
-    pixels = pixel_values.split([int(piece.prod(1).sum()) for piece in grids])
-    run = partial(again, whole)
-    seen = torch.cat([run(*piece) for piece in zip(pixels, grids, strict=True)])
-    for _ in range(int(most) - len(pieces) if sharded else 0):
-        seen = seen + see_black(run, tower.config, device)
-    return seen
