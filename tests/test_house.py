@@ -1,4 +1,4 @@
-"""The house: a book in reading order, shelves around it, budgets that hold. benchmarks/house.py counts the lines."""
+"""The house: a book in reading order, shelves around it, budgets that hold. benchmarks/house.py counts."""
 
 import ast
 import itertools
@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks import house
+from benchmarks import house, plain
 
 ROOT = house.ROOT
 FILES = {  # minivlmrl.scale.checkpoint: its path
@@ -61,18 +61,72 @@ def functions(name: str):
     return [node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def test_the_book_is_short():
-    """And all else that has a budget: no count is over the last version's number and what issues granted."""
+@cache
+def densities() -> dict[str, house.Density]:
+    return {name: house.density(paths) for name, paths in house.parts().items()}
+
+
+def test_no_count_is_over_its_budget():
+    """Of the last version and what issues granted; the files of the book are all those beside the folders."""
     assert set(BOOK) | {"minivlmrl.__main__"} == {name for name in FILES if name.count(".") == 1}
-    counts = house.counts()
+    counts = house.counts(densities())
     over = {name: (counts[name], limit) for name, limit in house.budgets().items() if counts[name] > limit}
     assert over == {}
+
+
+@pytest.mark.parametrize("part", ["core", "audit", "recipes"])
+def test_lines_that_pack_only_get_fewer(part):
+    """A file has as many as house.PACKED_LINES says: who unpacks one takes it off the list."""
+    files = {path.relative_to(ROOT).as_posix() for path in house.parts()[part]}
+    listed = {path: count for path, count in house.PACKED_LINES.items() if path in files}
+    assert {path: len(packed) for path, packed in densities()[part].packed.items()} == listed
+
+
+@pytest.mark.parametrize("part", ["core", "audit", "recipes"])
+def test_long_functions_only_get_fewer(part):
+    """Who takes one of house.LONG_FUNCTIONS apart takes it off the list."""
+    files = {path.relative_to(ROOT).as_posix() for path in house.parts()[part]}
+    listed = {name for name in house.LONG_FUNCTIONS if name.partition(":")[0] in files}
+    assert set(densities()[part].long_functions) == listed
+
+
+SOURCE = '''
+"""A docstring."""
+import os
+
+def add(x: int, y: int = 1) -> int:
+    """Another."""
+    # a comment
+    total = x + y
+    return f"{total} is {total + 1}", "a b".split(), [
+        1,
+    ]
+'''
+
+
+def test_tokens_are_counted_as_by_hand():
+    """Annotations, docstrings, the colon before one, the comment and the last comma are free."""
+    signature = ["def", "add", "(", "x", ",", "y", "=", "1", ")"]
+    text = ['f"{total} is {total + 1}"', "total", "total", "+", "1"]
+    words = ['"a b"', ".", "split", "(", ")", "b"]
+    expected = [*signature, "total", "=", "x", "+", "y", "return", *text, ",", *words, ",", "[", "1", "]"]
+    assert sorted(token for _, token in plain.code_tokens(SOURCE)) == sorted(expected)
+    assert plain.function_tokens(SOURCE) == {"add": len(expected) - len(signature)}
+
+
+@pytest.mark.parametrize(("line", "packs"), [
+    ("a, b = f(), g()", True), ("a, b = b, a", False), ("a, b = pair", False), ("a, b = x, 1", False),
+    ("a, b, c, d = 1, 2, 3, 4", True), ("a |= {1: 2}", True), ("a |= b", False), ("a = 'x' * (b == c)", True),
+    ("a = 2 * (b == c)", False), ("f(*(a, b), c=d)", True), ("f(*a)", False), ("[y for x in z if (y := x)]", True),
+])  # fmt: skip
+def test_what_packs_a_line(line, packs):
+    assert bool(plain.packings(line)) == packs
 
 
 def test_budgets_only_fall():
     """From version to version, but for what an issue granted to the one before."""
     assert list(house.BUDGETS) == list(house.GRANTED)
-    assert set(house.counts()) == set(house.budgets())
+    assert set(house.counts(densities())) == set(house.budgets())
     versions = list(house.BUDGETS)
     for before, after in itertools.pairwise(versions):
         now = house.BUDGETS[after]
