@@ -316,6 +316,6 @@ def check_memory(run: RunConfig, world: World):
         needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
         if needed > memory:
             sizes = f"{needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
-            cure = "`python -m minivlmrl plan` says which options make it fit"
+            cure = "docs/memory.md lists what saves memory, `python -m minivlmrl plan` adds it up"
             cure = f"{cure}; --check_memory=false starts it as it is"
             raise ValueError(f"{stage} needs about {sizes}: {cure}")
