@@ -110,7 +110,7 @@ def test_a_run_is_the_own_samplers_run(stage, monkeypatch):
 @pytest.mark.parametrize(("of", "name", "fault"), [
     ("file_weights", "stale tower", lambda model: dict(model.model.named_parameters(prefix="model"))),
     ("file_weights", "missed hand-over", lambda model: {}),
-    ("OURS", "wrong pixels", {"mm_device_do_normalize": True, "load_format": "dummy"}),
+    ("FIXED_OPTIONS", "wrong pixels", {"mm_device_do_normalize": True, "load_format": "dummy"}),
 ])  # fmt: skip
 def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, monkeypatch, of, name, fault):
     monkeypatch.setattr(vllm_stand_in.install(monkeypatch), of, fault)

@@ -2,13 +2,11 @@
 
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
-from minivlmrl.batch import pack
 from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
@@ -56,35 +54,11 @@ class GRPOStage(Algorithm, GRPO):
         GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
         self.steps_per_rollout = self.config.steps_per_generation
         self.reward_model = RewardModelScores(run, model, world) if judged else None
-        self.proven = run.sampling.engine == "own"
 
     def roll_out(self, rows) -> Rollout:
         rollout = super().roll_out(rows)
-        if not self.proven:
-            self.prove(rollout)
+        self.sample.prove(rollout, self.run.rollout.max_logp_mismatch)
         return rollout
-
-    @torch.no_grad()
-    def prove(self, rollout: Rollout):
-        """Refuse to begin (ValueError) unless vLLM has the policy's log-probabilities."""
-        run = self.run
-        worst = (0.0, "")
-        device = self.world.device
-        dtype = run.model.compute_dtype or run.model.dtype
-        dtypes = {dtype, run.sampling.vllm.get("dtype")}
-        bound = 0.5 if dtypes & {"bfloat16", "float16"} else 1e-3
-        parts = rollout.rows, rollout.prompts, rollout.completions
-        for row, prompt, drawn in zip(*parts, strict=True):
-            logps, _ = self.logps(pack([prompt], [drawn], self.policy.config, device))
-            apart = logps - torch.cat([c.logps for c in drawn]).to(device)
-            apart = apart.abs().max() if bound == 1e-3 else apart.square().mean().sqrt()
-            worst = max(worst, (apart.item(), row.where or f"row {row.index}"))
-        apart, where = max(self.world.gather_objects(worst))
-        if apart > bound * run.rollout.max_logp_mismatch:
-            found = f"log-probabilities of {where} differ by {apart:.3g} nats"
-            cure = f"over {bound} x rollout.max_logp_mismatch"
-            raise ValueError(f"vLLM computes another policy: {found}, {cure}")
-        self.proven = True
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:
         columns = recipe_columns(rows, prompts, completions, self.processor)

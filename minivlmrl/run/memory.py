@@ -251,9 +251,9 @@ def plan(
             "prompts' forward": costs.activations(run, replace(drawn, num_generations=0), False),
             "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
         }
-        if run.sampling.engine == "vllm":  # it sleeps in the other phases
-            kind = DTYPES.get(run.sampling.vllm.get("dtype"), dtype)
-            phases["rollout"]["vLLM's weights"] = costs.parameters * kind.itemsize
+        if run.sampling.engine != "own":  # it sleeps in the other phases
+            engine_dtype = run.sampling.engine_dtype(dtype)
+            phases["rollout"]["vLLM's weights"] = costs.parameters * engine_dtype.itemsize
     if not algorithm.answers or algorithm.has_reference(getattr(run, stage)):
         forward = costs.activations(run, micro, False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}

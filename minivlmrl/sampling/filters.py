@@ -10,6 +10,7 @@ from torch import Tensor
 from minivlmrl.generate import SamplingConfig
 from minivlmrl.hub.recipe_values import Code, require
 from minivlmrl.rows import Completion
+from minivlmrl.scale.checkpoint import DTYPES
 
 
 @dataclass
@@ -48,6 +49,10 @@ class SamplingOptions(SamplingConfig):
     def filtered(self) -> bool:
         """Tell whether draws need Filters."""
         return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
+
+    def engine_dtype(self, policy_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which vLLM computes: the policy's, unless an option says another."""
+        return DTYPES.get(self.vllm.get("dtype"), policy_dtype)
 
 
 class Filters:

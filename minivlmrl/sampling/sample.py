@@ -58,6 +58,9 @@ class RunSampler(Sampler):
             self.filters.tell(chain(*groups))
         return groups
 
+    def prove(self, rollout, max_logp_mismatch: float):
+        """Prove that the policy drew a grpo.Rollout: another engine has to, see vllm_sampler.py."""
+
     def decode(self) -> Decode:
         """Make what computes a decode step; environments/ have one that reads answers."""
         return CapturedDecode() if self.captured else Decode()

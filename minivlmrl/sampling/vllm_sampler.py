@@ -17,7 +17,8 @@ from torch import Tensor
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights are handed over
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it binds the trainer's threads
-os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | os.environ
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import vllm
 from vllm.inputs.engine import mm_input, tokens_input
@@ -27,15 +28,23 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from minivlmrl.adapters.lora import full
+from minivlmrl.batch import pack
 from minivlmrl.generate import Choose, collect
+from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Completion, Prompt
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.checkpoint import file_weights, write_settings
 
-# our patches are normalised, and no video comes: vLLM would try the longest there can be
-OURS = {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0}}
-OURS |= {"async_scheduling": False, "enable_chunked_prefill": False}  # a token is chosen once
-OURS |= {"load_format": "dummy", "generation_config": "vllm", "mm_processor_cache_gb": 0}
+# what the options of a recipe cannot change
+FIXED_OPTIONS = {
+    "mm_device_do_normalize": False,  # our patches are normalised
+    "limit_mm_per_prompt": {"video": 0},  # else vLLM would try the longest that there can be
+    "mm_processor_cache_gb": 0,
+    "async_scheduling": False,  # this and the next: each token is chosen once
+    "enable_chunked_prefill": False,
+    "load_format": "dummy",  # weights are handed over before each rollout
+    "generation_config": "vllm",
+}
 ENGINES = WeakKeyDictionary()  # model -> vllm.LLM: the stages of a run share one
 
 
@@ -62,7 +71,8 @@ class Rollout:
 class Choosing(LogitsProcessor, LogitsProcessorV2):
     """Has a Rollout choose tokens: update_state is for vLLM's runner V1, add_request for V2."""
 
-    rollout: Rollout | None = None  # the one that is drawn; None: vLLM warms up
+    # vLLM makes the object from this class, so the class knows what is drawn; None: vLLM warms up
+    rollout: Rollout | None = None
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # slot in the batch -> row
@@ -71,8 +81,7 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
         return False
 
     def update_state(self, batch_update):
-        row = lambda params, *_: params.extra_args["row"]  # noqa: E731
-        process_dict_updates(self.rows, batch_update, row)
+        process_dict_updates(self.rows, batch_update, row_of_request)
 
     def add_request(self, slot: int, params) -> bool:
         self.rows[slot] = (params.extra_args or {}).get("row")  # none while vLLM warms up
@@ -86,6 +95,11 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
         return rollout.leave_chosen(logits, rows) if rollout else logits
 
 
+def row_of_request(params, prompt_ids, output_ids) -> int:
+    """Tell vLLM what to keep of a request that enters the batch: its row."""
+    return params.extra_args["row"]
+
+
 class VLLMSampler(RunSampler):
     """Draws as RunSampler does, on logits of vLLM; sampling.vllm has options of vllm.LLM."""
 
@@ -95,6 +109,7 @@ class VLLMSampler(RunSampler):
             ENGINES[model] = start_engine(model, processor, sampling.vllm, world)
         self.llm = ENGINES[model]
         self.sleeps = world.device.type == "cuda"
+        self.proven = False
 
     def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
         """Hand over the weights, merged and gathered, and sample; all ranks call this."""
@@ -113,14 +128,19 @@ class VLLMSampler(RunSampler):
 
     def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
         engine = self.llm.llm_engine
-        count = len(prompts) * num_generations
-        Choosing.rollout = rollout = Rollout(choose, count)
-        options = {"max_tokens": self.sampling.max_new_tokens, "ignore_eos": True}
-        options |= {"temperature": 0, "detokenize": False}  # 0: the argmax
-        given = [self.given(prompt) for prompt in prompts]
-        for row in range(count):
-            params = vllm.SamplingParams(**options, extra_args={"row": row})
-            engine.add_request(str(row), given[row // num_generations], params)
+        num_rows = len(prompts) * num_generations
+        rollout = Rollout(choose, num_rows)
+        inputs_of_prompts = [self.make_input(prompt) for prompt in prompts]
+        for row in range(num_rows):
+            params = vllm.SamplingParams(
+                max_tokens=self.sampling.max_new_tokens,
+                ignore_eos=True,
+                temperature=0,  # the argmax: `leave_chosen` leaves one token
+                detokenize=False,
+                extra_args={"row": row},
+            )
+            engine.add_request(str(row), inputs_of_prompts[row // num_generations], params)
+        Choosing.rollout = rollout
         with torch.inference_mode():
             while engine.has_unfinished_requests():
                 engine.step()
@@ -131,43 +151,81 @@ class VLLMSampler(RunSampler):
             self.filters.tell(chain(*groups))
         return groups
 
-    def given(self, prompt: Prompt) -> dict:
+    def make_input(self, prompt: Prompt) -> dict:
         """Make vLLM's input of a prompt, past its own processor."""
-        ids, grids, config = prompt.input_ids, prompt.image_grid_thw, self.model.config
+        ids = prompt.input_ids
+        config = self.model.config
         if (ids == config.video_token_id).any():
             raise ValueError(f"{prompt.row.where}: a video needs sampling.engine=own")
-        if not len(grids):
+        if not len(prompt.image_grid_thw):
             return tokens_input(ids.tolist())
-        sizes = grids.prod(-1)  # patches of each image
-        tokens = (sizes // config.vision_config.spatial_merge_size**2).tolist()
-        at = (ids == config.image_token_id).nonzero()[:, 0].split(tokens)
-        spans = [inputs.PlaceholderRange(int(own[0]), len(own)) for own in at]
-        parts = zip(grids, prompt.pixel_values.split(sizes.tolist()), strict=True)
-        images = (grid.numpy().tobytes() + x.numpy().tobytes() for grid, x in parts)
-        names = [sha256(image).hexdigest() for image in images]
-        form = inputs.MultiModalFieldConfig
-        fields = {"pixel_values": form.flat_from_sizes("image", sizes)}
-        fields["image_grid_thw"] = form.batched("image", keep_on_cpu=True)
+        num_patches = prompt.image_grid_thw.prod(-1)  # of each image
+        num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
+        spans = []
+        for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):
+            spans.append(inputs.PlaceholderRange(int(index[0]), len(index)))
+        hashes = []
+        pixels = prompt.pixel_values.split(num_patches.tolist())
+        for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True):
+            content = grid.numpy().tobytes() + patches.numpy().tobytes()
+            hashes.append(sha256(content).hexdigest())
+        field_config = inputs.MultiModalFieldConfig
+        fields = {
+            "pixel_values": field_config.flat_from_sizes("image", num_patches),
+            "image_grid_thw": field_config.batched("image", keep_on_cpu=True),
+        }
         items = inputs.MultiModalKwargsItems.from_hf_inputs(vars(prompt), fields)
-        return mm_input(ids.tolist(), items, {"image": names}, {"image": spans})
+        return mm_input(ids.tolist(), items, {"image": hashes}, {"image": spans})
+
+    @torch.no_grad()
+    def prove(self, rollout, max_logp_mismatch: float):
+        """Refuse the first rollout (ValueError) unless vLLM has the policy's log-probabilities."""
+        if self.proven:
+            return
+        policy_dtype = computed_dtype(self.model)
+        engine_dtype = self.sampling.engine_dtype(policy_dtype)
+        in_16_bits = min(policy_dtype.itemsize, engine_dtype.itemsize) == 2
+        bound = 0.5 if in_16_bits else 1e-3
+        worst = (0.0, "")
+        groups = zip(rollout.rows, rollout.prompts, rollout.completions, strict=True)
+        for row, prompt, completions in groups:
+            batch = pack([prompt], [completions], self.model.config, self.device)
+            logps, _ = per_token_logps(self.model, batch, self.sampling.temperature)
+            recorded = torch.cat([completion.logps for completion in completions])
+            mismatch = (logps - recorded.to(self.device)).abs()
+            mismatch = mismatch.square().mean().sqrt() if in_16_bits else mismatch.max()
+            worst = max(worst, (mismatch.item(), row.where or f"row {row.index}"))
+        mismatch, where = max(self.world.gather_objects(worst))
+        if mismatch > bound * max_logp_mismatch:
+            raise ValueError(
+                f"vLLM computes another policy: log-probabilities of {where} differ by "
+                f"{mismatch:.3g} nats, over {bound} x rollout.max_logp_mismatch"
+            )
+        self.proven = True
+
+
+def computed_dtype(model) -> torch.dtype:
+    """Return the dtype in which the layers of a policy compute."""
+    sharding = getattr(model, "sharding", None)
+    return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
 
 def start_engine(model, processor, options: dict, world):
     """Start a vllm.LLM without weights in this process (ValueError: it refuses an option)."""
-    sharding = getattr(model, "sharding", None)
     on_gpu = world.device.type == "cuda"
-    usual = {
-        "dtype": sharding.compute_dtype if sharding else model.lm_head.weight.dtype,
+    defaults = {
+        "dtype": computed_dtype(model),
         "enable_sleep_mode": on_gpu,
         "skip_mm_profiling": not on_gpu,
         "enforce_eager": not on_gpu,  # to compile takes longer than CPUs gain
     }
     if world.size > 1:
-        usual["distributed_executor_backend"] = "external_launcher"
+        defaults["distributed_executor_backend"] = "external_launcher"
+    options = defaults | options
     with TemporaryDirectory() as folder:
         write_settings(Path(folder), model, processor)
         try:
-            llm = vllm.LLM(folder, logits_processors=[Choosing], **OURS, **usual | options)
+            llm = vllm.LLM(folder, logits_processors=[Choosing], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
     if on_gpu:
