@@ -33,9 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
 from minivlmrl.kernels.backend import triton
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
-from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
-from minivlmrl.rope import _cos_sin, apply_rotary
 from minivlmrl.sampling.captured import StaticDecodeAttention
 
 TEMPERATURE = 0.9
@@ -361,60 +359,7 @@ def on_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[:, :, None], k, v, hidden, enable_gqa=True)[:, :, 0]
 
 
-# ------------------------------------------------------------------------------------------------ element by element
-
-
-def element_wise_table(run: Run) -> None:
-    """swiglu of 3B's decoder, and the rotary of its queries: one read and one write of each number."""
-    torch.manual_seed(0)
-    tokens = 50 if run.toy else 8800  # eight prompts of 1,100
-    gate, up, grad = torch.randn(3, tokens, 64 if run.toy else 11008, device=CARD, dtype=torch.bfloat16)
-    for name, function in (("swiglu", swiglu), ("rotary", apply_rotary)):
-        if name == "swiglu":
-            inputs = (gate, up)
-            tables = ()
-
-            def plain(g, u):
-                return F.silu(g) * u
-        else:
-            inputs = (torch.randn(tokens, 16, 128, device=CARD, dtype=torch.bfloat16),)
-            plain = plain_rotary
-            tables = [t.bfloat16() for t in _cos_sin(torch.randn(tokens, 64, device=CARD))]
-            grad = inputs[0].flip(0)
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        both = {"ours": function, "torch": plain, "torch.compile": compiled(plain)}
-        ways = [element_wise_way(way, call, leaves, tables, grad) for way, call in both.items()]
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        out = plain(*exact, *(t.double() for t in tables))
-        expected = {"forward": [out.detach()], "both": torch.autograd.grad(out, exact, grad.double())}
-        size = grad.numel() * grad.element_size()
-        n = len(inputs)
-        # forward: inputs and result; backward: gradient, inputs (a turn needs none) and their gradients
-        moved = {"forward": n + 1, "both": n + 1 + (5 if name == "swiglu" else 2)}
-        floors = {phase: run.ceilings.milliseconds(count * size) for phase, count in moved.items()}
-        error = partial(off_element_wise, expected=expected)
-        run.table(f"{name} {' x '.join(map(str, grad.shape))}", ways, error, 0.02, floors)
-
-
-def element_wise_way(name: str, function: Callable, leaves: list[Tensor], tables, grad: Tensor) -> Way:
-    """function (leaves, tables) -> as large a tensor as each leaf."""
-
-    @torch.no_grad()
-    def forward():
-        return [function(*leaves, *tables)]
-
-    return Way(name, forward, lambda: torch.autograd.grad(function(*leaves, *tables), leaves, grad))
-
-
-def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
-
-
-def off_element_wise(phase: str, got: list[Tensor], expected: dict) -> float:
-    return max(relative(a, b) for a, b in zip(got, expected[phase], strict=True))
-
-
-TABLES = {"states": states_table, "windows": windows_table, "decode": decode_table, "element-wise": element_wise_table}
+TABLES = {"states": states_table, "windows": windows_table, "decode": decode_table}
 
 
 # ------------------------------------------------------------------------------------------------ shared

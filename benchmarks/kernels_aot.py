@@ -34,7 +34,7 @@ import triton
 
 from minivlmrl.kernels import backend as installed
 from minivlmrl.kernels import decode_attention as decoding
-from minivlmrl.kernels import nf4_unpack, rotary, swiglu
+from minivlmrl.kernels import nf4_unpack, rotary
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
@@ -129,15 +129,8 @@ def decode_builds() -> list[Build]:
 
 
 def element_wise_builds() -> list[Build]:
-    """SwiGLU, the rotary of decoder (tables of bfloat16) and tower, weights of 4 bits."""
-    tensors = dict.fromkeys(["gate", "up", "out"], "*bf16")
-    size = {"size": "i32"}
-    backward = dict.fromkeys(["grad", "gate", "up", "grad_gate", "grad_up"], "*bf16")
-    block = {"BLOCK": swiglu.BLOCK}
+    """The rotary of decoder (tables of bfloat16) and tower, weights of 4 bits."""
     found = []
-    for name, given in (("forward", tensors), ("backward", backward)):
-        kernel = getattr(swiglu, f"_{name}_kernel")
-        found.append(Build(f"swiglu {name} bf16", kernel, given | size, block, swiglu.WARPS))
     strides = dict.fromkeys(["row_stride", "head_stride", "H", "D"], "i32") | {"direction": "fp32"}
     for heads, half, dtype in ((16, 64, "bf16"), (32, 64, "fp32")):
         given = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["cos", "sin"], f"*{dtype}") | strides

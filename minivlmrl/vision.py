@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
-from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.rope import apply_rotary, vision_rotary
 
@@ -32,7 +31,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate = F.silu(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm

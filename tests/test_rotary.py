@@ -62,12 +62,5 @@ def test_the_operator():
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_all_kernels_in_the_interpreter():
     """In one process, which takes long to begin."""
-    others = (
-        "swiglu",
-        "nf4_unpack",
-        "decode_attention",
-        "window_attention",
-        "selective_log_softmax",
-        "linear_log_softmax",
-    )
+    others = ("nf4_unpack", "decode_attention", "window_attention", "selective_log_softmax", "linear_log_softmax")
     run_interpreted("rotary", *others)
