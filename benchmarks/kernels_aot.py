@@ -34,7 +34,7 @@ import triton
 
 from minivlmrl.kernels import backend as installed
 from minivlmrl.kernels import decode_attention as decoding
-from minivlmrl.kernels import nf4_unpack, rotary
+from minivlmrl.kernels import nf4_unpack
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
@@ -128,24 +128,18 @@ def decode_builds() -> list[Build]:
     return found
 
 
-def element_wise_builds() -> list[Build]:
-    """The rotary of decoder (tables of bfloat16) and tower, weights of 4 bits."""
-    found = []
-    strides = dict.fromkeys(["row_stride", "head_stride", "H", "D"], "i32") | {"direction": "fp32"}
-    for heads, half, dtype in ((16, 64, "bf16"), (32, 64, "fp32")):
-        given = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["cos", "sin"], f"*{dtype}") | strides
-        sizes = {"HEADS": heads, "HALF": half}
-        found.append(Build(f"rotary {heads} heads, tables {dtype}", rotary._kernel, given, sizes))
+def nf4_builds() -> list[Build]:
+    """Weights of 4 bits."""
     given = dict.fromkeys(["packed", "indices"], "*u8") | dict.fromkeys(["scales", "offset", "code", "table"], "*fp32")
     sizes = {"BYTES": nf4_unpack.BYTES, "GROUP": nf4_unpack.GROUP}
     given |= {"out": "*bf16", "size": "i32"}
-    return [*found, Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)]
+    return [Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)]
 
 
 def builds() -> list[Build]:
     """All builds."""
     of_windows = [build for case in CASES for build in window_builds(*case)]
-    return [*log_softmax_builds(), *of_windows, *decode_builds(), *element_wise_builds()]
+    return [*log_softmax_builds(), *of_windows, *decode_builds(), *nf4_builds()]
 
 
 def main(arguments: list[str]) -> int:

@@ -30,7 +30,6 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.decode_attention import WARPS, cut
 from minivlmrl.kernels.linear_log_softmax import TILE
 from minivlmrl.kernels.rms_norm import RMSNorm
-from minivlmrl.kernels.rotary import rotary
 from minivlmrl.kernels.window_attention import MOST_TOKENS, batched_attention
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.memory import Work, meta_batch
@@ -147,7 +146,7 @@ def on_card(card: str):
         return Kernel.apply(count, "rms norm", 0.0, x, self.weight)
 
     functions = {f.__name__: f for f in (dense_attention, window_attention, float32_matmul, decode_attention)}
-    functions |= {"apply_rotary": rotary, "fits": lambda q: q.shape[-1] in WARPS}
+    functions |= {"fits": lambda q: q.shape[-1] in WARPS}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(RMSNorm, "forward", rms_norm))
         for name, module in list(sys.modules.items()):

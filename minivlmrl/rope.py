@@ -9,8 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import backend_for, to_device
-from minivlmrl.kernels.rotary import rotary
+from minivlmrl.kernels.backend import to_device
 
 
 def get_rope_index(
@@ -116,8 +115,6 @@ def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its angle. x (N, H, D); cos, sin (N, 1, D)."""
-    if backend_for(x) == "triton":
-        return rotary(x, cos, sin)
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 

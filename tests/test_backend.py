@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
+from interpreter import run_interpreted
 from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.kernels import backend
-from minivlmrl.kernels.backend import backend_for
+from minivlmrl.kernels.backend import INSTALLED, INTERPRETED, backend_for
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 CPU = torch.zeros(1)
@@ -92,6 +93,14 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
         monkeypatch.setattr(backend, name, value)
     with pytest.raises(ValueError, match=message):
         backend_for(tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
+def test_all_kernels_in_the_interpreter():
+    """In one process, which takes long to begin."""
+    attention = "decode_attention", "window_attention"
+    run_interpreted("nf4_unpack", *attention, "selective_log_softmax", "linear_log_softmax")
 
 
 @pytest.mark.slow

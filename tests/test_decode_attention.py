@@ -1,4 +1,4 @@
-"""Attention of new tokens, interpreted (by test_rotary.py): the formula row by row, and DecodeAttention of the book."""
+"""Attention of new tokens, interpreted (by test_backend.py): the formula row by row, and the book's DecodeAttention."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Log-probabilities by pieces against log_softmax of whole logits, in torch; in the interpreter by test_rotary.py."""
+"""Log-probabilities by pieces against log_softmax of whole logits, in torch; in the interpreter by test_backend.py."""
 
 import pytest
 import torch

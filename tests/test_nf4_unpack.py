@@ -1,4 +1,4 @@
-"""Weights of 4 bits unpacked in Triton's interpreter (by test_rotary.py), to the bits of the torch path."""
+"""Weights of 4 bits unpacked in Triton's interpreter (by test_backend.py), to the bits of the torch path."""
 
 import interpreter  # noqa: F401 (mends bfloat16)
 import pytest

@@ -18,9 +18,9 @@ def test_the_script_prints_a_table_and_a_step(capsys):
 
 
 def test_3b_computes_products_for_most_of_the_time():
-    """Norms, rotary, activations and copies take .23 times as long as the products; without one of our kernels .29."""
+    """Norms, rotary, activations and copies take .44 times as long as the products at most."""
     work = Work(prompts=2, num_generations=8, text_tokens=100, image_tokens=1000, completion_tokens=256)
     counts = roofline.phases(config_of("3b"), "h100", work)
     for phase in ("prefill", "scoring", "train"):
         *_, seconds, element_wise = counts[phase].total()
-        assert seconds <= 1.26 * (seconds - element_wise), phase
+        assert seconds <= 1.45 * (seconds - element_wise), phase

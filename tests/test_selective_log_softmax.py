@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of logits against float64, in torch; in Triton's interpreter by test_rotary.py."""
+"""Log-probabilities and entropies of logits against float64, in torch; in Triton's interpreter by test_backend.py."""
 
 import pytest
 import torch

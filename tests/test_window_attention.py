@@ -1,5 +1,5 @@
 """Attention inside segments against one masked attention over everything, in float64: in torch, and (by
-test_rotary.py) through the Triton kernels in the interpreter."""
+test_backend.py) through the Triton kernels in the interpreter."""
 
 import pytest
 import torch
