@@ -1,6 +1,6 @@
-"""Names of code: "name", "file.py:name" or "package.module:name", each maybe with options.
+"""Find code by a name in a recipe: "name", "file.py:name" or "package.module:name".
 
-"name(option=1)" finds the object that is called `name` and gives it that option.
+Options may follow: "name(option=1)" is the object `name`, with that option bound.
 """
 
 import ast
@@ -19,17 +19,29 @@ from minivlmrl.hub.recipe_values import naming, read_value
 
 @functools.cache
 def load_name(target: str) -> Any:
-    """Import what a name says (ValueError: it cannot be; a user's file may raise anything)."""
+    """Import "package.module:name", or run "file.py:name" once and take the name from it.
+
+    Raises:
+        ValueError: it cannot be loaded, for whatever reason: a user's file may raise anything.
+    """
     module, _, name = target.rpartition(":")
     try:
         if module.endswith(".py"):
-            homes = Path(), *Path(__file__).resolve().parents[1:3]  # here, or ours: run/config.py
-            found = filter(Path.is_file, (home / module for home in homes))
-            return runpy.run_path(str(next(found, module)))[name]
+            return runpy.run_path(_source_file(module))[name]
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{target}: it cannot be loaded ({cause})") from error
+        raise ValueError(
+            f"{target}: it cannot be loaded ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _source_file(path: str) -> str:
+    """Find a file from here, or among the files that come with us: recipes/answers.py."""
+    folders = [Path(), *Path(__file__).resolve().parents[1:3]]  # of a wheel, of a clone
+    for folder in folders:
+        if (folder / path).is_file():
+            return str(folder / path)
+    return path
 
 
 def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -39,38 +51,40 @@ def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[s
         kind: what is named, for errors: "reward near(0.5): its options must have the form ...".
         table: name -> object, or the "package.module:name" of one.
     """
-    written = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
-    name, options = written.groups() if written else (text, "")
-    found = table.get(name, name)
-    if isinstance(found, str):
-        if ":" not in found:
-            there = ", ".join([*sorted(table), "file.py:name"])
-            raise ValueError(f"unknown {kind} {name!r}; there are: {there}")
+    name_and_options = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
+    name, options = name_and_options.groups() if name_and_options else (text, "")
+    target = table.get(name, name)
+    if isinstance(target, str):
+        if ":" not in target:
+            names = ", ".join([*sorted(table), "file.py:name"])
+            raise ValueError(f"unknown {kind} {name!r}; there are: {names}")
         with naming(kind):
-            found = load_name(found)
+            target = load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
         if call.args or not isinstance(call.func, ast.Name):
             raise SyntaxError
-        return found, {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        return target, {option.arg: ast.literal_eval(option.value) for option in call.keywords}
     except (SyntaxError, ValueError, AttributeError) as error:
-        form = "its options must have the form name=value, name=value"
-        raise ValueError(f"{kind} {text}: {form}") from error
+        raise ValueError(
+            f"{kind} {text}: its options must have the form name=value, name=value"
+        ) from error
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Give a function some of its parameters with a default; bounds of Annotated ones are checked.
+    """Bind some of the parameters that have a default; bounds of Annotated ones are checked.
 
     Raises:
         ValueError: there is no such parameter, or its value is not valid.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = {p.name: p.annotation for p in parameters if p.default is not p.empty}
+    hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}
     for name, value in options.items():
-        if name not in known:
-            there = ", ".join(known) or "none"
-            raise ValueError(f"there is no option {name!r}; there are: {there}")
-        bounded = typing.get_origin(known[name]) is Annotated
-        values[name] = read_value(known[name], value, name, json=False) if bounded else value
+        if name not in hints:
+            names = ", ".join(hints) or "none"
+            raise ValueError(f"there is no option {name!r}; there are: {names}")
+        if typing.get_origin(hints[name]) is Annotated:
+            value = read_value(hints[name], value, name, json=False)
+        values[name] = value
     return functools.partial(function, **values) if values else function

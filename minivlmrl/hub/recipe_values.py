@@ -1,4 +1,7 @@
-"""What recipes and config files say, checked against a dataclass that says what is valid."""
+"""Values of recipes and config files, checked by the annotations of a dataclass; help texts too.
+
+`build` reads a section, `read_value` one value, `help_of` and `type_text` make the text of --help.
+"""
 
 import dataclasses
 import difflib
@@ -13,13 +16,13 @@ from typing import Annotated, Any, Literal, NewType
 
 import yaml
 
-# texts of a recipe that name a file or code; what is not said otherwise is found from where the
-# command runs
+# Texts of a recipe that name a file or code. Relative ones begin in the folder where the command
+# runs, if nothing else is said.
 FilePath = NewType("FilePath", str)
 RecipePath = NewType("RecipePath", str)  # beside the recipe
 Code = NewType("Code", str)  # a name, or "file.py:name", which is beside the recipe
 RewardName = NewType("RewardName", str)  # see reward_functions/names.py
-# what other trainers call an option that has another name here
+# option of another trainer -> its name here
 THEIRS = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
@@ -38,23 +41,24 @@ THEIRS = {
     "bf16": "model.compute_dtype=bfloat16",
     "use_vllm": "sampling.engine=vllm",
 }
-# what is quoted, without the apostrophes of words, or a word that is no path
-LONG = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
+# quoted texts of 80 characters or more, but no apostrophes of words, and longer words without spaces
+LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML as safe_load does, but refuses two equal keys of a section."""
+    """Reads YAML as safe_load does, but refuses two equal keys in a section."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in filter(lambda key: keys.count(key) > 1, keys):
-            problem = f"{key!r} is there twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        for key in keys:
+            if keys.count(key) > 1:
+                problem = f"{key!r} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Read YAML (ValueError: it is none, says a key twice, or is nested too deep)."""
+    """Read YAML (ValueError: it is not YAML, has a key twice, or is nested too deep)."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -63,13 +67,16 @@ def parse_yaml(text: str | bytes) -> Any:
 
 def shortened(error: object) -> str:
     """Cut what an error quotes at 80 characters: it may be a picture in base64."""
-    return LONG.sub(lambda match: f"{match[0][:80]}...{match[0][-1]}", str(error))
+    return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Refuse a value; a dataclass does so in `__post_init__` for what depends on several fields."""
+    """Refuse a value that is not valid, by its name and by what was expected.
+
+    A dataclass calls this in `__post_init__` for what depends on several of its fields.
+    """
     if not valid:
-        # aliases of YAML would explode
+        # a list of YAML's aliases may be endless; reprlib stops
         shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
         raise ValueError(f"{name} is {shown:.80}, it must be {expected}")
 
@@ -77,7 +84,8 @@ def require(valid: bool, name: str, value: Any, expected: str):
 class naming(AbstractContextManager):
     """Begin the errors of a block with the file, row or field that they are about."""
 
-    def __init__(self, where: object):  # no generator: several enter for each of 200,000 rows
+    # a class is faster than a generator: every one of 200,000 rows enters several
+    def __init__(self, where: object):
         self.where = where
 
     def __exit__(self, kind, error, traceback):
@@ -87,7 +95,7 @@ class naming(AbstractContextManager):
 
 @contextmanager
 def extra(name: str, needed: str) -> Iterator[None]:
-    """Say what to install where a block cannot import."""
+    """Say which extra to install when the imports of a block fail."""
     try:
         yield
     except ImportError as error:
@@ -95,7 +103,7 @@ def extra(name: str, needed: str) -> Iterator[None]:
 
 
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
-    """Make a dataclass of what a file says; every key, type and bound is checked.
+    """Make a dataclass of the values in a file; every key, type and bound is checked.
 
     Field annotations: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
     tuple[X, X, X], dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"],
@@ -109,45 +117,52 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     """
     with naming(where):
         try:
-            return _build(cls, values, prefix, json)
+            return _build_section(cls, values, prefix, json)
         except UnknownKey as error:
-            _, prefix, key = error.args
-            raise ValueError(f"unknown key {prefix}{key}; {_meant(cls, *error.args)}") from None
+            section, prefix, key = error.args
+            meant = _suggestion(cls, section, prefix, key)
+            raise ValueError(f"unknown key {prefix}{key}; {meant}") from None
 
 
 class UnknownKey(ValueError):
-    """A section has no such field: its dataclass, its name in the file with a dot, and the key."""
+    """A section has no such field. Args: its dataclass, its prefix in the file, and the key."""
 
 
-def _meant(root, section, prefix: str, key: str) -> str:
+def _suggestion(root, section, prefix: str, key: str) -> str:
     """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
-    if theirs := THEIRS.get("use_vllm" if "vllm" in key else key):
+    theirs = THEIRS.get("use_vllm" if "vllm" in key else key)
+    if theirs:
         return f"here it is {theirs}"
-    names = {
-        path: {path, path.replace(".", "_"), path.split(".")[-1]} for path in option_paths(root)
-    }
-    if same := [path.replace(".", ": ") for path in names if key in names[path]]:
-        return f"here it is {' or '.join(same)}"
-    fields = [field.name for field in dataclasses.fields(section)]
-    near = difflib.get_close_matches(key, fields, 3, 0.0)
-    return f"did you mean {' or '.join(prefix + name for name in near)}?"
+    elsewhere = []
+    for path in option_paths(root):
+        if key in (path, path.replace(".", "_"), path.split(".")[-1]):
+            elsewhere.append(path.replace(".", ": "))
+    if elsewhere:
+        return f"here it is {' or '.join(elsewhere)}"
+    names = [field.name for field in dataclasses.fields(section)]
+    nearest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
+    return f"did you mean {' or '.join(prefix + name for name in nearest)}?"
 
 
 def option_paths(cls, prefix: str = "") -> Iterator[str]:
     """Yield what a file can set: "seed", "grpo.beta"."""
     for name, hint in typing.get_type_hints(cls).items():
-        inside = dataclasses.is_dataclass(hint)
-        yield from option_paths(hint, f"{prefix}{name}.") if inside else [prefix + name]
+        if dataclasses.is_dataclass(hint):
+            yield from option_paths(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
-def _build(cls, values: Any, prefix: str, json: bool):
-    where = prefix.rstrip(".") or "the file"
-    require(isinstance(values, dict), where, values, "an object with names and values")
+def _build_section(cls, values: Any, prefix: str, json: bool):
+    """Make a dataclass, see build; `prefix` is "" or the section with a dot."""
+    section = prefix.rstrip(".") or "the file"
+    require(isinstance(values, dict), section, values, "an object with names and values")
     hints = typing.get_type_hints(cls, include_extras=True)
-    checked = {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    if not json and (unknown := [name for name in values if name not in fields]):
+    unknown = [name for name in values if name not in fields]
+    if unknown and not json:
         raise UnknownKey(cls, prefix, str(unknown[0]))
+    checked = {}
     for name, field in fields.items():
         if name in values:
             checked[name] = read_value(hints[name], values[name], f"{prefix}{name}", json)
@@ -160,19 +175,31 @@ def _build(cls, values: Any, prefix: str, json: bool):
 
 
 def help_of(cls) -> dict[str, str]:
-    """Read the comment before or after each field in the source of a dataclass; "" if none is."""
+    """Read the comments on each field in the source of a dataclass; "" where there is none."""
     comments = {}
-    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        above = []
-        for line in inspect.getsource(part).partition("\n    def ")[0].splitlines():
-            if line.strip().startswith("# "):
-                above.append(line.strip().removeprefix("# "))
-            elif field := re.match(r"    (\w+): ", line):
-                name = field[1]
-                comments[name], above = " ".join([*above, line.partition("  # ")[2]]).strip(), []
-            elif comments and "  # " in line:  # of a default that takes several lines
-                comments[name] = f"{comments[name]} {line.partition('  # ')[2]}".strip()
+    for part in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(part):
+            comments |= _field_comments(part)
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
+
+
+def _field_comments(cls) -> dict[str, str]:
+    """Join the comment lines above a field, and those behind it, of one dataclass's own source."""
+    comments = {}
+    above = []  # comment lines since the last field
+    name = ""
+    for line in inspect.getsource(cls).partition("\n    def ")[0].splitlines():
+        field_line = re.match(r"    (\w+): ", line)
+        behind = line.partition("  # ")[2]
+        if line.strip().startswith("# "):
+            above.append(line.strip().removeprefix("# "))
+        elif field_line:
+            name = field_line[1]
+            comments[name] = " ".join([*above, behind]).strip()
+            above = []
+        elif name and behind:  # of a default that takes several lines
+            comments[name] = f"{comments[name]} {behind}".strip()
+    return comments
 
 
 def type_text(hint) -> str:
@@ -181,13 +208,14 @@ def type_text(hint) -> str:
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
-        return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
+        return f"{type_text(inside[0])}, {bounds_text(inside[1])}"
     if origin is Literal:
-        return " or ".join(", ".join(map(repr, inside)).rsplit(", ", 1))
+        *first, last = map(repr, inside)
+        return f"{', '.join(first)} or {last}" if first else last
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(type_text, inside))
     if origin is not None:
-        parts = ("..." if part is ... else type_text(part) for part in inside)
+        parts = ["..." if part is ... else type_text(part) for part in inside]
         return f"{origin.__name__}[{', '.join(parts)}]"
     return "null" if hint is types.NoneType else hint.__name__
 
@@ -198,55 +226,81 @@ def read_value(hint, value, name: str, json: bool):
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, f"{name}.", json)
+        return _build_section(hint, value, f"{name}.", json)
     if origin in (typing.Union, types.UnionType):
-        if value is None and types.NoneType in inside:
-            return None
-        choices = [choice for choice in inside if choice is not types.NoneType]
-        if len(choices) == 1:  # its error says more than that of the union
-            return read_value(choices[0], value, name, json)
-        for choice in choices:
-            with suppress(ValueError):
-                return read_value(choice, value, name, json)
+        return _read_union(hint, value, name, json)
     if origin is Annotated:
-        value, (valid, words) = read_value(inside[0], value, name, json), _bound(inside[1])
-        require(valid(value), name, value, words)
-        return value
+        number = read_value(inside[0], value, name, json)
+        require(within_bounds(number, inside[1]), name, number, bounds_text(inside[1]))
+        return number
     if origin is Literal:
-        known = any(type(value) is type(choice) and value == choice for choice in inside)
-        require(known, name, value, type_text(hint))
+        valid = any(type(value) is type(choice) and value == choice for choice in inside)
+        require(valid, name, value, type_text(hint))
         return value
     if origin is list and isinstance(value, str) and not json:
         value = [value]  # --dpo.loss_type=ipo
-    if origin is list and isinstance(value, list):
-        return [read_value(inside[0], item, name, json) for item in value]
-    if origin is tuple and isinstance(value, list | tuple):
-        items = inside[:1] * len(value) if ... in inside else inside
-        require(len(items) == len(value), name, value, f"a list of {len(items)} values")
-        return tuple(
-            read_value(item, part, name, json) for item, part in zip(items, value, strict=True)
-        )
-    if origin is dict and isinstance(value, dict):
-        return {
-            key: read_value(inside[1], item, f"{name}.{key}", json) for key, item in value.items()
-        }
+    if origin in (list, tuple, dict):
+        return _read_container(hint, value, name, json)
     if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
         with suppress(ValueError, OverflowError):
             value = float(value)
-    fits = origin is None and (hint is Any or type(value) is hint)
-    require(fits, name, value, f"of type {type_text(hint)}")
+    require(hint is Any or type(value) is hint, name, value, f"of type {type_text(hint)}")
     return value
 
 
-def _bound(text: str):
-    """Turn ">= 1" or "(0, 1]" into a test of a number and its words; "; cure" may follow."""
-    text, _, cure = text.partition("; ")
-    words = {"(-inf, inf)": "finite", "(0, inf)": "over 0 and finite"}.get(text, f"in {text}")
-    if text[0] == ">":
-        number = text.strip(">= ")
-        words = f"{number} or more" if "=" in text else f"over {number}"
-        text = f"{'[' if '=' in text else '('}{number}, inf]"
-    low, high = map(float, text[1:-1].split(","))
-    ends = {low: "[", high: "]"}  # the bracket that lets each in
-    valid = lambda value: low < value < high or ends.get(value, "neither") in text  # noqa: E731
-    return valid, words + (cure and f" ({cure})")
+def _read_union(hint, value, name: str, json: bool):
+    """Read a value of several types by the first that takes it."""
+    choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
+    if value is None and types.NoneType in typing.get_args(hint):
+        return None
+    if len(choices) == 1:  # its error says more than that of the union
+        return read_value(choices[0], value, name, json)
+    for choice in choices:
+        with suppress(ValueError):
+            return read_value(choice, value, name, json)
+    require(False, name, value, f"of type {type_text(hint)}")
+
+
+def _read_container(hint, value, name: str, json: bool):
+    """Read the values inside a list, tuple or dict."""
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
+    # JSON and YAML have no tuples
+    allowed = (list, tuple) if origin is tuple else origin
+    require(isinstance(value, allowed), name, value, f"of type {type_text(hint)}")
+    if origin is dict:
+        return {
+            key: read_value(inside[1], item, f"{name}.{key}", json) for key, item in value.items()
+        }
+    if origin is list or ... in inside:
+        return origin(read_value(inside[0], item, name, json) for item in value)
+    require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
+    items = zip(inside, value, strict=True)
+    return tuple(read_value(item_hint, item, name, json) for item_hint, item in items)
+
+
+def within_bounds(number: float, bounds: str) -> bool:
+    """Test a number by ">= 1", "> 0" or an interval, "(0, 1]"; "; a cure" may follow."""
+    interval = bounds.partition(";")[0]
+    if interval.startswith(">="):
+        return number >= float(interval[2:])
+    if interval.startswith(">"):
+        return number > float(interval[1:])
+    low, high = map(float, interval[1:-1].split(","))
+    above = number >= low if interval[0] == "[" else number > low
+    below = number <= high if interval[-1] == "]" else number < high
+    return above and below
+
+
+def bounds_text(bounds: str) -> str:
+    """Say bounds as a person reads them: "1 or more", "over 0 (.inf does not clip)"."""
+    interval, _, cure = bounds.partition("; ")
+    if interval.startswith(">="):
+        words = f"{interval[2:].strip()} or more"
+    elif interval.startswith(">"):
+        words = f"over {interval[1:].strip()}"
+    elif interval == "(0, inf)":
+        words = "over 0 and finite"
+    else:
+        words = "finite" if interval == "(-inf, inf)" else f"in {interval}"
+    return f"{words} ({cure})" if cure else words
