@@ -21,10 +21,15 @@ CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
     "bos_token_id": "<|endoftext|>",
 }
 # of families that have no recurrent layers
-ALL_ATTEND = dict.fromkeys(qwen3_5.LAYERS) | {"layer_types": (), "partial_rotary_factor": 1.0}
+ALL_ATTEND = {**dict.fromkeys(qwen3_5.LAYERS), "layer_types": (), "partial_rotary_factor": 1.0}
 # of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
-QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False}
-QWEN2_TEXT |= {"head_dim": None, **ALL_ATTEND}
+QWEN2_TEXT = {
+    "attention_bias": True,
+    "qk_norm": False,
+    "mrope_interleaved": False,
+    "head_dim": None,
+    **ALL_ATTEND,
+}
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,16 @@ def family_of(model: nn.Module) -> Family:
     return FAMILIES[model.config.model_type]
 
 
-NO_DEEPSTACK = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
+# of towers without learned positions: Qwen2-VL's and Qwen2.5-VL's
+ROTARY_ALONE = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 FAMILIES = {
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm"} | NO_DEEPSTACK),
+    "qwen2_5_vl": Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        tower={"norm": "rms_norm", **ROTARY_ALONE},
+    ),
     "qwen2_vl": Family(
-        "Qwen2VLForConditionalGeneration",
-        qwen2_vl.TOWER | NO_DEEPSTACK,
+        architecture="Qwen2VLForConditionalGeneration",
+        tower={**qwen2_vl.TOWER, **ROTARY_ALONE},
         hidden_act="quick_gelu",
         model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=qwen2_vl.QuickGELUMLP)),
         read_vision=qwen2_vl.read_vision,
@@ -89,13 +98,13 @@ FAMILIES = {
         box_space="thousandths",
     ),
     "qwen3_vl": Family(
-        "Qwen3VLForConditionalGeneration",
-        qwen3_vl.TOWER,
-        qwen3_vl.TEXT | ALL_ATTEND,
-        qwen3_vl.TEXT_DEFAULTS,
-        "gelu_pytorch_tanh",
-        lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision,
-        qwen3_vl.write_config,
+        architecture="Qwen3VLForConditionalGeneration",
+        tower=qwen3_vl.TOWER,
+        text={**qwen3_vl.TEXT, **ALL_ATTEND},
+        defaults=qwen3_vl.TEXT_DEFAULTS,
+        hidden_act="gelu_pytorch_tanh",
+        read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision,
+        write=qwen3_vl.write_config,
         memory_names=True,
         model=partial(Qwen2_5_VL, tower=qwen3_vl.Qwen3VisionTransformer),
         default_system=False,

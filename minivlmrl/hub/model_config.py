@@ -1,10 +1,11 @@
 """The architecture as numbers: config.json of a Hugging Face folder, read and written."""
 
 import math
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
-from minivlmrl.hub.family import FAMILIES
+from minivlmrl.hub.family import FAMILIES, Family
 from minivlmrl.hub.recipe_values import build, require
 
 Size = Annotated[int, "[1, 1e9]"]
@@ -39,15 +40,16 @@ class VisionConfig:
 
     def __post_init__(self):
         count = self.num_position_embeddings or 0
-        deep = self.deepstack_visual_indexes
-        square = math.isqrt(count) ** 2 == count
-        require(square, "num_position_embeddings", count, "a square number")
-        known = len(set(deep)) == len(deep) and all(i < self.depth for i in deep)
-        needed = "different blocks of the tower, counted from 0"
-        require(known, "deepstack_visual_indexes", list(deep), needed)
-        least = self.patch_size * self.spatial_merge_size
-        window = self.window_size
-        require(window is None or window >= least, "window_size", window, f"{least} or more")
+        is_square = math.isqrt(count) ** 2 == count
+        require(is_square, "num_position_embeddings", count, "a square number")
+        blocks = self.deepstack_visual_indexes
+        valid = len(set(blocks)) == len(blocks) and all(i < self.depth for i in blocks)
+        expected = "different blocks of the tower, counted from 0"
+        require(valid, "deepstack_visual_indexes", list(blocks), expected)
+        if self.window_size is not None:
+            token_side = self.patch_size * self.spatial_merge_size
+            fits = self.window_size >= token_side
+            require(fits, "window_size", self.window_size, f"{token_side} or more")
 
     @property
     def patch_dim(self) -> int:
@@ -95,43 +97,49 @@ class ModelConfig:
     extra: dict = field(default_factory=dict)  # keys that we carry along but do not read
 
     def __post_init__(self):
-        vision, heads, groups = (
-            self.vision_config,
-            self.num_attention_heads,
-            self.num_key_value_heads,
-        )
+        heads = self.num_attention_heads
         if self.head_dim is None:
-            words = f"a multiple of its {heads} heads"
-            require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, words)
+            fits = self.hidden_size % heads == 0
+            require(fits, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
             self.head_dim = self.hidden_size // heads
-        words = f"a divisor of num_attention_heads ({heads})"
-        require(heads % groups == 0, "num_key_value_heads", groups, words)
-        sections = list(self.mrope_section)
-        turned = int(self.head_dim * self.partial_rotary_factor)
-        words = f"three numbers whose sum is half of {turned}, what is turned of head_dim"
-        require(sum(sections) * 2 == turned, "mrope_section", sections, words)
+        key_heads = self.num_key_value_heads
+        expected = f"a divisor of num_attention_heads ({heads})"
+        require(heads % key_heads == 0, "num_key_value_heads", key_heads, expected)
+        section = list(self.mrope_section)
+        rotary_dim = int(self.head_dim * self.partial_rotary_factor)
+        expected = f"three numbers whose sum is half of {rotary_dim}, what is turned of head_dim"
+        require(sum(section) * 2 == rotary_dim, "mrope_section", section, expected)
+        self._check_tower(self.vision_config)
+        if self.full_attention_interval is not None:
+            self._check_layer_types()
+
+    def _check_tower(self, vision: VisionConfig):
         width = vision.hidden_size
-        out = vision.out_hidden_size
-        by = 4 * vision.num_heads
-        words = "a multiple of 4 x num_heads, for 2-D rotary"
-        require(width % by == 0, "vision_config.hidden_size", width, words)
-        same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
-        require(out == self.hidden_size, "vision_config.out_hidden_size", out, same)
-        deep, layers = vision.deepstack_visual_indexes, self.num_hidden_layers
-        fewer = f"fewer than num_hidden_layers ({layers})"
-        require(len(deep) < layers, "vision_config.deepstack_visual_indexes", list(deep), fewer)
-        if self.full_attention_interval is None:
-            return
+        expected = "a multiple of 4 x num_heads, for 2-D rotary"
+        require(width % (4 * vision.num_heads) == 0, "vision_config.hidden_size", width, expected)
+        width = vision.out_hidden_size
+        expected = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
+        require(width == self.hidden_size, "vision_config.out_hidden_size", width, expected)
+        blocks = list(vision.deepstack_visual_indexes)
+        fits = len(blocks) < self.num_hidden_layers
+        expected = f"fewer than num_hidden_layers ({self.num_hidden_layers})"
+        require(fits, "vision_config.deepstack_visual_indexes", blocks, expected)
+
+    def _check_layer_types(self):
+        """Fill in which layers are recurrent, and check them."""
+        count = self.num_hidden_layers
+        interval = self.full_attention_interval
         if not self.layer_types:
-            kinds = ("linear_attention", "full_attention")
-            every = self.full_attention_interval
-            self.layer_types = tuple(kinds[i % every == every - 1] for i in range(layers))
-        known = len(self.layer_types) == layers and "full_attention" in self.layer_types
-        words = f"the types of {layers} layers, of which one at least is full_attention"
-        require(known, "layer_types", list(self.layer_types), words)
-        heads, groups = self.linear_num_value_heads, self.linear_num_key_heads
-        words = f"a divisor of linear_num_value_heads ({heads})"
-        require(heads % groups == 0, "linear_num_key_heads", groups, words)
+            self.layer_types = tuple(
+                "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+            )
+        valid = len(self.layer_types) == count and "full_attention" in self.layer_types
+        expected = f"the types of {count} layers, of which one at least is full_attention"
+        require(valid, "layer_types", list(self.layer_types), expected)
+        value_heads = self.linear_num_value_heads
+        key_heads = self.linear_num_key_heads
+        expected = f"a divisor of linear_num_value_heads ({value_heads})"
+        require(value_heads % key_heads == 0, "linear_num_key_heads", key_heads, expected)
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
@@ -140,75 +148,122 @@ class ModelConfig:
         Example: sections 2, 1, 1 are 0 0 1 2, interleaved 0 1 2 0.
         """
         section = self.mrope_section
-        count = sum(self.mrope_section)
         if self.mrope_interleaved:
-            return tuple(i % 3 if i < 3 * section[i % 3] else 0 for i in range(count))
-        return tuple(axis for axis in range(3) for _ in range(section[axis]))
+            return tuple(i % 3 if i < 3 * section[i % 3] else 0 for i in range(sum(section)))
+        time, height, width = section
+        return (0,) * time + (1,) * height + (2,) * width
 
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
-        known = f"{' or '.join(FAMILIES)}; mixtures of experts and qwen4_exp are not computed"
-        require(model_type in list(FAMILIES), f"{where}: model_type", model_type, known)
-        text = _section(config, where, "text_config")
+        expected = f"{' or '.join(FAMILIES)}; mixtures of experts and qwen4_exp are not computed"
+        require(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
         family = FAMILIES[model_type]
+        text = _section(config, where, "text_config")
+        vision = _section(config, where, "vision_config")
         flat = {**config, **text, "model_type": model_type}
-        rope = _section(flat, where, "rope_parameters", "rope_scaling")
+        _check_supported(flat, vision, family, where)
         flat.pop("mrope_section", None)  # only the rope's own counts
-        # null is missing
-        flat |= {name: value for name, value in family.defaults.items() if flat.get(name) is None}
-        turned = "rope_theta", "mrope_section", "partial_rotary_factor"
-        flat |= {name: rope[name] for name in turned if name in rope}
-        dtypes = config.get("torch_dtype"), config.get("dtype"), flat.get("dtype"), "float32"
-        flat["torch_dtype"] = next(filter(None, dtypes))
+        for name, value in family.defaults.items():
+            if flat.get(name) is None:  # null is missing
+                flat[name] = value
+        rope = _rope(flat, where)
+        for name in ("rope_theta", "mrope_section", "partial_rotary_factor"):
+            if name in rope:
+                flat[name] = rope[name]
+        dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
+        flat["torch_dtype"] = dtype or "float32"
         # transformers 5 repeats this key in text_config by default; the top level decides
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
-        vision = _section(config, where, "vision_config")
-        axial = _section(vision, f"{where}: vision_config", "rope_parameters", "rope_scaling")
-        turns = rope.get("mrope_interleaved"), family.text["mrope_interleaved"]
-        only = {  # key: what the file says, and what is computed
-            "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
-            "hidden_act": (flat.get("hidden_act"), "silu"),
-            "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
-            "rope_scaling.mrope_interleaved": turns,
-            "use_sliding_window": (flat.get("use_sliding_window"), False),
-            "attn_output_gate": (flat.get("attn_output_gate"), True),
-            "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),
-            "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
-            "vision_config.rope_type": (axial.get("rope_type"), "axial", "default"),
-        }
-        for name, (value, *known) in only.items():
-            needed = f"{known[0]!r}; no other is supported"
-            require(value in (None, *known), f"{where}: {name}", value, needed)
-        vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
-        vision |= {name: axial[name] for name in {"rope_theta"} & axial.keys()}
-        flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
-        known = {field.name for field in fields(cls)}
-        known |= {"text_config", "rope_parameters", "rope_scaling", "dtype"}
-        known |= {"architectures", "transformers_version"}
-        flat["extra"] = {name: value for name, value in flat.items() if name not in known}
+        flat["vision_config"] = _flat_vision(vision, family, where)
+        flat |= family.text
+        names = {field.name for field in fields(cls)}
+        flat["extra"] = without(flat, names | REWRITTEN)
         return build(cls, flat, where, json=True)
 
     def to_dict(self) -> dict:
         """Write the hub's config.json, which vLLM and every transformers with the family read."""
         family = FAMILIES[self.model_type]
-        out = asdict(self)
-        tower, extra, mrope_section = map(out.pop, ("vision_config", "extra", "mrope_section"))
-        out = {name: value for name, value in out.items() if name not in family.text}
-        vision = {name: value for name, value in tower.items() if name not in family.tower}
-        vision |= {"hidden_act": family.hidden_act, "in_chans": vision.pop("in_channels")}
-        vision = {"model_type": self.model_type, **vision}
-        vision["spatial_patch_size"] = tower["patch_size"]
-        out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}
-        out = {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
-        return family.write(out | {"vision_config": vision})
+        text = asdict(self)
+        vision = text.pop("vision_config")
+        extra = text.pop("extra")
+        mrope_section = text.pop("mrope_section")
+        in_channels = vision.pop("in_channels")
+        config = {
+            **extra,
+            "architectures": [family.architecture],
+            "hidden_act": "silu",
+            **without(text, family.text),
+            "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
+            "vision_config": {
+                "model_type": self.model_type,
+                **without(vision, family.tower),
+                "hidden_act": family.hidden_act,
+                "in_chans": in_channels,
+                "spatial_patch_size": vision["patch_size"],
+            },
+        }
+        return family.write(config)
+
+
+# keys of a config.json that to_dict writes anew, by other names or from other fields
+REWRITTEN = {
+    "text_config",
+    "rope_parameters",
+    "rope_scaling",
+    "dtype",
+    "architectures",
+    "transformers_version",
+}
+
+
+def without(values: dict, names: Container[str]) -> dict:
+    """Leave out some keys."""
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
     """Return the object that the first of these keys holds, {} where they are missing or null."""
-    name = next(filter(config.get, names), "")
-    section = config.get(name, {})
-    require(isinstance(section, dict), f"{where}: {name}", section, "an object")
-    return section
+    for name in names:
+        section = config.get(name)
+        if section:
+            require(isinstance(section, dict), f"{where}: {name}", section, "an object")
+            return section
+    return {}
+
+
+def _rope(config: dict, where: str) -> dict:
+    """Return what transformers 5, or an older one, says of rotary embeddings."""
+    return _section(config, where, "rope_parameters", "rope_scaling")
+
+
+def _check_supported(flat: dict, vision: dict, family: Family, where: str):
+    """Refuse a model that we do not compute; what is missing or null is what we compute."""
+    rope = _rope(flat, where)
+    vision_rope = _rope(vision, f"{where}: vision_config")
+    interleaved = rope.get("mrope_interleaved")
+    supported = {  # key: what the file says, and what is computed
+        "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
+        "hidden_act": (flat.get("hidden_act"), "silu"),
+        "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
+        "rope_scaling.mrope_interleaved": (interleaved, family.text["mrope_interleaved"]),
+        "use_sliding_window": (flat.get("use_sliding_window"), False),
+        "attn_output_gate": (flat.get("attn_output_gate"), True),
+        "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),
+        "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
+        "vision_config.rope_type": (vision_rope.get("rope_type"), "axial", "default"),
+    }
+    for name, (value, *computed) in supported.items():
+        expected = f"{computed[0]!r}; no other is supported"
+        require(value is None or value in computed, f"{where}: {name}", value, expected)
+
+
+def _flat_vision(vision: dict, family: Family, where: str) -> dict:
+    """Return the fields of VisionConfig."""
+    vision = vision | {"in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
+    rope = _rope(vision, f"{where}: vision_config")
+    if "rope_theta" in rope:
+        vision["rope_theta"] = rope["rope_theta"]
+    return family.read_vision(vision, where) | family.tower

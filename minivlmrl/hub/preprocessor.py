@@ -1,7 +1,7 @@
 """preprocessor_config.json <-> ImageProcessor."""
 
 from collections.abc import Iterable
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -39,20 +39,46 @@ Count = Annotated[int, ">= 1"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
 # Fast resizes with torch. So does transformers 5's plain name where torchvision is; not here.
-TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast")
-TYPES += ("Qwen2_5_VLImageProcessor",)
-# settings that change pixels and have one value here: those that we write, and two more
-FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
-FIXED |= {"rescale_factor": 1 / 255, "resample": 3}  # bicubic
-# as in ImageProcessor
+ProcessorType = Literal[
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2_5_VLImageProcessor",
+]
+# settings that change pixels and have one value here, as we write them
+FIXED = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "rescale_factor": 1 / 255,
+    "resample": 3,  # bicubic
+}
+# fields of ImageProcessor with the same name
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
-KEYS = {"image_processor_type": Literal[TYPES], "size": dict}
-KEYS |= {name: Literal[value] for name, value in FIXED.items()}
-KEYS |= dict.fromkeys(("do_center_crop", "do_pad"), Literal[False])
-KEYS |= dict.fromkeys((*SAME_NAMES[2:], "min_pixels", "max_pixels"), Count)
-KEYS |= {"image_mean": tuple[Mean, Mean, Mean], "image_std": tuple[Std, Std, Std]}
-# null is missing
-Settings = make_dataclass("Settings", [(name, hint | None, None) for name, hint in KEYS.items()])
+
+
+@dataclass
+class Settings:
+    """What a preprocessor_config.json may say; null is missing."""
+
+    image_processor_type: ProcessorType | None = None
+    size: dict | None = None
+    do_resize: Literal[True] | None = None
+    do_rescale: Literal[True] | None = None
+    do_normalize: Literal[True] | None = None
+    do_convert_rgb: Literal[True] | None = None
+    rescale_factor: Literal[FIXED["rescale_factor"]] | None = None
+    resample: Literal[3] | None = None
+    do_center_crop: Literal[False] | None = None
+    do_pad: Literal[False] | None = None
+    patch_size: Count | None = None
+    temporal_patch_size: Count | None = None
+    merge_size: Count | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    image_mean: tuple[Mean, Mean, Mean] | None = None
+    image_std: tuple[Std, Std, Std] | None = None
 
 
 def read_image_processor(
@@ -66,33 +92,47 @@ def read_image_processor(
     size = {name: value for name, value in (settings.size or {}).items() if value is not None}
     if not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
         raise ValueError(f"{where}: size is {size!r}, it must be shortest_edge and longest_edge")
-    bounds = []
-    for name, override, edge, default in (
-        ("min_pixels", min_pixels, "shortest_edge", 56 * 56),
-        ("max_pixels", max_pixels, "longest_edge", 28 * 28 * 1280),
-    ):
-        values = override, getattr(settings, name), size.get(edge), size.get(name), default
-        bounds.append(next(value for value in values if value is not None))
-    same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
+    low = first_given(
+        min_pixels, settings.min_pixels, size.get("shortest_edge"), size.get("min_pixels"), 56 * 56
+    )
+    high = first_given(
+        max_pixels,
+        settings.max_pixels,
+        size.get("longest_edge"),
+        size.get("max_pixels"),
+        28 * 28 * 1280,
+    )
+    given = {name: value for name, value in vars(settings).items() if value is not None}
+    patches = {name: given[name] for name in SAME_NAMES if name in given}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
-    processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)
+    processor = ImageProcessor(**patches, min_pixels=low, max_pixels=high, resize=resize)
     with naming(where if min_pixels is None and max_pixels is None else "data"):
-        # no image of one token could keep other areas
-        smart_resize(*[processor.factor] * 3, *bounds)
-        if bounds[0] > MAX_MIN_PIXELS:
-            cure = "patches of an image would fill the memory"
-            raise ValueError(f"min_pixels {bounds[0]} is over {MAX_MIN_PIXELS}; {cure}")
+        # bounds that an image of one token does not keep, no image does
+        side = processor.factor
+        smart_resize(side, side, side, low, high)
+        if low > MAX_MIN_PIXELS:
+            raise ValueError(
+                f"min_pixels {low} is over {MAX_MIN_PIXELS}; "
+                "patches of an image would fill the memory"
+            )
     return processor
+
+
+def first_given(*values: int | None) -> int:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:
     """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
-    least, most = processor.min_pixels, processor.max_pixels
-    fast = "Fast" if processor.resize is RESIZE["torch"] else ""
+    low = processor.min_pixels
+    high = processor.max_pixels
+    suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
     return {
-        "image_processor_type": f"Qwen2VLImageProcessor{fast}",
+        "image_processor_type": f"Qwen2VLImageProcessor{suffix}",
         **FIXED,
         **{name: getattr(processor, name) for name in SAME_NAMES},
-        **{"min_pixels": least, "max_pixels": most},
-        "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
+        "min_pixels": low,
+        "max_pixels": high,
+        "size": {"shortest_edge": low, "longest_edge": high},  # the newer name of the same
     }

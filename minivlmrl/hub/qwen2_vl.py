@@ -23,8 +23,12 @@ class QuickGELUMLP(nn.Module):
 
 
 # fields of VisionConfig that its config.json does not have
-TOWER = {"norm": "layer_norm", "window_size": None}
-TOWER |= {"fullatt_block_indexes": (), "tokens_per_second": None}
+TOWER = {
+    "norm": "layer_norm",
+    "window_size": None,
+    "fullatt_block_indexes": (),
+    "tokens_per_second": None,
+}
 
 
 @dataclass
@@ -39,16 +43,19 @@ class Tower:
 def read_vision(vision: dict, where: str) -> dict:
     """Rename the vision_config of a config.json."""
     tower = build(Tower, vision, where, "vision_config.", json=True)
-    inner = int(tower.embed_dim * tower.mlp_ratio)
-    sizes = {"hidden_size": tower.embed_dim, "intermediate_size": inner}
-    return vision | sizes | {"out_hidden_size": tower.hidden_size}
+    return vision | {
+        "hidden_size": tower.embed_dim,
+        "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
+        "out_hidden_size": tower.hidden_size,
+    }
 
 
 def write_config(config: dict) -> dict:
-    """Rename it back."""
-    out = dict(config["vision_config"])
-    width = config["vision_config"]["hidden_size"]
-    ratio = out.pop("intermediate_size") / width
-    out["hidden_size"] = out.pop("out_hidden_size")
-    out |= {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
-    return config | {"vision_config": out}
+    """Rename the vision_config back."""
+    vision = dict(config["vision_config"])
+    width = vision["hidden_size"]
+    mlp_ratio = vision.pop("intermediate_size") / width
+    vision["hidden_size"] = vision.pop("out_hidden_size")
+    vision["embed_dim"] = width
+    vision["mlp_ratio"] = int(mlp_ratio) if mlp_ratio.is_integer() else mlp_ratio
+    return config | {"vision_config": vision}
