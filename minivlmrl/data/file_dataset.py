@@ -50,8 +50,9 @@ class RowOptions:
     @property
     def media_options(self) -> dict[str, dict]:
         """Say by kind what is asked of every image and video; a row's own options win."""
-        size = self.resize if isinstance(self.resize, tuple) else ()
-        image = dict(zip(("resized_height", "resized_width"), size, strict=False))
+        image = {}
+        if isinstance(self.resize, tuple):
+            image = {"resized_height": self.resize[0], "resized_width": self.resize[1]}
         return {"image": image, "video": self.video}
 
 
@@ -74,27 +75,36 @@ class FileDataset:
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
         self.asked = []  # of each row a hash of its prompt and of the sizes of what that shows
         missing = []
-        columns = set()
-        folder = str(self.folder)
+        column_names = set()
         for index, written in enumerate(itertools.islice(self.source, self.size)):
-            with naming(where := self.source.where(index)):
-                row, media = read_row(written, required, self.options)
-            kinds = [one.kind for one in media]
-            self.counts[kinds.count("image"), kinds.count("video")] += 1
-            media += [part["image"] for part in answer_pictures(row)]
+            where = self.source.where(index)
             with naming(where):
-                files = list(files_of(media, folder))
-            for file in (file for file, path in files if path and not isfile(path)):
-                line = re.sub(r".*:(?=\d+$)", "line ", where)
-                missing.append(f"{file} ({line})")
-            columns.update(row.columns)
-            sizes = [getsize(path) if isfile(path) else len(source) for source, path in files]
-            self.asked.append(hash(repr((row.messages, sizes))))
+                row, media = read_row(written, required, self.options)
+                pictures = [part["image"] for part in answer_pictures(row)]
+                files = list(files_of(media + pictures, str(self.folder)))
+            column_names.update(row.columns)
+            missing += self._count(row, media, files, where)
         if missing:
             first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            where = f"are not in {self.folder} (data.image_root)"
-            raise ValueError(f"{path}: {len(missing)} file(s) that its rows name {where}: {first}")
-        self.columns = sorted(columns)
+            raise ValueError(
+                f"{path}: {len(missing)} file(s) that its rows name are not in {self.folder} "
+                f"(data.image_root): {first}"
+            )
+        self.columns = sorted(column_names)
+
+    def _count(self, row: Row, media: list[Media], files: list[tuple], where: str) -> list[str]:
+        """Count what a row shows, and hash what it asks; return its files that are missing."""
+        kinds = [item.kind for item in media]
+        self.counts[kinds.count("image"), kinds.count("video")] += 1
+        sizes = []
+        missing = []
+        for source, path in files:
+            is_file = isfile(path)
+            sizes.append(getsize(path) if is_file else len(source))
+            if path and not is_file:
+                missing.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', where)})")
+        self.asked.append(hash(repr((row.messages, sizes))))
+        return missing
 
     def __len__(self) -> int:
         return self.size
@@ -107,15 +117,18 @@ class FileDataset:
             row, media = read_row(columns, self.required, self.options)
         row.where = where
         row.columns = {name: row.columns.get(name) for name in [*self.columns, *self.constants]}
-        row.columns |= {n: c for n, c in self.constants.items() if row.columns[n] is None}
+        for name, constant in self.constants.items():
+            if row.columns[name] is None:
+                row.columns[name] = constant
         return row, media
 
     def content(self, index: int, names: Sequence[str] = ()) -> str:
         """Digest what a row asks and shows, files by what they hold, and its answers `names`."""
         row, media = self.read(index)
-        said = repr((row.messages, [getattr(row, name) for name in names]))
-        files = files_of(media, str(self.folder))
-        return digest([said, *(Path(path) if path else source for source, path in files)])
+        parts = [repr((row.messages, [getattr(row, name) for name in names]))]
+        for source, path in files_of(media, str(self.folder)):
+            parts.append(Path(path) if path else source)
+        return digest(parts)
 
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
@@ -128,8 +141,11 @@ class FileDataset:
 
 def answer_pictures(row: Row) -> list[dict]:
     """List the parts of a row's answers that show something."""
-    answers = [x for x in (row.completion, row.chosen, row.rejected) if isinstance(x, list)]
-    return [part for turns in answers for part in shown_parts_of(turns)]
+    parts = []
+    for answer in (row.completion, row.chosen, row.rejected):
+        if isinstance(answer, list):
+            parts += shown_parts_of(answer)
+    return parts
 
 
 def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Media]]:
@@ -137,52 +153,91 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
     # pandas writes NaN for what is missing
     written = {name: value for name, value in columns.items() if value == value}
     columns = to_columns(written, options.columns)
-    for name, value in columns.items():
-        if value is not None and name in CHECKED and (name != "label" or name in required):
-            valid, expected = CHECKED[name]
-            require(valid(value), f"column {name!r}", value, expected)
+    _check_columns(columns, required)
     listed = read_media(columns)
-    media = []
     template = options.prompt_template
     if "{problem}" not in template:
         questions = [name for name in PROMPTS if columns.get(name) is not None]
-        needed = f"a text with {{problem}} in it, as the row has {questions}"
-        require(not questions, "data.prompt_template", template, needed)
-        columns, template = columns | {"problem": template}, "{problem}"
-    wording = template, options.system_prompt, options.media_options
+        expected = f"a text with {{problem}} in it, as the row has {questions}"
+        require(not questions, "data.prompt_template", template, expected)
+        columns = columns | {"problem": template}
+        template = "{problem}"
+    media = []
     try:
-        messages, media, answers = read_conversation(columns, listed, *wording)
+        messages, media, answers = read_conversation(
+            columns, listed, template, options.system_prompt, options.media_options
+        )
     finally:  # also where the text says <image> and none came
         if not media and not any(listed.values()):
             check_unread(columns)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            there = sorted(column for column in written if written[column] is not None)
-            cure = f"data.columns: {{YOURS: {name}}} renames one"
-            raise ValueError(f"column {name!r} is missing; the row has {there}; {cure}")
+            existing = sorted(column for column in written if written[column] is not None)
+            raise ValueError(
+                f"column {name!r} is missing; the row has {existing}; "
+                f"data.columns: {{YOURS: {name}}} renames one"
+            )
     return Row(messages, [], columns, **answers), media
 
 
-def _finite(value: object) -> bool:
+def _check_columns(columns: dict, required):
+    """Refuse columns with names that mean something else, and values that rewards could not use."""
+    for name, value in columns.items():
+        if value is None:
+            continue
+        if name in RESERVED:
+            require(False, f"column {name!r}", value, RESERVED[name])
+        if name in CHECKED and (name != "label" or name in required):
+            is_valid, expected = CHECKED[name]
+            require(is_valid(value), f"column {name!r}", value, expected)
+
+
+def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < math.inf
 
 
-def _extent(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(_finite(x) and x > 0 for x in value)
+def _is_extent(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(_is_finite(side) and side > 0 for side in value)
+
+
+def _has_one_answer(value: object) -> bool:
+    return str(value).count("<answer>") <= 1
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 # what rewards are given besides the columns of their rows, which these names would hide
-GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
-GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores", "row_rewards", "environments"}
-# column: whether its value is valid, and what it must be
-TAKEN = "called otherwise: this is the name of something else that rewards are given; rename it"
-CHECKED = dict.fromkeys(GIVEN - {"images"}, (lambda value: False, TAKEN))
-OPTION = 'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise'
-COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # of a video too, but common names of columns
-CHECKED |= dict.fromkeys({*vars(VideoOptions())} - COLUMNS_TOO, (lambda value: False, OPTION))
-CHECKED |= {
-    "margin": (_finite, "a number, by how much chosen is better"),
-    "answer_extent": (_extent, "[width, height], both above 0"),
-    "solution": (lambda value: str(value).count("<answer>") <= 1, "one answer"),
-    "label": (lambda value: isinstance(value, bool), "true or false: is the completion good?"),
+GIVEN = {
+    "prompts",
+    "images",
+    "row_names",
+    "completions",
+    "completion_ids",
+    "answer_texts",
+    "image_sizes",
+    "answer_extents",
+    "reward_model_scores",
+    "row_rewards",
+    "environments",
+}
+COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # options of a video, but common names of columns
+RESERVED = {  # names that no column may have: why
+    **dict.fromkeys(
+        GIVEN - {"images"},
+        "called otherwise: this is the name of something else that rewards are given; rename it",
+    ),
+    **dict.fromkeys(
+        vars(VideoOptions()).keys() - COLUMNS_TOO,
+        'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise',
+    ),
+}
+CHECKED = {  # column: whether its value is valid, and what it must be
+    "margin": (_is_finite, "a number, by how much chosen is better"),
+    "answer_extent": (_is_extent, "[width, height], both above 0"),
+    "solution": (_has_one_answer, "one answer"),
+    "label": (_is_bool, "true or false: is the completion good?"),
 }

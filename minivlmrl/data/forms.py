@@ -6,20 +6,29 @@ Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle
 
 from minivlmrl.hub.folder import parse_json
 from minivlmrl.hub.recipe_values import naming, require
 
-QUESTIONS = ("problem", "prompt", "messages")
-ROLES = {  # role: who `from` says
+ROLES = ("system", "user", "assistant", "tool")
+SPEAKERS = {  # who says a turn, in the words of all projects: the role
     "system": "system",
-    "user": "human user",
-    "assistant": "gpt assistant chatgpt bing model function_call tool_call",
-    "tool": "observation tool tool_response function",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "tool_response": "tool",
+    "function": "tool",
 }
-SPEAKERS = {name: role for role, names in ROLES.items() for name in names.split()}
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
@@ -29,40 +38,59 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
             if row.get(ours) is not None:
                 raise ValueError(f"data.columns calls {theirs!r} {ours!r}; leave one of both out")
             row = {**row, theirs: None, ours: row[theirs]}
-    for name, (keys, unless, read) in FORMS.items():
-        if None not in map(row.get, keys) and [*map(row.get, unless)].count(None) == len(unless):
+    for name, form in FORMS.items():
+        if form.fits(row):
             try:
-                row = row | ({read: row[name]} if isinstance(read, str) else read(row))
+                row = row | form.read(row)
             except ValueError as error:
                 raise ValueError(f"form {name!r}: {error}") from error
     return row
 
 
-def _conversations(row: dict) -> dict:
+@dataclass
+class Form:
+    """A row has this form if it has all columns `needed` and none of `without`."""
+
+    needed: tuple
+    without: tuple
+    read: Callable[[dict], dict]  # row -> the columns that it adds or replaces
+
+    def fits(self, row: dict) -> bool:
+        for name in self.needed:
+            if row.get(name) is None:
+                return False
+        return all(row.get(name) is None for name in self.without)
+
+
+def _read_conversations(row: dict) -> dict:
     """Read turns of `from` and `value`: VLM-R1, LLaVA, sharegpt; the first answer is a solution."""
     listed = row["conversations"]
     require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
-    turns = _system(row) + [_turn(turn, number) for number, turn in enumerate(listed)]
+    turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(listed)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     if not answers or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
         return {"messages": None, "prompt": turns}
-    negative = len(answers) == 1 and isinstance(answers[0], str) and not answers[0].strip()
-    columns = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
+    solution = answers[0]
+    if len(answers) == 1 and isinstance(solution, str) and not solution.strip():
+        solution = ""  # a question about what is not there
+        columns = {"messages": None, "prompt": turns[:-1]}
+    else:
+        columns = _with_rejected(turns, row)
     if row.get("solution") is None:
-        columns["solution"] = "" if negative else answers[0]
+        columns["solution"] = solution
     return columns
 
 
-def _answered(turns: list[dict], row: dict) -> dict:
+def _with_rejected(turns: list[dict], row: dict) -> dict:
     """Read a conversation with its answer; ms-swift has a worse one in `rejected_response`."""
     if row.get("rejected_response") is None:
         return {"messages": turns}
     start = [turn.get("role") for turn in turns].index("assistant")
     answers = {"chosen": turns[start:], "rejected": row["rejected_response"]}
-    return {"messages": None, "prompt": turns[:start], **answers, **_chosen(answers)}
+    return {"messages": None, "prompt": turns[:start], **answers, **_read_pair(answers)}
 
 
-def _turn(turn: dict, number: int) -> dict:
+def _read_turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
@@ -77,37 +105,43 @@ def _turn(turn: dict, number: int) -> dict:
     return {"role": SPEAKERS[speaker], "content": value}
 
 
-def _system(row: dict) -> list[dict]:
+def _system_turns(row: dict) -> list[dict]:
     """Read the system message of LLaMA-Factory and ms-swift, which is in a column."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
-def _messages(row: dict) -> dict:
+def _read_messages(row: dict) -> dict:
     """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
-    turns = row["messages"]
-    if not turns or not isinstance(turns, list) or not all(isinstance(x, dict) for x in turns):
+    messages = row["messages"]
+    if not messages or not isinstance(messages, list):
         return {}  # conversations.py says what is wrong
-    other = SPEAKERS.keys() - ROLES.keys()
-    turns = [_turn(x, i) if str(x.get("role")) in other else x for i, x in enumerate(turns)]
+    if not all(isinstance(message, dict) for message in messages):
+        return {}
+    turns = []
+    for number, message in enumerate(messages):
+        role = str(message.get("role"))
+        is_renamed = role in SPEAKERS and role not in ROLES
+        turns.append(_read_turn(message, number) if is_renamed else message)
     if turns[-1].get("role") == "assistant":
-        return _answered(turns, row)
+        return _with_rejected(turns, row)
     return {"messages": None, "prompt": turns}
 
 
-def _asked(question: str, answer: str, row: dict) -> dict:
+def _read_question(question: str, answer: str, row: dict) -> dict:
     """Read a question and its answer in two columns; `history` has earlier pairs."""
     text = row[question]
     reply = row.get(answer)
     require(isinstance(text, str), f"column {question!r}", text, "text")
     if row.get("input"):  # Alpaca's
         text = f"{text}\n{row['input']}"
-    before = row.get("history") or []
-    for pair in before if isinstance(before, list) else [before]:
-        paired = isinstance(pair, list) and len(pair) == 2
-        require(paired, "column 'history'", before, "a list of pairs: a question, its answer")
-    turns = zip(cycle(("user", "assistant")), [*chain(*before), text], strict=False)
-    turns = [{"role": role, "content": content} for role, content in turns]
-    columns = {"prompt": [*_system(row), *turns]}
+    turns = _system_turns(row)
+    history = row.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        require(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
+        turns.append({"role": "user", "content": pair[0]})
+        turns.append({"role": "assistant", "content": pair[1]})
+    columns = {"prompt": [*turns, {"role": "user", "content": text}]}
     if reply is not None and row.get("solution") is None:
         columns["solution"] = reply
     if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:
@@ -115,63 +149,75 @@ def _asked(question: str, answer: str, row: dict) -> dict:
     return columns
 
 
-def _chosen(row: dict) -> dict:
+def _read_pair(row: dict) -> dict:
     """Read answers of LLaMA-Factory, which are turns of `from` and `value`."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
-    return {name: [_turn(row[name], 0)] for name in names}
+    return {name: [_read_turn(row[name], 0)] for name in names}
 
 
-def _ground_truth(row: dict) -> dict:
+def _rename(theirs: str, ours: str, row: dict) -> dict:
+    return {ours: row[theirs]}
+
+
+def _read_reward_model(row: dict) -> dict:
     """Read verl's {"style": "rule", "ground_truth": ...}."""
     rule = row["reward_model"]
     return {"solution": rule.get("ground_truth")} if isinstance(rule, dict) else {}
 
 
-def _objects(row: dict) -> dict:
+def _read_objects(row: dict) -> dict:
     """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
     objects = row["objects"]
     texts = _texts(row)
     written = json.dumps(texts, default=str)
-    waiting = {}
+    waiting = {}  # mark: what is to be written for each, in order
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
-        if marks := written.count(mark):
-            listed = objects.get(key) if isinstance(objects, dict) else None
-            count = len(listed) if isinstance(listed, list) else 0
-            if count != marks:
-                raise ValueError(f"column 'objects' has {count} {key}, the texts {marks} {mark}")
-            waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
+        num_marks = written.count(mark)
+        if num_marks == 0:
+            continue
+        listed = objects.get(key) if isinstance(objects, dict) else None
+        count = len(listed) if isinstance(listed, list) else 0
+        if count != num_marks:
+            raise ValueError(f"column 'objects' has {count} {key}, the texts {num_marks} {mark}")
+        waiting[mark] = [item if isinstance(item, str) else json.dumps(item) for item in listed]
+    if not waiting:
+        return {}
 
-    def fill(text: str) -> str:
-        return re.sub("|".join(waiting), lambda mark: next(waiting[mark[0]]), text)
+    def fill_mark(mark: re.Match) -> str:
+        return waiting[mark[0]].pop(0)
 
-    return changed(texts, fill) if waiting else {}
+    return changed(texts, lambda text: re.sub("|".join(waiting), fill_mark, text))
 
 
-def _choices(row: dict) -> dict:
+def _read_choices(row: dict) -> dict:
     """Write choices, of a list or MMBench's columns A, B, ..., after a question without them."""
     columns = [row[letter] for letter in LETTERS if row.get(letter) is not None]
     choices = row.get("options") or row.get("choices") or columns
-    name = next((name for name in ASKED if isinstance(row.get(name), str)), None)
-    if not choices or name is None:  # an open question; turns, whose text is the whole prompt
+    question = next((name for name in QUESTION_TEXTS if isinstance(row.get(name), str)), None)
+    if not choices or question is None:  # an open question; turns, whose text is the whole prompt
         return {}
     answer = row.get("answer", row.get("solution"))
-    valid = isinstance(choices, list)
-    require(valid and len(choices) <= 26, "its choices", choices, "a list of texts")
-    valid = not isinstance(answer, int) or answer in choices
-    require(valid, "the answer beside choices", answer, "a letter or one of them")
-    if all(re.search(rf"\b{letter}[.:)]", row[name]) for letter in LETTERS[: len(choices)]):
-        return {}
-    texts = (re.sub(r"^[A-Z][.:)]\s*", "", str(choice)) for choice in choices)
-    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
-    return {name: "\n".join([row.get("hint") or "", row[name], *lines]).strip()}
+    is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
+    require(is_list, "its choices", choices, "a list of texts")
+    is_choice = not isinstance(answer, int) or answer in choices
+    require(is_choice, "the answer beside choices", answer, "a letter or one of them")
+    text = row[question]
+    if all(re.search(rf"\b{letter}[.:)]", text) for letter in LETTERS[: len(choices)]):
+        return {}  # the question has them
+    lines = [row.get("hint") or "", text]
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
+    return {question: "\n".join(lines).strip()}
 
 
-def _pictures_in_text(row: dict) -> dict:
+def _read_img_tags(row: dict) -> dict:
     """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
     texts = _texts(row)
     paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
+    if not paths:
+        return {}
     marked = changed(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
-    return {**marked, "images": paths} if paths else {}
+    return {**marked, "images": paths}
 
 
 def _texts(row: dict) -> dict:
@@ -191,30 +237,32 @@ def changed(value, change: Callable, kinds=str):
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-ASKED = ("problem", "question", "query", "instruction", "prefix", "prompt")  # a question as text
+QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
+QUESTIONS = ("problem", "prompt", "messages")
 READ = (*QUESTIONS, "completion")  # a row that has one is in our form
-# form: a row with all these columns, none of those, and what returns the columns that it adds,
-# or what its column is called here
 FORMS = {
-    "A, B": (("A", "B"), ("options", "choices"), _choices),
-    "options": (("options",), (), _choices),
-    "choices": (("choices",), ("options",), _choices),
-    "conversations": (("conversations",), QUESTIONS, _conversations),
-    "messages": (("messages",), ("problem", "prompt", "completion"), _messages),
-    "prefix and suffix": (("prefix", "suffix"), READ, partial(_asked, "prefix", "suffix")),
-    "query": (("query",), READ, partial(_asked, "query", "response")),
-    "instruction": (("instruction",), READ, partial(_asked, "instruction", "output")),
-    "question": (("question",), READ, partial(_asked, "question", "answer")),
-    "chosen": (("chosen", "rejected"), (), _chosen),
-    "kto_tag": (("kto_tag",), ("label",), "label"),
-    "answer": (("answer",), ("solution",), "solution"),
-    "reward_model": (("reward_model",), ("solution",), _ground_truth),
-    "ground_truth": (("ground_truth",), ("solution",), "solution"),
-    "file_name": (("file_name",), SHOWN, "image"),
-    "objects": (("objects",), (), _objects),
-    "<img>": ((), SHOWN, _pictures_in_text),
+    "A, B": Form(("A", "B"), ("options", "choices"), _read_choices),
+    "options": Form(("options",), (), _read_choices),
+    "choices": Form(("choices",), ("options",), _read_choices),
+    "conversations": Form(("conversations",), QUESTIONS, _read_conversations),
+    "messages": Form(("messages",), ("problem", "prompt", "completion"), _read_messages),
+    "prefix and suffix": Form(
+        ("prefix", "suffix"), READ, partial(_read_question, "prefix", "suffix")
+    ),
+    "query": Form(("query",), READ, partial(_read_question, "query", "response")),
+    "instruction": Form(("instruction",), READ, partial(_read_question, "instruction", "output")),
+    "question": Form(("question",), READ, partial(_read_question, "question", "answer")),
+    "chosen": Form(("chosen", "rejected"), (), _read_pair),
+    "kto_tag": Form(("kto_tag",), ("label",), partial(_rename, "kto_tag", "label")),
+    "answer": Form(("answer",), ("solution",), partial(_rename, "answer", "solution")),
+    "reward_model": Form(("reward_model",), ("solution",), _read_reward_model),
+    "ground_truth": Form(
+        ("ground_truth",), ("solution",), partial(_rename, "ground_truth", "solution")
+    ),
+    "file_name": Form(("file_name",), SHOWN, partial(_rename, "file_name", "image")),
+    "objects": Form(("objects",), (), _read_objects),
+    "<img>": Form((), SHOWN, _read_img_tags),
 }
-# these have a question
-ASKING = [name for name, (_, unless, _) in FORMS.items() if "problem" in unless]
+ASKING = [name for name, form in FORMS.items() if "problem" in form.without]  # have a question

@@ -1,6 +1,5 @@
 """Images and videos of a row: where they come from, what they ask for, which part shows them."""
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,13 @@ from minivlmrl.hub.recipe_values import naming
 from minivlmrl.rows import check_counts
 
 # what people call the column of an image or a video, and what such a column says
-UNREAD = r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
-UNREAD = re.compile(rf"{UNREAD}|file_?names?")
+MEDIA_NAME = re.compile(
+    r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
+    r"|file_?names?"
+)
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # of a JPEG, PNG, WebP or GIF
-NAMED = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
-PICTURE = re.compile(f"data:image/|{BASE64}|{NAMED}", re.IGNORECASE)
+FILE_NAME = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
+PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys of a part that say what it shows
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
@@ -73,36 +74,28 @@ def place_media(
             not say itself; which frames to take only of files without nframes.
     """
     contents = [content_parts(turn) for turn in turns]
-    marked = not _shown(contents)  # else <image> is text
-    if marked:
-        contents = [_cut_at_marks(parts) for parts in contents]
-        if not _shown(contents) and any(listed.values()):
-            pairs = zip(turns, contents, strict=True)  # without a user's turn the counts differ
-            first = next((parts for turn, parts in pairs if turn["role"] == "user"), [])
-            first[:0] = [{"type": kind} for kind in OPTIONS for _ in listed.get(kind, ())]
-    waiting = {kind: iter(entries) for kind, entries in listed.items()}
-    media = []
+    has_parts = bool(_shown(contents))  # then <image> is text
+    if not has_parts:
+        contents = _with_parts(turns, contents, listed)
     check_counts([kind for kind, part in _shown(contents) if not _sources(part, kind)], listed)
-
-    def show(part: dict) -> dict:
-        if (kind := part_kind(part)) == "text":
-            return part
-        one = _media(part, kind) if _sources(part, kind) else next(waiting[kind])
-        options = one.options | _options(part, kind)
-        common = media_options.get(kind, {})
-        if kind == "image":
-            options = options or common
-        else:
-            whole = isinstance(one.source, list) or "nframes" in options
-            options = (_without(common) if whole else common) | options
-        media.append(Media(kind, one.source, options))
-        return {"type": kind, **_without(options)}
-
+    waiting = {kind: iter(entries) for kind, entries in listed.items()}
     messages = []
+    media = []
     for number, (turn, parts) in enumerate(zip(turns, contents, strict=True)):
-        with naming(f"message {number}"):
-            stays = isinstance(turn.get("content"), str) and not marked
-            messages.append(turn if stays else {**turn, "content": list(map(show, parts))})
+        placed = []
+        for part in parts:
+            kind = part_kind(part)
+            if kind == "text":
+                placed.append(part)
+                continue
+            with naming(f"message {number}"):
+                item = _media(part, kind) if _sources(part, kind) else next(waiting[kind])
+                options = item.options | _options(part, kind)
+            options = _with_common(item, options, media_options.get(kind, {}))
+            media.append(Media(kind, item.source, options))
+            placed.append({"type": kind, **_without(options)})
+        stays_text = has_parts and isinstance(turn.get("content"), str)
+        messages.append(turn if stays_text else {**turn, "content": placed})
     if len(media) > MAX_MEDIA:
         raise ValueError(f"{len(media)} images and videos are over {MAX_MEDIA}; split the row")
     return messages, media
@@ -110,8 +103,30 @@ def place_media(
 
 def _shown(contents: list[list[dict]]) -> list[tuple[str, dict]]:
     """List the parts of a conversation that are not text, each with its kind."""
-    parts = [(part_kind(part), part) for parts in contents for part in parts]
-    return [(kind, part) for kind, part in parts if kind != "text"]
+    shown = []
+    for parts in contents:
+        for part in parts:
+            kind = part_kind(part)
+            if kind != "text":
+                shown.append((kind, part))
+    return shown
+
+
+def _with_parts(
+    turns: list[dict], contents: list[list[dict]], listed: dict[str, list[Media]]
+) -> list[list[dict]]:
+    """Make parts of <image> and <video>; without any, put the row's media before the question."""
+    contents = [_cut_at_marks(parts) for parts in contents]
+    if _shown(contents):
+        return contents
+    for turn, parts in zip(turns, contents, strict=True):
+        if turn["role"] == "user":
+            placeholders = []
+            for kind in OPTIONS:
+                placeholders += [{"type": kind} for _ in listed.get(kind, ())]
+            parts[:0] = placeholders
+            break
+    return contents
 
 
 def _cut_at_marks(parts: list[dict]) -> list[dict]:
@@ -119,8 +134,18 @@ def _cut_at_marks(parts: list[dict]) -> list[dict]:
     cut = []
     for part in parts:
         for number, piece in enumerate(MARK.split(part["text"])):  # text, kind, text, ..., text
-            cut.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
+            is_kind = number % 2 == 1
+            cut.append({"type": piece} if is_kind else {"type": "text", "text": piece})
     return cut
+
+
+def _with_common(item: Media, options: dict, common: dict) -> dict:
+    """Add the common options: all to an image without its own, to a video those it does not say."""
+    if item.kind == "image":
+        return options or common
+    if isinstance(item.source, list) or "nframes" in options:  # says which frames to take
+        common = _without(common)
+    return common | options
 
 
 class Decoded(Sequence):
@@ -143,13 +168,12 @@ def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
     """Find the images and videos of a row."""
     images = []
     videos = []
-    for one in media:
-        if one.kind == "image":
-            images.append(partial(fetch_image, open_source(one.source, folder)))
+    for item in media:
+        if item.kind == "image":
+            images.append(partial(fetch_image, open_source(item.source, folder)))
         else:
-            sampling = {n: value for n, value in one.options.items() if n in SAMPLING_OPTIONS}
-            load = partial(load_video, one.source, folder, **sampling)
-            videos.append(VideoFile(load))
+            sampling = {n: value for n, value in item.options.items() if n in SAMPLING_OPTIONS}
+            videos.append(VideoFile(partial(load_video, item.source, folder, **sampling)))
     return images and Decoded(images), videos
 
 
@@ -157,22 +181,27 @@ def check_unread(columns: dict):
     """Refuse a row with a column like an image that is not read: it would be trained blind."""
     for name, value in columns.items():
         first = value[0] if isinstance(value, list) and value else value
-        named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first
-        if named or (isinstance(first, str) and name != "solution" and PICTURE.match(first)):
+        if not isinstance(first, str | dict) or not first:
+            continue
+        is_picture = isinstance(first, str) and name != "solution" and PICTURE.match(first)
+        if MEDIA_NAME.fullmatch(name.lower()) or is_picture:
             kind = "video" if "video" in name.lower() else "image"
-            what = f"column {name!r} looks like an {kind} and is not read; did you mean {kind!r}?"
-            raise ValueError(f"{what} data.columns: {{{name}: {kind}}} renames it; or leave it out")
+            raise ValueError(
+                f"column {name!r} looks like an {kind} and is not read; did you mean {kind!r}? "
+                f"data.columns: {{{name}: {kind}}} renames it; or leave it out"
+            )
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
     """Yield the sources of a row's images and videos and their paths, "" of bytes."""
-    sources = (one.source if isinstance(one.source, list) else [one.source] for one in media)
-    for source in itertools.chain.from_iterable(sources):
-        if isinstance(source, bytes) or source.startswith("data:"):
-            yield source, ""
-        else:
-            url = ":" in source
-            yield source, str(open_source(source, folder)[1]) if url else join(folder, source)
+    for item in media:
+        for source in item.source if isinstance(item.source, list) else [item.source]:
+            if isinstance(source, bytes) or source.startswith("data:"):
+                yield source, ""
+            elif ":" in source:  # a URL
+                yield source, str(open_source(source, folder)[1])
+            else:
+                yield source, join(folder, source)
 
 
 def _sources(part: dict, kind: str) -> list:
@@ -181,24 +210,31 @@ def _sources(part: dict, kind: str) -> list:
 
 
 def _media(entry: object, kind: str) -> Media:
+    """Read an entry of a column, or a part: its source and its options."""
     if isinstance(entry, str):
-        bare = kind == "image" and re.match(BASE64, entry)  # as in MMBench's files
-        return Media(kind, f"data:;base64,{entry}" if bare else entry, {})
+        is_base64 = kind == "image" and re.match(BASE64, entry)  # as in MMBench's files
+        return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
-    source, *more = _sources(entry, kind) or [None]
-    if more:
+    sources = _sources(entry, kind)
+    if len(sources) > 1:
         raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
-    # Hugging Face's; in JSON base64
-    if isinstance(source, dict) and (content := source.get("bytes")) is not None:
-        source = f"data:;base64,{content}" if isinstance(content, str) else content
-    elif isinstance(source, dict):  # {"image_url": {"url": ...}} or {"bytes": None, "path": ...}
-        source = source.get("path" if "bytes" in source else "url")
+    source = sources[0] if sources else None
+    if isinstance(source, dict):
+        source = _source_in(source)
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
-        also = ", or a list of those of its frames" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path or data URI{also}, not {source!r:.60}")
+        frame_list = ", or a list of those of its frames" if kind == "video" else ""
+        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, not {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
+
+
+def _source_in(source: dict) -> object:
+    """Read {"bytes": ..., "path": ...} of Hugging Face, or {"url": ...} of an image_url."""
+    content = source.get("bytes")
+    if content is not None:
+        return f"data:;base64,{content}" if isinstance(content, str) else content  # text: of JSON
+    return source.get("path" if "bytes" in source else "url")
 
 
 def _options(entry: dict, kind: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl import train as loop
-from minivlmrl.data.conversations import FORMS
+from minivlmrl.data.conversations import TEXT_COLUMNS
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.hub.folder import digest, json_text, read_json
 from minivlmrl.reward_functions.names import REWARDS
@@ -78,7 +78,7 @@ def _plain(value, folder: Path, is_path: bool = False):
     if isinstance(value, Row):
         own = {name: getattr(value, name) for name in ("completion", "chosen", "rejected")}
         own |= {"prompt": value.messages, "images": list(value.images)}
-        value = {n: x for n, x in value.columns.items() if n not in (*FORMS, *MEDIA)} | own
+        value = {n: x for n, x in value.columns.items() if n not in (*TEXT_COLUMNS, *MEDIA)} | own
     if isinstance(value, dict):
         return {name: _plain(inside, folder, name in MEDIA) for name, inside in value.items()}
     if isinstance(value, list | tuple):
