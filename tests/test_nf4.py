@@ -45,11 +45,12 @@ def pair(request):
     """A quantized model in float64, and one whose weights are plain and the same numbers."""
     model = adapted(**request.param)
     plain, names = copy.deepcopy(model), list(adapters(model))
-    before = plain.model.layers[0].mlp.up_proj.weight.clone()
-    quantize_base(model)
+    before = plain.model.layers[0].mlp.up_proj.base.weight.clone()
+    quantize_base(model, "nf4")
     for name in names:
-        plain.get_submodule(name).weight = nn.Parameter(model.get_submodule(name).weight, requires_grad=False)
-    assert not torch.equal(before, plain.model.layers[0].mlp.up_proj.weight)
+        weight = model.get_submodule(name).base.weight
+        plain.get_submodule(name).base.weight = nn.Parameter(weight, requires_grad=False)
+    assert not torch.equal(before, plain.model.layers[0].mlp.up_proj.base.weight)
     return model, plain
 
 
@@ -73,7 +74,7 @@ def test_a_copy_shares_the_packed_base(pair):
     model, _ = pair
     twin = ValueModel(copy_model(model)).backbone
     name = next(iter(adapters(model)))
-    assert twin.get_submodule(name).packed is model.get_submodule(name).packed
+    assert twin.get_submodule(name).base.packed is model.get_submodule(name).base.packed
     assert torch.equal(twin(batch(model)), model(batch(model)))
 
 
@@ -89,7 +90,7 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}", "--data.eval_rows=1")
     model = load_model(checkpoint)
     load_adapter(model, folder / "checkpoint" / "adapter")
-    quantize_base(model)
+    quantize_base(model, "nf4")
     written, layers = dict(load_model(folder / "checkpoint").named_parameters()), adapters(model)
     assert layers and all(torch.equal(written[f"{name}.weight"], layer.merged()) for name, layer in layers.items())
     options = [f"--model={checkpoint}", f"--adapter={folder / 'checkpoint' / 'adapter'}", "--quantize=nf4"]

@@ -27,6 +27,7 @@ PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the 
     "vision": "visual.",
     "language": "model.",
 }
+QUANTIZED = {"nf4": NF4Linear}  # what a recipe calls a kind of packed layers
 Part = Literal["vision", "merger", "language", "embeddings"]
 
 
@@ -42,27 +43,31 @@ class LoRAConfig:
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # also vision, merger, or a regex of layers' names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
+    # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py; a name of QUANTIZED
     quantize: Literal["nf4"] | None = None
 
     def place(self, model: nn.Module):
         """Freeze a model and exchange all layers that this names; draw_adapters follows."""
         model.requires_grad_(not self.r)
-        chosen = [name for target in self.target if self.r for name in target_layers(model, target)]
-        for name in dict.fromkeys(chosen):
+        if not self.r:
+            return
+        layer_names = []
+        for target in self.target:
+            layer_names += target_layers(model, target)
+        for name in dict.fromkeys(layer_names):  # each once
             wrap(model, name, self.r, self.alpha / self.r)
         if self.quantize:
-            quantize_base(model)
+            quantize_base(model, self.quantize)
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter, which is in float32 on a base of less, as PEFT's."""
+class LoRALinear(nn.Module):
+    """A linear layer and its adapter, which is in float32 on a base of less, as PEFT's."""
 
     def __init__(self, base: nn.Linear, r: int, scaling: float):
-        nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
+        super().__init__()
+        self.base = base  # or what QUANTIZED makes of it
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias, self.scaling = base.weight, base.bias, scaling
-        self.form = r, scaling  # what `wrap` asks for
+        self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
@@ -70,26 +75,22 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
-        result = super().forward(x)
+        result = self.base(x)
         dropped = x.to(self.lora_A.dtype)
         if self.drop is not None:
             dropped = self.drop(dropped)
-        low = F.linear(dropped, self.lora_A)
+        low_rank = F.linear(dropped, self.lora_A)  # (N, r)
         wide = result.to(self.lora_A.dtype)
         # scaled and added by the product itself
-        return torch.addmm(wide, low, self.lora_B.T, alpha=self.scaling).to(result.dtype)
+        return torch.addmm(wide, low_rank, self.lora_B.T, alpha=self.scaling).to(result.dtype)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Add up W + scaling B A in the dtype of W; all ranks call this."""
         A = full(self.lora_A)
         B = full(self.lora_B)
-        weight = full(self.weight).to(A.device)
+        weight = full(self.base.weight).to(A.device)
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
-
-
-class NF4LoRALinear(LoRALinear, NF4Linear):
-    """The same on a packed weight."""
 
 
 def full(tensor: Tensor | LoRALinear) -> Tensor:
@@ -130,13 +131,27 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2].startswith("lora_")
 
 
-def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoRALinear]:
+def plain_name(name: str) -> str:
+    """Name a parameter as the model without adapters does: files and states know no `base`."""
+    return name.replace(".base.", ".")
+
+
+def base_weights(model: nn.Module) -> dict[str, nn.Parameter | nn.Module]:
+    """Name each weight of the plain model and the parameter or quantized layer that holds it."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name) and parameter.is_floating_point():
+            weights[plain_name(name)] = parameter
+    for name, layer in adapters(model).items():
+        if is_quantized(layer):
+            weights[f"{name}.weight"] = layer.base
+    return weights
+
+
+def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear]:
     """Name each weight of the plain model and what `full` computes it from."""
-    kind = LoRALinear if merged else NF4LoRALinear
-    named = model.named_parameters()
-    weights = {name: p for name, p in named if not is_adapter(name) and p.is_floating_point()}
-    layers = {name: layer for name, layer in adapters(model).items() if isinstance(layer, kind)}
-    return weights | {f"{name}.weight": layer for name, layer in layers.items()}
+    layers = adapters(model)
+    return base_weights(model) | {f"{name}.weight": layer for name, layer in layers.items()}
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -177,18 +192,21 @@ class AdapterCopy(nn.Module):
 
 
 def place_like(model: nn.Module, other: nn.Module):
-    """Give a model adapters where another one has some, of the same sizes."""
+    """Give a model adapters where another one has some, of the same sizes, on a base as packed."""
     for name, layer in adapters(other).items():
-        wrap(model, name, *layer.form)
-    if any(isinstance(layer, NF4Linear) for layer in adapters(other).values()):
-        quantize_base(model)
+        twin = wrap(model, name, layer.r, layer.scaling)
+        if is_quantized(layer):
+            twin.base = type(layer.base)(twin.base)
 
 
-def quantize_base(model: nn.Module):
+def is_quantized(layer: LoRALinear) -> bool:
+    return not isinstance(layer.base, nn.Linear)
+
+
+def quantize_base(model: nn.Module, name: str):
     """Pack the weights under a model's adapters, on any device, one after the other."""
     for layer in adapters(model).values():
-        layer.__class__ = NF4LoRALinear
-        layer.read(layer._parameters.pop("weight"))
+        layer.base = QUANTIZED[name](layer.base)
 
 
 def draw_adapters(model: nn.Module, seed: int):
@@ -222,8 +240,11 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
         chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    asked = "language, vision, merger or a regular expression of layers' whole names, such as"
-    require(chosen, "target", target, f"{asked} {names[-1]}")
+    expected = (
+        "language, vision, merger or a regular expression of layers' whole names, "
+        f"such as {names[-1]}"
+    )
+    require(chosen, "target", target, expected)
     return chosen
 
 
@@ -232,6 +253,10 @@ def part_of(name: str) -> Part:
     return next(part for part, beginnings in PARTS.items() if name.startswith(beginnings))
 
 
-def wrap(model: nn.Module, name: str, *form):
-    """Exchange a linear layer for one with an adapter of this form that adds nothing yet."""
-    model.set_submodule(name, LoRALinear(model.get_submodule(name), *form))
+def wrap(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
+    """Exchange a linear layer for one with an adapter that adds nothing yet, its only one."""
+    layer = model.get_submodule(name)
+    base = layer.base if isinstance(layer, LoRALinear) else layer
+    adapted = LoRALinear(base, r, scaling)
+    model.set_submodule(name, adapted)
+    return adapted

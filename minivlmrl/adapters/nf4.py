@@ -21,19 +21,22 @@ NF4 = (  # the appendix of the paper, to the digits of float32
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
 # cached on the device: a copy would synchronise, which a CUDA graph forbids
-_table = cache(lambda device: torch.tensor(NF4).to(device))
-_scale_code = cache(lambda device: dynamic_code(True).to(device))
+_table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
+_scale_code = cache(lambda device: dynamic_code(True).to(device))  # (256,)
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Pack two indices a byte; indices and scales of the blocks' scales, and the mean of these."""
+    """Pack a weight, two values a byte, and the scales of its blocks, less their mean, `offset`."""
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     nearest, scales = quantize(values[None], _table(weight.device), BLOCK)
     offset = scales.mean()
-    packed = nearest[0, ::2] << 4 | nearest[0, 1::2]
-    indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
-    packed_scales = {"scale_indices": indices[0], "scale_scales": scale_scales[0]}
-    return {"packed": packed, **packed_scales, "offset": offset}
+    scale_indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
+    return {
+        "packed": nearest[0, ::2] << 4 | nearest[0, 1::2],
+        "scale_indices": scale_indices[0],
+        "scale_scales": scale_scales[0],
+        "offset": offset,
+    }
 
 
 def unpack(
@@ -68,14 +71,23 @@ class NF4Product(torch.autograd.Function):
         return gradient @ ctx.layer.weight.to(gradient.dtype), None
 
 
-class NF4Linear(nn.Linear):
-    """A linear layer whose weight is packed; sharded, its bytes are, and no scales."""
+class NF4Linear(nn.Module):
+    """A linear layer whose weight is packed; a rank of a sharded one has all scales of it."""
 
-    def read(self, weight: Tensor, part: Callable = lambda packed, like: packed):
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.shape = linear.weight.shape  # (out_features, in_features)
+        self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
+        self.bias = linear.bias
+        self.read(linear.weight)
+
+    def read(self, weight: Tensor, part: Callable | None = None):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
-        self.shape, self.dtype = weight.shape, getattr(self, "dtype", weight.dtype)
         values = pack(weight.to(self.dtype))
-        packed = part(values.pop("packed"), getattr(self, "packed", None))
+        packed = values.pop("packed")
+        if part is not None:
+            packed = part(packed, self.packed)
         self.packed = nn.Parameter(packed, requires_grad=False)
         for name, tensor in values.items():
             self.register_buffer(name, tensor)

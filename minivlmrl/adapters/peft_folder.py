@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import adapters, full, set_parameters, wrap
+from minivlmrl.adapters.lora import LoRALinear, adapters, full, set_parameters, wrap
 from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
 from minivlmrl.hub.recipe_values import build, naming, require
 
-Form = tuple[int, float]  # see LoRALinear.form
+Form = tuple[int, float]  # r and scaling of LoRALinear
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
@@ -47,7 +47,7 @@ def load_adapter(model: nn.Module, folder: str | Path):
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
     read, weights = _read(model, Path(folder))
-    placed = {name: layer.form for name, layer in adapters(model).items()}
+    placed = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
     for name in sorted(read.keys() | placed.keys()):
         forms = read.get(name), placed.get(name)
         theirs, ours = ("r {}, scaling {:g}".format(*x) if x else "no adapter" for x in forms)
@@ -93,7 +93,7 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
 def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
     """Check the tensors of a layer's adapter; its rank and scaling."""
     base = dict(model.named_modules()).get(name)
-    if not isinstance(base, nn.Linear) or name == "lm_head":
+    if not isinstance(base, nn.Linear | LoRALinear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {which: tuple(tensor.shape) for which, tensor in pair.items()}
     r = (*shapes.get("lora_A", ()), 0)[0]
@@ -117,7 +117,7 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
     for name, layer in layers.items():
         for kind, weight in (("A", layer.lora_A), ("B", layer.lora_B)):
             tensors[f"{PREFIX}{name}.lora_{kind}.weight"] = full(weight).cpu().contiguous()
-    ranks = {name: layer.form[0] for name, layer in layers.items()}
+    ranks = {name: layer.r for name, layer in layers.items()}
     # also where alpha / sqrt(r) was it
     alphas = {name: layer.scaling * ranks[name] for name, layer in layers.items()}
     r = max(ranks.values())

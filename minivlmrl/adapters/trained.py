@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from minivlmrl.adapters.lora import Part, adapters, is_adapter, part_of, plain_weights
+from minivlmrl.adapters.lora import Part, adapters, base_weights, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: list[Part]):
@@ -32,16 +32,13 @@ def table(model: nn.Module) -> str:
     """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
     layers = adapters(model)
     kinds = {}
-    weights = plain_weights(model).values()
-    base = sum(
-        w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights
-    )
+    base = sum(weight.shape.numel() for weight in base_weights(model).values())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             layer = name.rpartition(".")[0]
             kind = (part_of(name), "")
             if layer in layers:  # of all blocks
-                kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].form[0]}"
+                kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].r}"
             kinds.setdefault(kind, []).append((layer, parameter.numel()))
     counts = {kind: sum(size for _, size in tensors) for kind, tensors in kinds.items()}
     total = sum(counts.values())

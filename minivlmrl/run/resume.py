@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.adapters.lora import shared_base
+from minivlmrl.adapters.lora import plain_name, shared_base
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.dataset import find_split
@@ -113,7 +113,7 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     # which model.path has
     base = shared_base(algorithm.policy)
     named = modules.named_parameters()
-    found = {name: parameter for name, parameter in named if id(parameter) not in base}
+    found = {plain_name(name): p for name, p in named if id(p) not in base}
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value

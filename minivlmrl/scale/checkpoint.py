@@ -16,7 +16,14 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import adapters, full, plain_weights
+from minivlmrl.adapters.lora import (
+    LoRALinear,
+    adapters,
+    base_weights,
+    full,
+    plain_name,
+    plain_weights,
+)
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.hub.family import CONTROL_TOKENS, FAMILIES, Family, family_of, hub_name, memory_name
@@ -102,9 +109,10 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Read a tensor for each parameter; part(view of the file, parameter) is what is kept."""
     # a tied head is there once, under the embedding's name
-    expected = plain_weights(model, merged=False)
+    expected = base_weights(model)
     tied = model.config.tie_word_embeddings
     weights: dict[str, Tensor] = {}
+    read_names = set()  # of those in `weights`, and of those that a quantized layer has packed
     for file in files:
         for name, tensor in read_tensors(file):
             # some folders have the tied head too
@@ -113,22 +121,26 @@ def _read_weights(
                 continue
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
-            if name in weights:
+            if name in read_names:
                 raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
             if tensor.shape != like.shape:
                 shape = tuple(tensor.shape)
                 asked = tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
-            packs = not isinstance(like, Tensor)
-            weights[name] = like.read(tensor.to(device), part) if packs else part(tensor, like)
-    if missing := expected.keys() - weights.keys():
+            read_names.add(name)
+            if isinstance(like, Tensor):
+                weights[name] = part(tensor, like)
+            else:
+                like.read(tensor.to(device), part)
+    if missing := expected.keys() - read_names:
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
     if tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         has = f"tie_word_embeddings true, but there is another {HEAD}"
         cure = "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
         raise ValueError(f"{folder}/config.json has {has}: {cure}")
-    return weights
+    names = {plain_name(name): name for name, _ in model.named_parameters()}
+    return {names[name]: weight for name, weight in weights.items()}
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -266,7 +278,9 @@ def save_model(
     weights = file_weights(model)
     write_adapter = gather_adapter(model, base) if adapters(model) else None
     empty = partial(torch.empty_like, device="meta")
-    shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
+    shapes = {}
+    for name, weight in weights.items():
+        shapes[name] = empty(weight.base.weight if isinstance(weight, LoRALinear) else weight)
     world = world or World()
     unread = world.on_main(lambda: _unread_tensors(model)) or {}
     shapes |= {name: empty(tensor) for name, tensor in unread.items()}

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minivlmrl.adapters.lora import quantize_base
+from minivlmrl.adapters.lora import QUANTIZED, quantize_base
 from minivlmrl.adapters.peft_folder import WEIGHTS, load_adapter
 from minivlmrl.hub.folder import ASKED, digest, find_folder
 from minivlmrl.run.config import asked_yaml, load_config
@@ -16,7 +16,9 @@ def main(arguments: list[str]):
     parser.add_argument("--model", required=True, help="the base: a folder, or an id on the hub")
     parser.add_argument("--adapter", required=True, help="a folder that PEFT or a run wrote")
     parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument("--quantize", choices=["nf4"], help="as adapter.quantize of the run")
+    parser.add_argument(
+        "--quantize", choices=list(QUANTIZED), help="as adapter.quantize of the run"
+    )
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = Path(options.adapter)
@@ -27,7 +29,7 @@ def main(arguments: list[str]):
     processor = load_processor(folder)
     load_adapter(model, adapter)
     if options.quantize:
-        quantize_base(model)
+        quantize_base(model, options.quantize)
     if (adapter / ASKED).is_file():
         processor.tokenizer.files[ASKED] = asked_yaml(load_config(adapter / ASKED)).encode()
     save_model(options.out, model, processor, base=options.model)
