@@ -32,17 +32,21 @@ def main(arguments: list[str]) -> int:
     return start(load_config(arguments[0], arguments[1:]))
 
 
-def start(config: RunConfig, see: Callable = lambda *_: None) -> int:
-    """Train by a recipe; before each step call see(algorithm, optimizer, Step, number, Batches)."""
+def start(config: RunConfig, before_step: Callable = lambda *_: None) -> int:
+    """Train by a recipe; returns the exit code, as main.
+
+    Args:
+        before_step: called before each step with (algorithm, optimizer, Step, its number, Batches).
+    """
     algorithms = find_algorithms(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
-        run(config, algorithms, signals, see)
+        run(config, algorithms, signals, before_step)
     ranks.shutdown()
     return signals.exit_code
 
 
-def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, see: Callable):
+def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, before_step: Callable):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
     world = signals.world
     check_outputs(config)
@@ -55,45 +59,52 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, see:
         algorithm = None
         if states.resumed is None:
             results.measure("start")
-        for number, stage in list(enumerate(config.stages))[progress.stage :]:
+        for number in range(progress.stage, len(config.stages)):
+            stage = config.stages[number]
             if algorithm is not None:
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved
             algorithm = algorithms[stage](config, model, processor, world)
-            train(algorithm, datasets[stage], results, log, states, progress, see)
+            train(algorithm, datasets[stage], results, log, states, progress, before_step)
             progress.begin_stage(number + 1)
     results.write(progress.seconds, algorithm)
 
 
-def train(algorithm: Algorithm, rows, results, log, states, progress, see: Callable):
+def train(algorithm: Algorithm, rows, results, log, states, progress, before_step: Callable):
     """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
-    stage, config = algorithm.stage, algorithm.config
+    stage = algorithm.stage
+    config = algorithm.config
     progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config, algorithm.run.optimizer)
     states.restore(algorithm, optimizer)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
-    steps = states.saved_before_mistakes(algorithm.steps(batches), results, progress, log)
+    steps = algorithm.steps(batches)
     for number in range(progress.step, config.max_steps):
         try:
-            step = next(steps)
-            see(algorithm, optimizer, step, number, batches)
+            with states.saved_on_error(progress, log):
+                results.after_step(algorithm, number)  # are done; a resumed run does it again
+                step = next(steps)
+            before_step(algorithm, optimizer, step, number, batches)
             metrics = optimizer_step(algorithm, step, optimizer, number)
         except FloatingPointError as error:
-            cure = f"stopped before the update; try a lower {stage}.learning_rate"
-            raise ValueError(f"{stage} step {number}: {error}; {cure}") from error
+            raise ValueError(
+                f"{stage} step {number}: {error}; "
+                f"stopped before the update; try a lower {stage}.learning_rate"
+            ) from error
         log.step(number, metrics, step)
         progress.advance(stage, batches.draws, log.seconds)
         states.after_step(progress, log, step.ends_rollout)
     progress.seconds[stage] = log.end_stage()
-    next(steps, None)  # the evaluation at the end
+    with states.saved_on_error(progress, log):
+        results.after_step(algorithm, config.max_steps)
+        results.measure(f"after_{stage}", algorithm)
 
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
-    parts = []
     world = algorithm.world
-    max_grad_norm = algorithm.run.optimizer.max_grad_norm
+    parts = []  # of each micro-batch: its metrics, and over how many tokens or pairs they are
     for index, batch in enumerate(step.micro_batches):
         world.leave()
         with algorithm.dropout(number, index):
@@ -102,6 +113,7 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
+    max_grad_norm = algorithm.run.optimizer.max_grad_norm
     grad_norm = finish_gradients(algorithm.trained, world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")

@@ -22,46 +22,58 @@ def check_outputs(config: RunConfig):
     Also refuse a tracker that is not installed, and evaluations without held-out rows.
     """
     check_trackers(config.report_to)
-    asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]
-    if asked and not config.data.task and not config.data.eval_file:
-        raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
+    if not config.data.task and not config.data.eval_file:
+        for name in ("eval_steps", "keep_best"):
+            if getattr(config, name):
+                raise ValueError(f"{name}: there are no held-out rows; set data.eval_file")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
+    has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
-    metrics = Path(config.output_dir) / METRICS
-    nothing = not config.stages and metrics.exists() and metrics.stat().st_size
-    ended = (folder / SUMMARY).exists() or nothing
-    if not check_resume(config) and ended and config.resume != "never":
-        ways = "--resume=never begins anew there, another --output_dir leaves it alone"
-        raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
+    metrics_file = folder / METRICS
+    has_results = (folder / SUMMARY).exists()
+    if not config.stages and metrics_file.exists():  # an evaluation would empty the metrics
+        has_results = has_results or metrics_file.stat().st_size > 0
+    if has_results and not has_states and config.resume != "never":
+        raise ValueError(
+            f"output_dir: {folder} holds the results of a run; "
+            "--resume=never begins anew there, another --output_dir leaves it alone"
+        )
 
 
 class Results:
     """Evaluations of a run, added to progress.results, and its folder; held_out may be None."""
 
     def __init__(self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress):
-        self.config, self.log, self.world = config, log, log.world
-        self.model, self.processor = model, processor
-        self.held_out, self.progress, self.results = held_out, progress, progress.results
+        self.config = config
+        self.model = model
+        self.processor = processor
+        self.log = log
+        self.world = log.world
+        self.held_out = held_out
+        self.progress = progress
         self.folder = Path(config.output_dir)
         if self.world.is_main:
             rows = f"evaluated on {len(held_out)} rows" if held_out else "not evaluated"
-            head = f"# {config.recipe}; {rows}\n"  # the page shows it
-            (self.folder / "config.yaml").write_bytes(f"{head}{to_yaml(config)}".encode())
+            first_line = f"# {config.recipe}; {rows}\n"  # the page reads it
+            text = first_line + to_yaml(config)
+            (self.folder / "config.yaml").write_bytes(text.encode())
             print(f"output: {self.folder}", flush=True)
 
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
         if self.held_out is not None:
             done = algorithm.config.max_steps if algorithm else 0
-            self.results[name] = self.evaluate(name, algorithm, done)
+            self.progress.results[name] = self.evaluate(name, algorithm, done)
 
     def after_step(self, algorithm, done: int):
         """Evaluate and save if it is time after `done` steps; at the end measure() evaluates."""
-        config, stage = self.config, algorithm.stage
-        due = config.eval_steps and done % config.eval_steps == 0
-        if due and done < algorithm.config.max_steps:
-            self.evaluate(f"after step {done} of {stage}", algorithm, done)
+        if done == 0:
+            return
+        config = self.config
+        is_last = done == algorithm.config.max_steps
+        if config.eval_steps and done % config.eval_steps == 0 and not is_last:
+            self.evaluate(f"after step {done} of {algorithm.stage}", algorithm, done)
         if config.save_steps and done % config.save_steps == 0:
             algorithm.save(self.folder)
 
@@ -75,23 +87,25 @@ class Results:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         stage = config.stages[0] if config.stages else name
         if algorithm is not None:
-            stage, values = algorithm.stage, values | algorithm.evaluate(self.held_out)
-        rows = len(self.held_out)
-        self.log.evaluation(stage, done, values, time.perf_counter() - begin, rows)
-        kind, best = config.keep_best, self.progress.best
-        if algorithm is not None and kind in values:
-            value = -values[kind] if kind == "loss" else values[kind]
-            if best is None or value > best:
-                self.progress.best = value
+            stage = algorithm.stage
+            values |= algorithm.evaluate(self.held_out)
+        seconds = time.perf_counter() - begin
+        self.log.evaluation(stage, done, values, seconds, len(self.held_out))
+        if algorithm is not None and config.keep_best in values:
+            value = values[config.keep_best]
+            score = -value if config.keep_best == "loss" else value
+            if self.progress.best is None or score > self.progress.best:
+                self.progress.best = score
                 algorithm.save(self.folder / BEST)
-        return {name: value for name, value in values.items() if name != "loss"}  # of some stages
+        values.pop("loss", None)  # not all stages have one
+        return values
 
     def write(self, seconds: dict[str, float], algorithm=None):
         """Write the table and the page, and then, as this may fill the disk, the weights."""
         if self.world.is_main:
             task = self.config.data.task and get_task(self.config.data.task)
             chance = task.chance(self.held_out) if task else None
-            summary = {"chance": chance, **self.results, "seconds": seconds}
+            summary = {"chance": chance, **self.progress.results, "seconds": seconds}
             write_json(self.folder / SUMMARY, summary)
             print_table(summary, task.chance_name if task else "", len(self.held_out or ()))
             write_page([self.folder], self.folder / "page.html")
@@ -102,18 +116,24 @@ class Results:
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 
 
-def print_table(summary: dict, chance_name: str, rows: int):
+def print_table(summary: dict, chance_name: str, num_rows: int):
     """Print summary.json as a table: what was measured on so many held-out rows."""
-    stages = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
-    widths = {name: max(9, len(name) + 2) for row in stages.values() for name in row}
-    first = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
-    if stages:
-        titles = "".join(f"{name:>{width}}" for name, width in widths.items())
-        print(f"\n{f'held-out {rows}':<{first}}{titles}")
+    rows = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
+    first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in rows))
+    widths = {}
+    for row in rows.values():
+        for column in row:
+            widths[column] = max(9, len(column) + 2)
+    if rows:
+        titles = "".join(f"{column:>{width}}" for column, width in widths.items())
+        print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if summary["chance"] is not None:
-        print(f"{chance_name:<{first}}" + f"{summary['chance']:>9.3f}" * 2)
-    for name, row in stages.items():
-        cells = (f"{row[key]:>{n}.3f}" if key in row else "" for key, n in widths.items())
-        print(f"{name.replace('_', ' '):<{first}}" + "".join(cells))
+        cell = f"{summary['chance']:>9.3f}"
+        print(f"{chance_name:<{first_width}}{cell}{cell}")  # sampled and greedy
+    for name, row in rows.items():
+        line = f"{name.replace('_', ' '):<{first_width}}"
+        for column, width in widths.items():
+            line += f"{row[column]:>{width}.3f}" if column in row else ""
+        print(line)
     seconds = (f"{name} {value:.1f} s" for name, value in summary["seconds"].items())
     print(f"training: {', '.join(seconds)}")

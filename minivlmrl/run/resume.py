@@ -12,6 +12,7 @@ no random generator. While it is written its folder is called 000120.partial.
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,7 +27,6 @@ from torch.optim import Optimizer
 
 from minivlmrl.adapters.lora import plain_name, shared_base
 from minivlmrl.algorithms.base import Algorithm
-from minivlmrl.batch import Step
 from minivlmrl.hub.dataset import find_split
 from minivlmrl.hub.folder import (
     digest,
@@ -50,10 +50,11 @@ from minivlmrl.scale.sharding import reshard
 
 RUN, COMPLETE = "run.json", "complete.json"
 KEPT = 2  # states of a run, in case the newest is damaged
-# of a stage: how many rows a draw has
-DRAWN = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# what a recipe leads to and does not say: hashes of files
-BASE, ROWS = "weights below the adapter", "rows of data.train_file"
+# fields of a stage's section that say how many rows a draw has
+DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+# names under which a state holds hashes of files that a recipe only names
+BASE = "weights below the adapter"
+ROWS = "rows of data.train_file"
 
 
 @dataclass
@@ -88,21 +89,24 @@ class Progress:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        self.step, self.steps, self.draws = self.step + 1, self.steps + 1, draws
+        self.step += 1
+        self.steps += 1
+        self.draws = draws
         self.seconds[stage] = seconds
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Name what a recipe says, "grpo.beta", the threads it takes, and hashes of its files."""
-    values = asdict(config) | {"num_threads": torch.get_num_threads()}
-    names = values.keys() - {"stages", "output_dir", "resume"}
-    values = flat({name: values[name] for name in names})
-    path, file = config.model.path, config.data.train_file
+    sections = asdict(config) | {"num_threads": torch.get_num_threads()}
+    for name in ("stages", "output_dir", "resume"):
+        del sections[name]
+    values = flat(sections)
     if config.adapter.r:  # a state does not hold what is below adapters
-        weights = weight_files(find_folder(path)) if path else [Path(config.model.config)]
-        values[BASE] = digest(blocks(weights))
-    if file:
-        values[ROWS] = _checksum(Path(file))
+        model = config.model
+        files = weight_files(find_folder(model.path)) if model.path else [Path(model.config)]
+        values[BASE] = digest(blocks(files))
+    if config.data.train_file:
+        values[ROWS] = _checksum(Path(config.data.train_file))
     return parse_json(json_text(values))
 
 
@@ -110,39 +114,46 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
-    # which model.path has
-    base = shared_base(algorithm.policy)
-    named = modules.named_parameters()
-    found = {plain_name(name): p for name, p in named if id(p) not in base}
+    base_ids = shared_base(algorithm.policy)  # of parameters that model.path has
+    named_tensors = {}
+    for name, parameter in modules.named_parameters():
+        if id(parameter) not in base_ids:
+            named_tensors[plain_name(name)] = parameter
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}/{moment}"] = value
-    return found
+            named_tensors[f"optimizer.{name}/{moment}"] = value
+    return named_tensors
 
 
 def state_folders(folder: Path) -> list[Path]:
     """Folders of states, the oldest first (ValueError: two are of the same step)."""
-    whole = (path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name))
-    found = sorted(whole, key=lambda path: int(path.name))
-    for first, second in pairwise(found):
+    folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
+    folders.sort(key=lambda path: int(path.name))
+    for first, second in pairwise(folders):
         if int(first.name) == int(second.name):
             raise ValueError(f"{first} and {second.name} are of one step; remove the wrong one")
-    return found
+    return folders
 
 
 def check_resume(config: RunConfig) -> list[Path]:
     """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
-    path = None if resume in (None, "auto", "never") else Path(resume).resolve()
-    if path and (not path.is_dir() or (path / "states").is_dir()):
-        ways = "give 'auto', 'never' or the folder of a state, RUN/states/000120"
-        raise ValueError(f"resume: {resume}: no such state; {ways}")
+    is_allowed = resume in ("auto", "never")
+    if resume is not None and not is_allowed:
+        state = Path(resume).resolve()
+        if not state.is_dir() or (state / "states").is_dir():
+            raise ValueError(
+                f"resume: {resume}: no such state; "
+                "give 'auto', 'never' or the folder of a state, RUN/states/000120"
+            )
+        is_allowed = state.parent == folder.resolve()
     states = state_folders(folder)
-    if states and resume not in ("auto", "never") and (not path or path.parent != folder.resolve()):
-        cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
-        of = f"of an earlier run, the newest {states[-1].name}"
-        raise ValueError(f"{folder} holds states {of}; {cure}")
+    if states and not is_allowed:
+        raise ValueError(
+            f"{folder} holds states of an earlier run, the newest {states[-1].name}; "
+            "--resume=auto goes on from there, --resume=never removes them and begins anew"
+        )
     return states
 
 
@@ -151,206 +162,245 @@ class States:
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals):
         self.folder = Path(config.output_dir) / "states"
-        self.config, self.world, self.signals = config, world, signals
-        # optimizer steps of the last state, and when it was saved
-        self.saved = 0
-        self.time = clock()
+        self.config = config
+        self.world = world
+        self.signals = signals
+        self.resumed = None  # the folder of the state that the next stage begins with
+        self.saved_steps = 0  # optimizer steps of the last state
+        self.saved_time = clock()  # when it was saved
+        self.between_rollouts = True  # what was trained can be saved
 
     def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
         """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
-        config = self.config
         stage = progress.stages[progress.stage]
-        stage_ends = progress.step == getattr(config, stage).max_steps
-        whole = ends_rollout or stage_ends
-        self.signals.save = partial(self.keep, progress, log) if whole else lambda: None
-        if not whole:
+        stage_ends = progress.step == getattr(self.config, stage).max_steps
+        self.between_rollouts = ends_rollout or stage_ends
+        if not self.between_rollouts:
+            self.signals.save = lambda: None
             return
-        every, minutes = config.state_steps, config.state_minutes
-        late = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.time)[0]
-        late = late or (every and progress.steps // every > self.saved // every)
-        if late or (stage_ends and (every or minutes)):
+        self.signals.save = partial(self.keep, progress, log)
+        if self.is_due(progress.steps, stage_ends):
             self.keep(progress, log)
         self.signals.leave()
 
+    def is_due(self, steps: int, stage_ends: bool) -> bool:
+        """Say whether state_minutes or state_steps ask for a state now; all ranks call it."""
+        minutes = self.config.state_minutes
+        every = self.config.state_steps
+        is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
+        if self.world.sum(is_late)[0]:  # the clock of the first rank
+            return True
+        if every and steps // every > self.saved_steps // every:
+            return True
+        return stage_ends and bool(every or minutes)
+
     def keep(self, progress: Progress, log: MetricsLog) -> Path:
         """Save what was trained, if that is not done yet; returns the folder of its state."""
-        if self.saved != progress.steps:
+        if self.saved_steps != progress.steps:
             progress.logs = log.written()
             self.save(progress)
         return self.path(progress)
 
-    def saved_before_mistakes(
-        self, steps: Iterator[Step], results, progress: Progress, log: MetricsLog
-    ) -> Iterator[Step]:
-        """Yield steps; evaluate after each that is due, a resumed run too, and after the last.
+    @contextmanager
+    def saved_on_error(self, progress: Progress, log: MetricsLog) -> Iterator[None]:
+        """Where a rollout or an evaluation fails (ValueError), save what was trained before it.
 
-        Where that or a rollout fails, of several ranks a reward alone, save what was trained.
+        Not what diverged. Of several ranks only if a reward has failed: all of them hear of that.
         """
-        between, algorithm, last = True, self.algorithm, self.algorithm.config.max_steps
-        while True:
-            try:
-                if progress.step:
-                    results.after_step(algorithm, progress.step)
-                if progress.step == last:
-                    return results.measure(f"after_{algorithm.stage}", algorithm)
-                step = next(steps)
-            except ValueError as error:
-                alone = self.world.size > 1 and not isinstance(error, RewardFailed)
-                diverged = isinstance(error.__cause__, FloatingPointError)
-                if alone or diverged or not between or not progress.steps:
-                    raise
-                cure = f"the state is in {self.keep(progress, log)}: mend it, then --resume=auto"
-                raise ValueError(f"{error}; {cure}") from error
-            between = step.ends_rollout
-            yield step
+        try:
+            yield
+        except ValueError as error:
+            all_ranks_fail = self.world.size == 1 or isinstance(error, RewardFailed)
+            diverged = isinstance(error.__cause__, FloatingPointError)
+            is_trained = self.between_rollouts and progress.steps > 0
+            if not is_trained or diverged or not all_ranks_fail:
+                raise
+            folder = self.keep(progress, log)
+            raise ValueError(
+                f"{error}; the state is in {folder}: mend it, then --resume=auto"
+            ) from error
 
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
-        new = Progress(self.config.seed, self.config.stages, recipe=recipe_values(self.config))
-        self.resumed, progress = self.choose() or (None, new)
+        config = self.config
+        new = Progress(config.seed, config.stages, recipe=recipe_values(config))
+        state = self.choose()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
-        if self.resumed is None:
-            return progress
-        config = self.config
-        known = progress.stage + 1
-        if (progress.stages[:known], progress.seed) != (config.stages[:known], config.seed):
-            of = f"a run with stages {progress.stages} and seed {progress.seed}"
-            raise ValueError(f"resume: {self.resumed} is of {of}; keep them")
+        if state is None:
+            return new
+        self.resumed, progress = state
+        num_begun = progress.stage + 1
+        same_stages = progress.stages[:num_begun] == config.stages[:num_begun]
+        if not same_stages or progress.seed != config.seed:
+            raise ValueError(
+                f"resume: {self.resumed} is of a run with stages {progress.stages} "
+                f"and seed {progress.seed}; keep them"
+            )
         if self.world.is_main:
-            done = f"{progress.step} steps of {config.stages[known - 1]} are done"
-            print(f"resumes from {self.resumed}: {done}", flush=True)
+            stage = config.stages[progress.stage]
+            print(
+                f"resumes from {self.resumed}: {progress.step} steps of {stage} are done",
+                flush=True,
+            )
         self.compare(progress, new.recipe)
-        progress.recipe, progress.stages, self.saved = new.recipe, config.stages, progress.steps
+        progress.recipe = new.recipe
+        progress.stages = config.stages
+        self.saved_steps = progress.steps
         return progress
 
     def compare(self, progress: Progress, recipe: dict[str, object]):
         """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
         stage = self.config.stages[progress.stage]
-        before = progress.recipe
-        same_rows = True
-        if self.config.resume != "auto":  # who names a state may take other rows
-            progress.rows, same_rows = 0, False
-        drawn = [f"{stage}.{size}" for size in DRAWN] if progress.rows else []
-        changed = (
-            name for name in before.keys() | recipe.keys() if before.get(name) != recipe.get(name)
-        )
-        for name in sorted(changed):
-            change = f"{name} was {before.get(name)!r:.80}, from here on {recipe.get(name)!r:.80}"
+        same_rows = self.config.resume == "auto"  # who names a state may take other rows
+        if not same_rows:
+            progress.rows = 0
+        draw_sizes = [f"{stage}.{size}" for size in DRAW_SIZES] if progress.rows else []
+        for name in sorted(progress.recipe.keys() | recipe.keys()):
+            old_value = progress.recipe.get(name)
+            new_value = recipe.get(name)
+            if old_value == new_value:
+                continue
             if name in (BASE, "adapter.quantize"):
-                cause = "the weights below its adapter (model.path, adapter.quantize) have changed"
-                raise ValueError(f"resume: {self.resumed}: {cause}; put them back")
-            of_data = name == ROWS or re.match(r"data\.(?!eval_)", name)
-            if name in drawn or (same_rows and of_data):
-                cause = f"rows would be left out or seen twice; keep it, or --resume={self.resumed}"
-                raise ValueError(f"resume: {change}: {cause}")
+                raise ValueError(
+                    f"resume: {self.resumed}: the weights below its adapter "
+                    "(model.path, adapter.quantize) have changed; put them back"
+                )
+            change = f"{name} was {old_value!r:.80}, from here on {new_value!r:.80}"
+            is_of_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
+            if name in draw_sizes or (same_rows and is_of_rows):
+                raise ValueError(
+                    f"resume: {change}: rows would be left out or seen twice; "
+                    f"keep it, or --resume={self.resumed}"
+                )
             if self.world.is_main:
                 print(change, flush=True)
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer):
         """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
-        path, self.resumed = self.resumed, None
         self.algorithm, self.optimizer = algorithm, optimizer
-        if path is None:
+        self.between_rollouts = True
+        folder = self.resumed
+        self.resumed = None  # later stages begin by themselves
+        if folder is None:
             return
         try:
-            pieces = find_pieces(path)
+            pieces = find_pieces(folder)
             for name, parameter in algorithm.trained.named_parameters():
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
                     optimizer.state[parameter] = empty_state(optimizer, parameter)
-            found = tensors(algorithm, optimizer)
-            if other := min(found.keys() ^ pieces.keys(), default=None):
-                raise ValueError(f"only one of the two has {other}")
-            for name, tensor in found.items():
+            targets = tensors(algorithm, optimizer)
+            unmatched = sorted(targets.keys() ^ pieces.keys())
+            if unmatched:
+                raise ValueError(f"only one of the two has {unmatched[0]}")
+            for name, tensor in targets.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
-            cause = f"this state is of another model or recipe; {error}"
-            raise ValueError(f"{path}: {cause}") from error
+            raise ValueError(
+                f"{folder}: this state is of another model or recipe; {error}"
+            ) from error
 
     def choose(self) -> tuple[Path, Progress] | None:
         """Read the state that config.resume means, and remove those that are given up by that."""
-        resume, state = self.config.resume, None
-        # a shared file system may show another host an older list
-        paths = self.world.gather_objects(state_folders(self.folder))[0]
+        resume = self.config.resume
+        state = None
+        # the first rank's list: a shared file system may show another host an older one
+        folders = self.world.gather_objects(state_folders(self.folder))[0]
         if resume == "auto":
-            state = next(filter(None, map(self.read, reversed(paths))), None)
-            if paths and state is None:
-                cure = "--resume=never removes them and begins anew"
-                raise ValueError(f"{self.folder}: all states are damaged; {cure}")
-        elif resume not in (None, "never") and (state := self.read(Path(resume))) is None:
-            raise ValueError(f"resume: {resume} is damaged")
-        for other in paths if self.world.is_main and resume is not None else ():
-            if state is None or int(other.name) > int(state[0].name):
-                shutil.rmtree(other)
+            for folder in reversed(folders):
+                state = self.read(folder)
+                if state is not None:
+                    break
+            if folders and state is None:
+                raise ValueError(
+                    f"{self.folder}: all states are damaged; "
+                    "--resume=never removes them and begins anew"
+                )
+        elif resume not in (None, "never"):
+            state = self.read(Path(resume))
+            if state is None:
+                raise ValueError(f"resume: {resume} is damaged")
+        if self.world.is_main and resume is not None:
+            for folder in folders:
+                if state is None or int(folder.name) > int(state[0].name):
+                    shutil.rmtree(folder)
         return state
 
     def path(self, progress: Progress) -> Path:
         """Name the folder of a state."""
         return self.folder / f"{progress.steps:06d}"
 
-    def read(self, path: Path) -> tuple[Path, Progress] | None:
+    def read(self, folder: Path) -> tuple[Path, Progress] | None:
         """Read a state without its tensors; None and a line that says why if it is damaged."""
         damages = []
         try:
-            files = read_json(path / COMPLETE)
-            if {file.name for file in path.iterdir()} != {COMPLETE, RUN, *files}:
-                raise ValueError(f"{path} does not have the files that {COMPLETE} lists")
-            own = sorted(files)[self.world.rank :: self.world.size]
-            changed = (name for name in own if _checksum(path / name) != files[name])
-            damages = [f"{name} is not what was written" for name in changed]
-            progress = build(Progress, read_json(path / RUN), str(path / RUN), json=True)
-            count = len(progress.stages)
-            require(progress.stage < count, "stage", progress.stage, f"one of {count}")
+            checksums = read_json(folder / COMPLETE)
+            if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
+                raise ValueError(f"{folder} does not have the files that {COMPLETE} lists")
+            for name in sorted(checksums)[self.world.rank :: self.world.size]:
+                if _checksum(folder / name) != checksums[name]:
+                    damages.append(f"{name} is not what was written")
+            progress = build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
+            num_stages = len(progress.stages)
+            require(progress.stage < num_stages, "stage", progress.stage, f"one of {num_stages}")
         except (OSError, ValueError) as error:
             damages.append(str(error))
-        damages = [damage for part in self.world.gather_objects(damages) for damage in part]
-        if damages and self.world.is_main:
-            print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
-        return None if damages else (path, progress)
+        for rank_damages in self.world.gather_objects(damages):
+            if rank_damages:
+                if self.world.is_main:
+                    print(f"state {folder} is damaged and not used: {rank_damages[0]}", flush=True)
+                return None
+        return folder, progress
 
-    def save(self, progress: Progress) -> Path:
-        """Write a state, all ranks together, remove the oldest of too many; return its folder."""
-        path = self.path(progress)
-        partial = path.with_name(path.name + ".partial")
-        found = tensors(self.algorithm, self.optimizer)
-        files = {}
+    def save(self, progress: Progress):
+        """Write a state, all ranks together, and remove the oldest of too many."""
+        folder = self.path(progress)
+        draft = folder.with_name(folder.name + ".partial")
+        named_tensors = tensors(self.algorithm, self.optimizer)
+        checksums = {}
 
         def write():
-            partial.mkdir(parents=True, exist_ok=True)
-            names = write_tensors(partial, found, self.world)
+            draft.mkdir(parents=True, exist_ok=True)
+            names = write_tensors(draft, named_tensors, self.world)
             if self.world.is_main:
-                write_json(partial / RUN, asdict(progress))
+                write_json(draft / RUN, asdict(progress))
                 names.append(RUN)
-            files.update({name: _checksum(partial / name) for name in names})
+            for name in names:
+                checksums[name] = _checksum(draft / name)
 
         def finish():
-            write_json(partial / COMPLETE, files)
-            for written in (partial / RUN, partial / COMPLETE, partial):
-                flush_file(written)
-            partial.rename(path)
+            write_json(draft / COMPLETE, checksums)
+            for path in (draft / RUN, draft / COMPLETE, draft):
+                flush_file(path)
+            draft.rename(folder)
             flush_file(self.folder)
             for old in state_folders(self.folder)[:-KEPT]:
                 shutil.rmtree(old)
 
         try:
             self.world.together(write)
-            for part in self.world.gather_objects(files):
-                files.update(part)
-            self.world.together(finish if self.world.is_main else int)
+            for rank_checksums in self.world.gather_objects(checksums):
+                checksums.update(rank_checksums)
+            self.world.on_main(finish)
         except (OSError, SafetensorError, ValueError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            kept = state_folders(self.folder)
-            last = f"the last complete state is {kept[-1]}" if kept else "there is no earlier state"
-            raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
-        self.saved = progress.steps
-        self.time = clock()
-        return path
+            shutil.rmtree(draft, ignore_errors=True)
+            complete = state_folders(self.folder)
+            last = "there is no earlier state"
+            if complete:
+                last = f"the last complete state is {complete[-1]}"
+            raise ValueError(
+                f"the state {folder} could not be written ({error}); {last}"
+            ) from error
+        self.saved_steps = progress.steps
+        self.saved_time = clock()
 
 
-def _checksum(file: Path) -> str:
+def _checksum(path: Path) -> str:
     """Of what a file holds; of a folder, of the names and sizes in it."""
-    if file.is_dir():
-        listed = sorted((str(path), path.stat().st_size) for path in file.rglob("*"))
-        return digest([json_text(listed)])
-    return digest([file] if file.is_file() else find_split(str(file)))
+    if path.is_dir():
+        sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
+        return digest([json_text(sizes)])
+    if path.is_file():
+        return digest([path])
+    return digest(find_split(str(path)))  # a data set of the hub

@@ -129,7 +129,7 @@ def train_again(config, state: Path | None, folder: Path, see: Callable, **optio
 
     Args:
         folder: of the copy (ValueError: it is there).
-        see: as of train.start.
+        see: before_step of train.start.
         options: fields of the recipe.
     """
     if is_first():  # the other ranks wait for it in train.start
