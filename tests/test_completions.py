@@ -85,10 +85,10 @@ def test_boxes_are_shares_of_the_image(run, own, rows):
 
 
 def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
-    tokenizer = load_processor(checkpoint).tokenizer
-    ids = tokenizer.encode("a \u4f60!")
+    processor = load_processor(checkpoint)
+    ids = processor.tokenizer.encode("a \u4f60!")
     drawn = Completion(torch.tensor(ids), torch.full((len(ids),), -0.5))
-    texts = [text for text, _ in tokens(drawn, tokenizer)]
+    texts = [text for text, _ in tokens(drawn, processor)]
     assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)
 
 

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,13 +23,12 @@ from minivlmrl.batch import Step
 from minivlmrl.chat import content_parts
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.folder import json_text, read_lines
-from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.reward_functions.box_rewards import box_columns, read_boxes
-from minivlmrl.rows import Completion, Row
+from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.scale.ranks import World
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-GROUPS = 4  # prompts of a logged step: the first ones of the first rank
+GROUPS = 4  # prompts of a step that are logged, the first ones of the first rank
 LONGEST_SIDE = 384  # pixels of an image that is saved here
 
 
@@ -54,30 +52,32 @@ class CompletionsLog:
         if not self.every:
             return
         self.path = self.folder / COMPLETIONS
-        kept = b""
+        num_bytes = 0  # of the lines that stay
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
-            past = [is_past(line, progress) for line in read_lines(self.path, Logged)]
-            kept = b"".join(self.path.read_bytes().splitlines(keepends=True)[: sum(past)])
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            num_past = sum(is_past(line, progress) for line in read_lines(self.path, Logged))
+            num_bytes = sum(len(line) for line in lines[:num_past])
         self.path.touch()
-        os.truncate(self.path, len(kept))  # in place: a kill now or a full disk loses nothing
+        os.truncate(self.path, num_bytes)  # in place: a kill now or a full disk loses nothing
 
     def step(self, algorithm: Algorithm, step: Step, number: int):
         """Record an optimizer step, if it is due and trains on a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
         lines = []
-        some = islice(groups(algorithm, step), GROUPS)
-        for index, (row, line) in zip(step.prompts, some, strict=False):
-            group = step.rollout.completions[index]
-            paths = [path for one in line["completions"] for path in one.get("pictures", ())]
-            pictures = [picture for completion in group for picture, *_ in completion.pictures]
-            for path, picture in zip(paths, pictures, strict=True):
-                self.save(picture, Path(path).stem)
-            name = f"{algorithm.stage}-{row.index}"
-            images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
-            lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
+        logged = zip(step.prompts[:GROUPS], groups(algorithm, step), strict=False)
+        for prompt_index, (row, line) in logged:
+            completions = step.rollout.completions[prompt_index]
+            for completion, written in zip(completions, line["completions"], strict=True):
+                paths = written.get("pictures", ())
+                for (picture, *_), path in zip(completion.pictures, paths, strict=True):
+                    self.save(picture, Path(path).stem)
+            images = []
+            for i, image in enumerate(row.images):
+                images.append(self.save(image, f"{algorithm.stage}-{row.index}-{i}"))
+            lines.append({"stage": algorithm.stage, "step": number, **line, "images": images})
         with self.path.open("ab") as file:
             file.writelines(f"{json_text(line)}\n".encode() for line in lines)
 
@@ -96,54 +96,73 @@ class CompletionsLog:
 
 def is_past(line: dict, progress) -> bool:
     """Say whether a line is of a step that a resumed run does not repeat."""
-    done = progress.stages[: progress.stage]
-    now = progress.stages[progress.stage]
-    return line["stage"] in done or (line["stage"] == now and line["step"] < progress.step)
+    is_done = line["stage"] in progress.stages[: progress.stage]
+    is_present = line["stage"] == progress.stages[progress.stage]
+    return is_done or (is_present and line["step"] < progress.step)
 
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
     """Yield each group of this rank that a step trains on: its row, and its line but images."""
-    # 0: left out
-    rollout = step.rollout
     G = algorithm.config.num_generations
+    advantages = completion_advantages(step)
+    for index in step.prompts:
+        group = [advantages.get(index * G + g, 0.0) for g in range(G)]  # 0: left out
+        yield step.rollout.rows[index], describe(algorithm, step.rollout, index, group)
+
+
+def completion_advantages(step: Step) -> dict[int, float]:
+    """Map the index of each completion that is trained on to its advantage, PPO's to their mean."""
     means = {}
     for batch in step.micro_batches:
-        # (R, 1), or PPO's (R, T), of which the mean counts
-        advantages = batch.advantages.view(len(batch.loss_mask), -1)
+        advantages = batch.advantages.view(len(batch.loss_mask), -1)  # (R, 1), or PPO's (R, T)
         mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
-        mean = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
-        means |= zip(batch.completion_index.tolist(), mean.tolist(), strict=True)
-    for index in step.prompts:
-        advantages = [means.get(index * G + g, 0.0) for g in range(G)]
-        yield rollout.rows[index], describe(algorithm, rollout, index, advantages)
+        row_means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)  # (R,)
+        means.update(zip(batch.completion_index.tolist(), row_means.tolist(), strict=True))
+    return means
 
 
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """Say of a prompt and its G completions all but the images: see the file's docstring."""
     row = rollout.rows[index]
     processor = algorithm.processor
-    weights = algorithm.run.rewards
+    reward_weights = algorithm.run.rewards
     group = rollout.completions[index]
-    rewards = rollout.rewards[index * len(group) :][: len(group)]
-    total = combine(rewards, torch.tensor(list(weights.values()))).tolist()
-    [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
-    opened = [(text, None) for text in [processor.template and processor.template.opened] if text]
+    G = len(group)
+    rewards = rollout.rewards[index * G : (index + 1) * G]  # (G, K)
+    totals = combine(rewards, torch.tensor(list(reward_weights.values()))).tolist()
+    columns = box_columns([row], [rollout.prompts[index]], processor, 1)
+    [image_size] = columns["image_sizes"]
+    [answer_extent] = columns["answer_extents"]
     solution = row.columns.get("solution")
+    solution_text = solution if isinstance(solution, str) else json.dumps(solution)
+    true_boxes = boxes(solution_text, image_size)
     lines = []
-    truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
     for g, completion in enumerate(group):
         text = processor.turn(completion)
-        line = {"text": text, "rewards": dict(zip(weights, rewards[g].tolist(), strict=True))}
-        line |= {"reward": total[g], "advantage": advantages[g], "stopped": completion.stopped}
-        line["tokens"] = [*opened, *tokens(completion, processor.tokenizer)]
-        line["boxes"] = boxes(text, extent) if truth else []
+        line = {
+            "text": text,
+            "rewards": dict(zip(reward_weights, rewards[g].tolist(), strict=True)),
+            "reward": totals[g],
+            "advantage": advantages[g],
+            "stopped": completion.stopped,
+            "tokens": list(tokens(completion, processor)),
+            "boxes": boxes(text, answer_extent) if true_boxes else [],
+        }
         if completion.pictures:
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
         lines.append(line)
-    parts = [part.get("text") or "" for m in row.messages for part in content_parts(m)]
-    about = {"row": row.index, "where": row.where, "prompt": "\n".join(parts).strip()}
-    return about | {"solution": solution, "truth": truth, "completions": lines}
+    prompt_texts = []
+    for message in row.messages:
+        prompt_texts += [part.get("text") or "" for part in content_parts(message)]
+    return {
+        "row": row.index,
+        "where": row.where,
+        "prompt": "\n".join(prompt_texts).strip(),
+        "solution": solution,
+        "truth": true_boxes,
+        "completions": lines,
+    }
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
@@ -153,10 +172,17 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
 
 
-def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float | None]]:
-    """Yield text and log-probability of each token; a character of several is with the last."""
+def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
+    """Yield text and log-probability of each token; a character of several is with the last.
+
+    First what the prompt has opened of the answer, without a log-probability.
+    """
+    if processor.template and processor.template.opened:
+        yield processor.template.opened, None
     stream = DecodeStream(skip_special_tokens=False)
-    of = completion.ids, completion.logps, completion.written
-    for token_id, logp, written in zip(*(x.tolist() for x in of), strict=True):
-        text = stream.step(tokenizer.backend, token_id) or ""
-        yield text, round(logp, 4) if written else None
+    token_ids = completion.ids.tolist()
+    logps = completion.logps.tolist()
+    written = completion.written.tolist()
+    for token_id, logp, by_policy in zip(token_ids, logps, written, strict=True):
+        text = stream.step(processor.tokenizer.backend, token_id) or ""
+        yield text, round(logp, 4) if by_policy else None

@@ -29,71 +29,94 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     both of each further reward, and the first over rows marked unseen. With data.eval_blind also
     grey and swapped, sampled with grey pictures and with those of the next row.
     """
-    rewards, gather = config.held_out_rewards, config.rollout.gather_weights
-    # of the recipe's only where answers end, so that runs stay comparable
-    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-    def describe(row, completions: list, earned: list) -> tuple:
-        return earned[0], bool(row.columns.get("unseen"))
-
+    rewards = config.held_out_rewards
+    # of the recipe's options only where answers end, so that runs stay comparable
+    sampling = replace(config.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
+    if config.data.eval_blind:
+        ways += [(name, 1.0, pictures) for name, pictures in BLIND.items()]
     means = {}
-    ways = {"sampled": (1.0, None), "greedy": (0.0, None)}
-    ways |= {name: (1.0, see) for name, see in BLIND.items() if config.data.eval_blind}
-    for name, (temperature, see) in ways.items():
-        options = replace(config.sampling, **plain, temperature=temperature)
-        sample = build_sampler(model, processor, options, world, gather)
-        judged = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe, see)))
-        earned = torch.tensor([values for values, _ in judged], dtype=torch.float64)  # (rows, K)
-        unseen = torch.tensor([unseen for _, unseen in judged])
+    unseen_means = {}
+    for name, temperature, pictures in ways:
+        options = replace(sampling, temperature=temperature)
+        sample = build_sampler(model, processor, options, world, config.rollout.gather_weights)
+        parts = answer_rows(sample, rows, 1, rewards, "evaluation", earned_and_unseen, pictures)
+        answers = list(chain.from_iterable(parts))
+        earned = torch.tensor([values for values, _ in answers], dtype=torch.float64)  # (rows, K)
+        is_unseen = torch.tensor([unseen for _, unseen in answers])
         means[name] = earned.nanmean(0).tolist()
-        means[f"unseen {name}"] = earned[unseen].nanmean(0).tolist()
-    values = {name: means[name][0] for name in ways}
-    for k, reward in enumerate(rewards[1:], 1):
-        if k == 1 and reward.name.endswith("format"):
-            values["format"] = means["sampled"][1]
-        else:
-            values |= {f"{reward.name} {name}": means[name][k] for name in ("sampled", "greedy")}
-    values |= {name: mean[0] for name, mean in means.items() if name.startswith("unseen")}
+        unseen_means[name] = earned[is_unseen].nanmean(0).tolist()
+    values = reported(rewards, means, unseen_means)
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def reported(rewards, means: dict[str, list], unseen_means: dict[str, list]) -> dict[str, float]:
+    """Name means of K rewards by way of answering, over all rows and over unseen ones."""
+    values = {name: mean[0] for name, mean in means.items()}
+    for k, reward in enumerate(rewards[1:], start=1):
+        if k == 1 and reward.name.endswith("format"):
+            values["format"] = means["sampled"][k]
+        else:
+            values[f"{reward.name} sampled"] = means["sampled"][k]
+            values[f"{reward.name} greedy"] = means["greedy"][k]
+    for name, mean in unseen_means.items():
+        values[f"unseen {name}"] = mean[0]
+    return values
+
+
+def earned_and_unseen(row: Row, _completions: list, earned: list) -> tuple[list[float], bool]:
+    """What the one completion of a row earns of each reward, and whether the row is marked."""
+    return earned[0], bool(row.columns.get("unseen"))
+
+
+def grey_pictures(row: Row, _rows) -> list[PIL.Image.Image]:
+    """Make grey pictures of the sizes of a row's own."""
+    return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 
 def following_pictures(row: Row, rows) -> list[PIL.Image.Image]:
     """Take as many pictures as a row has of the next row that has any."""
-    others = (rows[(row.index + k) % len(rows)].images for k in range(1, len(rows) + 1))
-    return list(islice(cycle(next(filter(len, others), ())), len(row.images)))
+    for distance in range(1, len(rows) + 1):
+        images = rows[(row.index + distance) % len(rows)].images
+        if len(images):
+            return list(islice(cycle(images), len(row.images)))
+    return []
 
 
-BLIND = {  # what is reported: (row, all rows) -> the pictures that it shows instead
-    "grey": lambda row, _: [PIL.Image.new("RGB", one.size, "grey") for one in row.images],
-    "swapped": following_pictures,
-}
+# what is reported: (row, all rows) -> the pictures that it shows instead
+BLIND = {"grey": grey_pictures, "swapped": following_pictures}
 
 
 def answer_rows(
-    sample: RunSampler, rows, count: int, rewards, key: str, describe: Callable, see=None
+    sample: RunSampler, rows, count: int, rewards, key: str, describe: Callable, pictures=None
 ) -> Iterator[list]:
     """Answer each row `count` times; ranks share each batch, and each gets all of it in order.
 
     Args:
         key: what the draws depend on, beside the number of the row.
         describe: (row, completions, what each earns (count, K)) -> what is yielded of a row.
-        see: one of BLIND.
+        pictures: one of BLIND.
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    # a row without one of these is not judged
-    judged_by = dict.fromkeys(columns_of(rewards))
+    no_columns = dict.fromkeys(columns_of(rewards))  # a row without one of these is not judged
     for numbers in pieces(range(len(rows)), BATCH_SIZE * world.size):
         world.leave()
         share, _ = world.equal_share(numbers)
-        batch = [replace(rows[i], key=f"{key}/{i}", index=i) for i in share]
-        batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-        if see is not None:
-            batch = [replace(row, images=see(row, rows)) for row in batch]
-        earned, completions = draw(sample, batch, count, rewards)
-        earned = earned.view(len(batch), count, len(rewards)).tolist()
-        parts = world.gather_objects(list(map(describe, batch, completions, earned)))
-        yield list(chain(*zip(*parts, strict=True)))[: len(numbers)]
+        batch = []
+        for index in share:
+            row = rows[index]
+            columns = no_columns | row.columns
+            row = replace(row, key=f"{key}/{index}", index=index, columns=columns)
+            if pictures is not None:
+                row = replace(row, images=pictures(row, rows))
+            batch.append(row)
+        scores, completions = draw(sample, batch, count, rewards)  # (n, K), groups
+        earned = scores.view(len(batch), count, len(rewards)).tolist()
+        described = [describe(*answer) for answer in zip(batch, completions, earned, strict=True)]
+        all_ranks = world.gather_objects(described)
+        in_order = chain.from_iterable(zip(*all_ranks, strict=True))  # a rank has every size-th row
+        yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
     bar.close()
 
