@@ -50,7 +50,7 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
     assert re.search(sentence, said)
     assert rules.step(HEALTHY | change) == []
     rules.step(HEALTHY)
-    rules.last = deque([HEALTHY | change] * WINDOW, WINDOW)
+    rules.recent = deque([HEALTHY | change] * WINDOW, WINDOW)
     assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
 
 
