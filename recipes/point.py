@@ -9,7 +9,7 @@ import re
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import COMMA, NUMBER, PAIR, Box
-from minivlmrl.reward_functions.box_rewards import NEEDED, Objects, judge_boxes, mean, read_boxes
+from minivlmrl.reward_functions.box_rewards import NEEDED, ObjectForm, Objects, judge_boxes, mean_similarity, read_boxes
 from minivlmrl.rewards import find_answer
 
 POINT = rf"(?:\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]|{PAIR})"
@@ -26,8 +26,12 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
         solution: also true points, [x, y] or a list of such, for the pixel around each.
         within: earn 1 at a box's centre, and linearly less to 0 at this share of the diagonal.
     """
+
+    def mean_nearness(answered: Objects, true: Objects) -> float:
+        return mean_similarity(answered, true, lambda a, b: nearness(a[1], b[1], within))
+
     columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("point", READ, mean(lambda a, b: nearness(a[1], b[1], within)), *columns)
+    return judge_boxes("point", POINT_FORM, mean_nearness, *columns)
 
 
 def parse_points(text: str) -> list[tuple[float, float]]:
@@ -55,8 +59,9 @@ def nearness(point: Box, box: Box, within: float | None) -> float:
     return max(0.0, 1 - math.hypot(x, y) / 2 / math.hypot(*box.extent) / within)
 
 
-READ = (
-    lambda text, extent: read_points(text, extent, half=0.5) or read_boxes(text, extent),
-    read_points,
-    f"is no box or point; {NEEDED} or [x, y], a list of such, or []",
-)
+def read_solution(text: str, extent: tuple[float, float]) -> Objects:
+    """Read true points, each as the pixel around it, or boxes."""
+    return read_points(text, extent, half=0.5) or read_boxes(text, extent)
+
+
+POINT_FORM = ObjectForm(read_solution, read_points, f"is no box or point; {NEEDED} or [x, y], a list of such, or []")

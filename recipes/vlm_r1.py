@@ -11,13 +11,13 @@ from itertools import product
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, mean, overlap
+from minivlmrl.reward_functions.box_rewards import ObjectForm, Objects, judge_boxes, mean_similarity, overlap
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: as in iou."""
     columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("detection", LABELLED, mean(overlap), *columns)
+    return judge_boxes("detection", LABELLED, mean_similarity, *columns)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
@@ -87,4 +87,4 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
 
 
 WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-LABELLED = read_objects, read_objects, WRONG
+LABELLED = ObjectForm(read_objects, read_objects, WRONG)

@@ -142,7 +142,7 @@ def test_none_where_nothing_can_be_judged():
     for given in (columns(solution=None), columns(size=None, extent=None)):
         assert [reward([say(RIGHT)], **given) for reward in (iou, acc_0_5, giou)] == [[None]] * 3
     assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
-    assert box_format([say(RIGHT)], **columns(extent=None)) == [None]
+    assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 
 
 def test_each_completion_is_judged_by_its_own_row():

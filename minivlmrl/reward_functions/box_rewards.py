@@ -9,6 +9,7 @@ too many. The sum over pairs is divided by the number of boxes on the longer sid
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
@@ -38,8 +39,9 @@ def iou(
     Raises:
         ValueError: a solution is no box (named).
     """
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("iou", BOXES, mean(overlap), *columns)
+    return judge_boxes(
+        "iou", BOXES, mean_similarity, answer_texts, solution, image_sizes, answer_extents
+    )
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
@@ -47,8 +49,14 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> l
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
     """
-    hits = mean(overlap, of=lambda value: value >= 0.5)
-    return judge_boxes("acc_0_5", BOXES, hits, answer_texts, solution, image_sizes, answer_extents)
+
+    def share_of_hits(answered: Objects, true: Objects) -> float:
+        values = similarities(answered, true)
+        return sum(value >= 0.5 for value in values) / len(values)
+
+    return judge_boxes(
+        "acc_0_5", BOXES, share_of_hits, answer_texts, solution, image_sizes, answer_extents
+    )
 
 
 def giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
@@ -57,9 +65,13 @@ def giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list
     Example: a box of the right size, as far from the true one as it is wide: -1/3. The whole image
     earns more, the share of the true box in it, so this reward alone first teaches large boxes.
     """
-    measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("giou", BOXES, measure, *columns, nothing=-1.0)
+
+    def mean_giou(answered: Objects, true: Objects) -> float:
+        return mean_similarity(answered, true, lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
+
+    return judge_boxes(
+        "giou", BOXES, mean_giou, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0
+    )
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
@@ -67,10 +79,13 @@ def box_format(completions: list[str], answer_extents: Extents, **columns) -> li
     values = []
     forms = tag_format(completions)
     for completion, form, extent in zip(completions, forms, answer_extents, strict=True):
-        answered = extent and read_boxes(completion, extent)
-        none = boxes.says_none(find_answer(completion) or "")
-        valid = (answered or none) and all(box.valid and box.inside() for _, box in answered)
-        values.append(None if extent is None else float(bool(form == 1.0 and valid)))
+        if extent is None:
+            values.append(None)
+            continue
+        answered = read_boxes(completion, extent)
+        has_answer = answered or boxes.says_none(find_answer(completion) or "")
+        is_valid = has_answer and all(box.valid and box.inside() for _, box in answered)
+        values.append(1.0 if form == 1.0 and is_valid else 0.0)
     return values
 
 
@@ -103,40 +118,63 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
-def mean(similarity: Callable, nothing=0.0, of=float) -> Callable[[Objects, Objects], float]:
-    """Make the mean over best-matched objects: each one without a partner counts as `nothing`."""
-
-    def measure(answered: Objects, true: Objects) -> float:
-        pairs = boxes.match(answered, true, similarity)
-        alone = max(len(answered), len(true)) - len(pairs)
-        values = [similarity(answered[i], true[j]) for i, j in pairs] + [nothing] * alone
-        return sum(map(of, values)) / len(values)
-
-    return measure
+def similarities(
+    answered: Objects, true: Objects, similarity: Callable = overlap, nothing=0.0
+) -> list[float]:
+    """List the similarity of each best-matched pair, and `nothing` for each object without one."""
+    pairs = boxes.match(answered, true, similarity)
+    num_unmatched = max(len(answered), len(true)) - len(pairs)
+    return [similarity(answered[i], true[j]) for i, j in pairs] + [nothing] * num_unmatched
 
 
-def judge_boxes(name: str, kind: tuple, measure: Callable, *columns: list, nothing=0.0) -> list:
+def mean_similarity(
+    answered: Objects, true: Objects, similarity: Callable = overlap, nothing=0.0
+) -> float:
+    """Average the values of `similarities`."""
+    values = similarities(answered, true, similarity, nothing)
+    return sum(values) / len(values)
+
+
+@dataclass
+class ObjectForm:
+    """How the objects of a text are read, with the width and height of the image in its units."""
+
+    read_solution: Callable[[str, tuple], Objects]
+    read_answer: Callable[[str, tuple], Objects]
+    wrong: str  # what is said of a solution without objects: "is no box; ..."
+
+
+def judge_boxes(
+    name: str,
+    form: ObjectForm,
+    measure: Callable[[Objects, Objects], float],
+    answer_texts: list,
+    solutions: list,
+    image_sizes: Extents,
+    answer_extents: Extents,
+    nothing=0.0,
+) -> list:
     """Measure what n answers say against the truth, see iou.
 
     Args:
-        kind: how a truth and an answer are read, and what is wrong with a truth without objects.
         nothing: what an answer without objects earns.
     """
     values = []
-    (read, read_answer, wrong) = kind
-    for answer, solution, size, extent in zip(*columns, strict=True):
+    rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
+    for answer, solution, size, extent in rows:
         if solution is None or size is None or extent is None:
             values.append(None)
             continue
         text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
-        if not text.strip() or boxes.says_none(find_answer(text) or text):
+        truth = find_answer(text) or text
+        if not text.strip() or boxes.says_none(truth):
             values.append(1.0 if boxes.says_none(answer or "") else nothing)
             continue
         # has to be right: nothing could earn a reward otherwise
-        true = read(find_answer(text) or text, size)
+        true = form.read_solution(truth, size)
         if not true or not all(box.valid for _, box in true):
-            raise ValueError(f"reward {name}: solution {solution!r:.300} {wrong}")
-        answered = [(label, box.to(size)) for label, box in read_answer(answer or "", extent)]
+            raise ValueError(f"reward {name}: solution {solution!r:.300} {form.wrong}")
+        answered = [(label, box.to(size)) for label, box in form.read_answer(answer or "", extent)]
         values.append(measure(answered, true) if answered else nothing)
     return values
 
@@ -147,4 +185,4 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
 
 
 NEEDED = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
-BOXES = read_boxes, read_boxes, f"is no box; {NEEDED} a list of such, or []"
+BOXES = ObjectForm(read_boxes, read_boxes, f"is no box; {NEEDED} a list of such, or []")

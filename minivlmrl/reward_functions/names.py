@@ -23,14 +23,16 @@ from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.rewards import reward_columns
 from minivlmrl.scale.ranks import World
 
-FILES = {  # file: its rewards, and the function where a name cannot be one in Python
-    "minivlmrl.rewards": "format=tag_format accuracy",
-    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
-    "minivlmrl.algorithms.reward_model": "reward_model",
-    "minivlmrl.environments.environment": "environment=earned",
+REWARDS = {  # name: "module:function", or the function itself
+    "format": "minivlmrl.rewards:tag_format",
+    "accuracy": "minivlmrl.rewards:accuracy",
+    "iou": "minivlmrl.reward_functions.box_rewards:iou",
+    "acc_0_5": "minivlmrl.reward_functions.box_rewards:acc_0_5",
+    "giou": "minivlmrl.reward_functions.box_rewards:giou",
+    "box_format": "minivlmrl.reward_functions.box_rewards:box_format",
+    "reward_model": "minivlmrl.algorithms.reward_model:reward_model",
+    "environment": "minivlmrl.environments.environment:earned",
 }
-NAMES = [(file, name.split("=")) for file, names in FILES.items() for name in names.split()]
-REWARDS = {name[0]: f"{file}:{name[-1]}" for file, name in NAMES}  # or the function itself
 LARGEST = 3.4e38  # of float32
 
 
@@ -38,16 +40,16 @@ class Text(str):
     """A text that rewards written for TRL may ask as messages: text[0]["content"] is all of it."""
 
     def __new__(cls, text: str, role: str = "assistant", content: str | None = None):
-        made = super().__new__(cls, text)
-        made.message = {"role": role, "content": str(text) if content is None else content}
-        return made
+        message_text = super().__new__(cls, text)
+        message_text.message = {"role": role, "content": str(text) if content is None else content}
+        return message_text
 
-    def __getitem__(self, at):
-        if isinstance(at, str):
-            return self.message[at]
-        if at not in (0, -1):
-            return super().__getitem__(at)
-        letter = super().__getitem__(slice(at, at + 1 or None))  # "" of an empty text
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return self.message[key]
+        if key not in (0, -1):
+            return super().__getitem__(key)
+        letter = super().__getitem__(slice(key, key + 1 or None))  # "" of an empty text
         return Text(letter, **self.message)
 
 
@@ -73,8 +75,8 @@ class Reward:
     def columns(self) -> set[str]:
         """Name the columns it needs: the function's named parameters without a default."""
         parameters = inspect.signature(self.function).parameters.values()
-        needed = (p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD)
-        return {p.name for p in needed} - GIVEN
+        needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+        return needed - GIVEN
 
     def on(self, world: World) -> "Reward":
         """Return this reward for the ranks of a run, which fail together."""
@@ -89,42 +91,45 @@ class Reward:
 
     def _judge(self, columns: dict[str, list]) -> list[float]:
         """Ask about the rows that are not of a file with other rewards; of these NaN."""
-        listed = columns.pop("row_rewards", [None] * len(columns["completions"]))
-        judged = [names is None or self.name in names for names in listed]
-        if not any(judged):
-            return [math.nan] * len(judged)
-        columns = {column: list(compress(values, judged)) for column, values in columns.items()}
-        if missing := sorted(self.columns - columns.keys()):
-            have = f"the rows have {sorted(columns.keys() - GIVEN)}"
-            raise ValueError(f"reward {self.name} needs column {missing[0]!r}; {have}")
+        row_rewards = columns.pop("row_rewards", [None] * len(columns["completions"]))
+        is_judged = [names is None or self.name in names for names in row_rewards]
+        if not any(is_judged):
+            return [math.nan] * len(is_judged)
+        columns = {column: list(compress(values, is_judged)) for column, values in columns.items()}
+        missing = sorted(self.columns - columns.keys())
+        if missing:
+            raise ValueError(
+                f"reward {self.name} needs column {missing[0]!r}; "
+                f"the rows have {sorted(columns.keys() - GIVEN)}"
+            )
         texts = columns["completions"]
         rows = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         columns["completions"] = [Text(text) for text in texts]
-        if asked := columns.get("prompts"):
-            columns["prompts"] = [question(prompt) for prompt in asked]
+        if columns.get("prompts"):
+            columns["prompts"] = [question(prompt) for prompt in columns["prompts"]]
         try:
             values = _call(self.function, columns)
         except (Exception, SystemExit) as error:
             raise self._blamed(texts, rows, columns, error) from error
         values = iter(checked_values(self.name, values, texts, rows))
-        return [next(values) if asked else math.nan for asked in judged]
+        return [next(values) if judged else math.nan for judged in is_judged]
 
     def _blamed(self, texts: list[str], rows: list[str], columns: dict, error) -> ValueError:
         """Find the first completion with which it fails, by asking about one at a time."""
         row = ""
-        about = f"{len(texts)} completions together, for none alone"
+        failed_with = f"{len(texts)} completions together, for none alone"
         for i, text in enumerate(texts):
             try:
                 _call(self.function, {name: [values[i]] for name, values in columns.items()})
-            except (Exception, SystemExit) as alone:
+            except (Exception, SystemExit) as error_alone:
                 row = rows[i]
-                about = f"the completion {text!r:.80}"
-                error = alone
+                failed_with = f"the completion {text!r:.80}"
+                error = error_alone
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
             return ValueError(f"{row}{error}")  # one of ours says what is wrong
         line = line_of(self.function, error)
-        return ValueError(f"{row}reward {self.name} raised {error!r}{line} for {about}")
+        return ValueError(f"{row}reward {self.name} raised {error!r}{line} for {failed_with}")
 
 
 def get_reward(name: str) -> Reward:
@@ -154,36 +159,48 @@ def checked_values(name: str, values, completions: list[str], rows: list[str]) -
     """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
         judged = list(zip(values, completions, rows, strict=True))
-        checked = []
     except (TypeError, ValueError) as error:
-        cure = f"it must be a list of {len(completions)} numbers, one a completion"
-        raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error
+        raise ValueError(
+            f"reward {name} returned {values!r:.80}; "
+            f"it must be a list of {len(completions)} numbers, one a completion"
+        ) from error
+    checked = []
     for value, text, row in judged:
         if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
             value = value.item()
-        if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
-            what = f"{row}reward {name} returned {value!r:.80} for the completion {text!r:.80}"
-            raise ValueError(f"{what}; it must be a finite number, or None for 'cannot judge'")
-        checked.append(math.nan if value is None else float(value))
+        if value is None:
+            checked.append(math.nan)
+        elif isinstance(value, numbers.Real) and abs(value) <= LARGEST:
+            checked.append(float(value))
+        else:
+            raise ValueError(
+                f"{row}reward {name} returned {value!r:.80} for the completion {text!r:.80}; "
+                "it must be a finite number, or None for 'cannot judge'"
+            )
     return checked
 
 
 def line_of(function: Callable, error: Exception) -> str:
     """Say which line of the file that a reward is in has raised an error: " in mine.py:7"."""
-    code = inspect.unwrap(getattr(function, "func", function))
-    code = getattr(code.__init__ if inspect.isclass(code) else code, "__code__", None)
-    file = code and code.co_filename
-    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == file]
-    return f" in {file}:{lines[-1]}" if lines else ""
+    function = inspect.unwrap(getattr(function, "func", function))
+    if inspect.isclass(function):
+        function = function.__init__
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f" in {code.co_filename}:{lines[-1]}" if lines else ""
 
 
-def guarded(what: str, function: Callable, /, *arguments, **options):
+def guarded(name: str, function: Callable, /, *arguments, **options):
     """Call a user's function or class (ValueError: it has raised anything, with its line)."""
     try:
         return function(*arguments, **options)
     except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}{line_of(function, error)}"
-        raise ValueError(f"{what} raised {why}") from error
+        raise ValueError(
+            f"{name} raised {type(error).__name__}: {error}{line_of(function, error)}"
+        ) from error
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
