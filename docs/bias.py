@@ -55,7 +55,16 @@ def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
 
 
 def expected_policy_loss(
-    logps: Tensor, rewards: Tensor, options: FamilyLoss, scale="none", G=2, one_group=False, *, old=None, ref=None
+    logps: Tensor,
+    rewards: Tensor,
+    options: FamilyLoss,
+    scale="none",
+    G=2,
+    one_group=False,
+    *,
+    old=None,
+    ref=None,
+    **terms,
 ) -> Tensor:
     """Mean of policy_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
 
@@ -71,7 +80,7 @@ def expected_policy_loss(
             advantages = leave_one_out(rewards[i], G)
         constants = {"old_per_token_logps": sampler[i], "ref_per_token_logps": None if ref is None else ref[i]}
         counts = Counts(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
-        return policy_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants)[0]
+        return policy_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants, **terms)[0]
 
     return expect(loss, sampler, G)
 
@@ -156,9 +165,9 @@ def kl_table() -> list[list[str]]:
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
     for loss_type, kind in product(("luspo", "grpo"), kinds):
-        how = {"kl_straight_through": "straight" in kind, "use_bias_correction_kl": "corrected" in kind}
-        options = FamilyLoss(loss_type, beta=1.0, kl_estimator=kind[:2], **how)
-        on, off = (gradient(expected_policy_loss, x, none, options, old=OLD, ref=REF) for x in (POLICY, MOVED))
+        options = FamilyLoss(loss_type, beta=1.0, kl_estimator=kind[:2], use_bias_correction_kl="corrected" in kind)
+        constants = {"old": OLD, "ref": REF, "kl_straight_through": "straight" in kind}
+        on, off = (gradient(expected_policy_loss, x, none, options, **constants) for x in (POLICY, MOVED))
         cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
         table.append([f"{kind}, {loss_type}", *cells])
     on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), FamilyLoss("rloo"))

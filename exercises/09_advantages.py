@@ -10,20 +10,21 @@ group_std and nanstd divide by n - 1. The mean is the group's in all three.
 """
 
 MEAN_AND_STD = """\
-mean = to_groups(rewards, num_generations).nanmean(1)  # of each group
-centred = rewards - mean.repeat_interleave(num_generations)
+group_mean = to_groups(rewards, num_generations).nanmean(1)  # (n / num_generations,)
+centred = rewards - group_mean.repeat_interleave(num_generations)  # (n,)
 if scale_rewards == "none":
     return centred.nan_to_num(0.0)
-group = group_std(rewards, num_generations).repeat_interleave(num_generations)"""
+if scale_rewards == "group":
+    std = group_std(rewards, num_generations).repeat_interleave(num_generations)  # (n,)"""
 TILED = MEAN_AND_STD.replace("repeat_interleave", "repeat")
 COLUMNS = TILED.replace("to_groups(rewards, num_generations).nanmean(1)", "columns.nanmean(1)")
 COLUMNS = COLUMNS.replace("group_std(rewards, num_generations)", "nanstd(columns)")
 
 WRONG = {
     "you divide by n in the variance; TRL's standard deviation has n - 1": (
-        "std = {",
-        "group, n = group * ((num_generations - 1) / num_generations) ** 0.5, len(rewards)\n"
-        "rewards = rewards * ((n - 1) / n) ** 0.5\nstd = {",
+        "return (centred",
+        'n = num_generations if scale_rewards == "group" else len(rewards)\n'
+        "std = std * ((n - 1) / n) ** 0.5\nreturn (centred",
     ),
     "EPSILON is missing: groups that differ by a hair get advantages as large as any": ("(std + EPSILON)", "std"),
     "you take the larger of the deviation and EPSILON; it is added": ("(std + EPSILON)", "std.clamp(min=EPSILON)"),
@@ -32,45 +33,45 @@ WRONG = {
         "(std.square() + EPSILON).sqrt()",
     ),
     "an advantage is the reward less the mean; yours is the mean less the reward": (
-        "centred = rewards - mean.repeat_interleave(num_generations)",
-        "centred = mean.repeat_interleave(num_generations) - rewards",
+        "centred = rewards - group_mean.repeat_interleave(num_generations)",
+        "centred = group_mean.repeat_interleave(num_generations) - rewards",
     ),
     "the baseline is the mean of the group; yours is its median": (").nanmean(1)", ").nanmedian(1).values"),
     "you divide by the variance: the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
     "`repeat` tiles the groups' numbers one after the other; each belongs to neighbours: repeat_interleave": [
-        ("mean.repeat_interleave(", "mean.repeat("),
+        ("group_mean.repeat_interleave(", "group_mean.repeat("),
         ("num_generations).repeat_interleave(num_generations)", "num_generations).repeat(num_generations)"),
         (MEAN_AND_STD, TILED),
     ],
     "the completions of a group are neighbours: view(-1, num_generations), not view(num_generations, -1)": [
-        ("mean = to", "num_generations = max(1, len(rewards) // num_generations)\nmean = to"),
+        ("group_mean = to", "num_generations = max(1, len(rewards) // num_generations)\ngroup_mean = to"),
         (MEAN_AND_STD, "columns = rewards.view(num_generations, -1).T\n" + COLUMNS),
     ],
     "the mean is the batch's; completions are compared with their group": (
-        "mean.repeat_interleave(num_generations)",
+        "group_mean.repeat_interleave(num_generations)",
         "rewards.nanmean()",
     ),
     "also with \"batch\" the mean is the group's; only the deviation is the batch's": (
-        "std = {",
-        'centred = rewards - rewards.nanmean() if scale_rewards == "batch" else centred\nstd = {',
+        'if scale_rewards == "group":',
+        'if scale_rewards == "batch":\n    centred = rewards - rewards.nanmean()\nif scale_rewards == "group":',
     ),
     'with "batch" the deviation is of the rewards; yours is of the centred ones': (
-        "nanstd(rewards)}",
-        "nanstd(centred)}",
+        "nanstd(rewards)",
+        "nanstd(centred)",
     ),
     '"none" divides by nothing; you divide always': (
         'if scale_rewards == "none":\n    return centred.nan_to_num(0.0)',
         'scale_rewards = scale_rewards.replace("none", "group")',
     ),
     "a reward of NaN counts as 0 in your means; it counts in none": (
-        "mean = to",
-        "rewards = rewards.nan_to_num(0.0)\nmean = to",
+        "group_mean = to",
+        "rewards = rewards.nan_to_num(0.0)\ngroup_mean = to",
     ),
     "one NaN makes its whole group NaN: leave it out of the mean": (").nanmean(1)", ").mean(1)"),
     "torch's std makes a group with one NaN NaN: leave it out, as group_std and nanstd do": (
-        "std = {",
-        "group = to_groups(rewards, num_generations).std(1).repeat_interleave(num_generations)\n"
-        "nanstd = lambda rewards: rewards.std()\nstd = {",
+        "return (centred",
+        'std = rewards.std()\nif scale_rewards == "group":\n'
+        "    std = to_groups(rewards, num_generations).std(1).repeat_interleave(num_generations)\nreturn (centred",
     ),
     "the advantage of a reward of NaN is 0; yours is NaN": (
         "(centred / (std + EPSILON)).nan_to_num(0.0)",

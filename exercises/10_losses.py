@@ -13,13 +13,10 @@ per-token losses that are 0 outside the mask, the mask, and the counts of the wh
 
 WRONG = {
     "without detach the ratio is 1 with no gradient: nothing is learned": (
-        "per_token_logps.detach() if",
-        "per_token_logps if",
+        "= per_token_logps.detach()",
+        "= per_token_logps",
     ),
-    "old is given: you take the present one always, so the ratio is 1": (
-        "per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
-        "per_token_logps.detach()",
-    ),
+    "old is given: you take the present one always, so the ratio is 1": ("if old_per_token_logps is None:", "if True:"),
     'importance_sampling_level is ignored: with "sequence" a row has one ratio': (
         "options.importance_sampling_level",
         '"token"',
@@ -27,9 +24,12 @@ WRONG = {
     "GSPO's ratio is the mean of a row's log ratios, exponentiated; yours is their sum": (
         "options.importance_sampling_level)",
         'options.importance_sampling_level)\nif options.importance_sampling_level == "sequence":\n'
-        "    ratio = ((per_token_logps - old) * mask).sum(-1, keepdim=True).exp()",
+        "    ratio = (log_ratio * mask).sum(-1, keepdim=True).exp()",
     ),
-    "the ratio is turned around: present over old": ("per_token_logps - old,", "old - per_token_logps,"),
+    "the ratio is turned around: present over old": (
+        "per_token_logps - old_per_token_logps",
+        "old_per_token_logps - per_token_logps",
+    ),
     "tokens that do not count are in the sum: multiply by the mask": ("(per_token_loss * mask,", "(per_token_loss,"),
     "you divide by all columns, padding too: a mean over what the mask leaves, by the counts": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
@@ -54,7 +54,7 @@ WRONG = {
     "beta is missing: the KL weighs 1": ("options.beta * kl\n", "kl\n"),
     "the KL is to pi_old; it is to the reference": (
         "kl_term(per_token_logps, ref_per_token_logps,",
-        "kl_term(per_token_logps, old,",
+        "kl_term(per_token_logps, old_per_token_logps,",
     ),
     "the correction of the KL by the ratio is missing (use_bias_correction_kl)": (
         "correct_kl(kl, ratio, options)",
@@ -89,7 +89,7 @@ WRONG = {
         '    counts.max_completion_length / mask.shape[1] if options.loss_type == "dr_grpo" else 1\n)',
     ),
     "the metrics are missing: those of the term, and kl": ("loss = AVERAGES", "metrics = {}\nloss = AVERAGES"),
-    'metrics has no "kl"': ('metrics["kl"] = kl = correct_kl', "kl = correct_kl"),
+    'metrics has no "kl"': ('    metrics["kl"] = kl\n', ""),
     "this is the reward's direction: the loss is its negative": (
         "loss = AVERAGES[options.loss_type](per_token_loss",
         "loss = AVERAGES[options.loss_type](-per_token_loss",

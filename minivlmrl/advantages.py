@@ -28,12 +28,16 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     """
     if num_generations == 1 and scale_rewards != "none":
         raise ValueError("num_generations is 1: one completion has no standard deviation; use 2")
-    mean = to_groups(rewards, num_generations).nanmean(1)  # of each group
-    centred = rewards - mean.repeat_interleave(num_generations)
+    group_mean = to_groups(rewards, num_generations).nanmean(1)  # (n / num_generations,)
+    centred = rewards - group_mean.repeat_interleave(num_generations)  # (n,)
     if scale_rewards == "none":
         return centred.nan_to_num(0.0)
-    group = group_std(rewards, num_generations).repeat_interleave(num_generations)
-    std = {"group": group, "batch": nanstd(rewards)}[scale_rewards]
+    if scale_rewards == "group":
+        std = group_std(rewards, num_generations).repeat_interleave(num_generations)  # (n,)
+    elif scale_rewards == "batch":
+        std = nanstd(rewards)  # one number
+    else:
+        raise ValueError(f"scale_rewards is {scale_rewards!r}; known are group, batch, none")
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 

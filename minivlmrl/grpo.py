@@ -3,7 +3,8 @@
     rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
-longest in a micro-batch. Left out: the paper's outer loop. More is in algorithms/grpo_family.py.
+longest in a micro-batch. The paper's outer loop (a new reference every few hundred steps) is left
+out; RLOO, DAPO's sampling and corrections are in algorithms/grpo_family.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,10 +67,14 @@ class GRPO:
         self, policy: nn.Module, processor: Processor, sample: Sampler,
         rewards: dict[Callable, float], config: GRPOConfig, world, reference=None,
     ):  # fmt: skip
-        self.policy, self.processor, self.sample = policy, processor, sample
+        self.policy = policy
+        self.processor = processor
+        self.sample = sample
         self.rewards = list(rewards)
         self.reward_weights = torch.tensor(list(rewards.values()))
-        self.config, self.world, self.reference = config, world, reference
+        self.config = config
+        self.world = world
+        self.reference = reference
 
     def steps(self, batches: Iterable[Sequence[Row]]) -> Iterator[Step]:
         """Yield optimizer steps: each draw of rows is a rollout, which is trained on in parts."""
@@ -77,10 +82,11 @@ class GRPO:
             rollout = self.roll_out(rows)
             size = len(rollout.rows) // self.config.steps_per_generation
             parts = [range(i, i + size) for i in range(0, len(rollout.rows), size)]
-            steps = list(zip(self.prepare(rollout, parts), parts, strict=True))
-            steps *= self.config.num_iterations
-            for number, (micro_batches, part) in enumerate(steps, start=1):
-                yield Step(micro_batches, rollout.metrics, number == len(steps), rollout, part)
+            one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
+            all_passes = one_pass * self.config.num_iterations
+            for number, (micro_batches, part) in enumerate(all_passes, start=1):
+                ends_rollout = number == len(all_passes)
+                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, part)
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions of each row and ask the rewards about them."""
@@ -115,7 +121,8 @@ class GRPO:
 
         advantages (n,) are None where they are computed later, from the micro-batches.
         """
-        G, device = self.config.num_generations, self.world.device
+        G = self.config.num_generations
+        device = self.world.device
         completions = [completion for group in rollout.completions for completion in group]  # n
         # a loss divides by all that was written, also by rows that `teaching` leaves out below
         written = [c.written for c in completions[part.start * G : part.stop * G]]
@@ -123,7 +130,8 @@ class GRPO:
         counts = Counts(*totals, self.sample.sampling.max_new_tokens)
         batches = []
         for rows in self.split(rollout, part):
-            rows = rows if advantages is None else self.teaching(rows, advantages)
+            if advantages is not None:
+                rows = self.teaching(rows, advantages)
             groups = [(i, list(group)) for i, group in groupby(rows, key=lambda row: row // G)]
             prompts = [rollout.prompts[i] for i, _ in groups]
             answers = [[completions[row] for row in group] for _, group in groups]
@@ -131,14 +139,16 @@ class GRPO:
             batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
             logps = torch.cat([completions[row].logps for row in rows])
             batch.sampler_logps = group.pad(logps.to(device))
-            batch.advantages = None if advantages is None else advantages[rows].to(device)
+            if advantages is not None:
+                batch.advantages = advantages[rows].to(device)
             self.add_logps(batch)
             batches.append(batch)
         return batches
 
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:
         """Cut prompts into micro-batches: for each the indices of its completions, below n."""
-        G, size = self.config.num_generations, self.config.micro_batch_size
+        G = self.config.num_generations
+        size = self.config.micro_batch_size
         starts = range(part.start, part.stop, size)
         return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
 

@@ -13,7 +13,7 @@ SAPO, ...) is in objectives/policy_losses.py.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -31,15 +31,22 @@ class PolicyLoss:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see kl_term
     use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
 
+    loss_types = ("grpo", "dapo", "dr_grpo")
+    levels = ("token", "sequence")
+
     def __post_init__(self):
-        for name, least in (("epsilon_low", 0), ("epsilon_high", self.epsilon_low), ("beta", 0)):
-            if not getattr(self, name) >= least:  # refuses NaN too
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
-        for name in ("loss_type", "importance_sampling_level", "kl_estimator"):
-            known = get_args(get_type_hints(type(self))[name])  # of the Literal
-            if (value := getattr(self, name)) not in known:
-                hint = "; GSPO is importance_sampling_level='sequence'" * (value == "gspo")
-                raise ValueError(f"{name} is {value!r}; known are {', '.join(known)}{hint}")
+        if not self.epsilon_low >= 0:  # "not >=" refuses NaN too
+            raise ValueError(f"epsilon_low is {self.epsilon_low}, it must be at least 0")
+        if not self.epsilon_high >= self.epsilon_low:
+            least = self.epsilon_low
+            raise ValueError(f"epsilon_high is {self.epsilon_high}, it must be at least {least}")
+        if not self.beta >= 0:
+            raise ValueError(f"beta is {self.beta}, it must be at least 0")
+        if self.loss_type == "gspo":
+            raise ValueError("loss_type is 'gspo'; GSPO is importance_sampling_level='sequence'")
+        check_known("loss_type", self.loss_type, self.loss_types)
+        check_known("importance_sampling_level", self.importance_sampling_level, self.levels)
+        check_known("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
 
 
 @dataclass
@@ -80,14 +87,19 @@ def grpo_loss(
     """
     if len(advantages) != len(mask):
         raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
-    options, counts = options or PolicyLoss(), counts or counts_of(mask)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B, 1) or (B, T)
-    old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
-    ratio = importance_ratio(per_token_logps - old, mask, options.importance_sampling_level)
+    options = options or PolicyLoss()
+    counts = counts or counts_of(mask)
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]  # (B, 1), else (B, T)
+    if old_per_token_logps is None:
+        old_per_token_logps = per_token_logps.detach()
+    log_ratio = per_token_logps - old_per_token_logps  # (B, T)
+    ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
     per_token_loss, metrics = clipped(ratio, advantages, options)
     if options.beta:
         kl = kl_term(per_token_logps, ref_per_token_logps, options.kl_estimator)
-        metrics["kl"] = kl = correct_kl(kl, ratio, options)
+        kl = correct_kl(kl, ratio, options)
+        metrics["kl"] = kl
         per_token_loss = per_token_loss + options.beta * kl
     loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
@@ -95,7 +107,9 @@ def grpo_loss(
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """token: r_t = pi(o_t) / pi_old(o_t), (B, T). sequence: (prod_t r_t)^(1/|o|), (B, 1)."""
-    return log_ratio.exp() if level == "token" else row_mean(log_ratio, mask).exp()  # GSPO eq. 7
+    if level == "token":
+        return log_ratio.exp()
+    return row_mean(log_ratio, mask).exp()  # GSPO eq. 7
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
@@ -104,8 +118,11 @@ def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Ten
     high = 1 + options.epsilon_high
     at_low = (ratio < low) & (advantages < 0)
     at_high = (ratio > high) & (advantages > 0)
-    metrics = {"clip_ratio/low_mean": at_low, "clip_ratio/high_mean": at_high}
-    metrics["clip_ratio/region_mean"] = at_low | at_high
+    metrics = {
+        "clip_ratio/low_mean": at_low,
+        "clip_ratio/high_mean": at_high,
+        "clip_ratio/region_mean": at_low | at_high,
+    }
     return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
@@ -126,20 +143,30 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     d = ref_logps - logps
     if estimator == "k1":
         return -d
-    return 0.5 * d.square() if estimator == "k2" else d.exp() - d - 1
+    if estimator == "k2":
+        return 0.5 * d.square()
+    return d.exp() - d - 1
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, options: PolicyLoss) -> Tensor:
     """Weigh k1 and k3 with the ratio: they then have the token KL's gradient, off-policy too."""
     if not options.use_bias_correction_kl:
         return kl
-    return kl * (ratio.detach() if options.kl_estimator == "k2" else ratio)  # k2 already has it
+    if options.kl_estimator == "k2":  # it has that gradient already
+        return kl * ratio.detach()
+    return kl * ratio
 
 
-AVERAGES = {  # loss_type: (per-token losses, 0 outside the mask; mask; Counts) -> scalar
-    "grpo": lambda x, mask, n: (x.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / n.sequences,  # rows
-    "dapo": lambda x, mask, n: x.sum() / n.tokens,  # all tokens of the step weigh the same
-    "dr_grpo": lambda x, mask, n: x.sum() / (n.sequences * max_length(n)),  # no length bias
+# loss_type: (per-token terms, 0 outside the mask; mask; Counts) -> scalar
+AVERAGES = {
+    # each row by its own length, then by the number of rows
+    "grpo": lambda terms, mask, counts: (
+        (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / counts.sequences
+    ),
+    # all tokens of the step weigh the same
+    "dapo": lambda terms, mask, counts: terms.sum() / counts.tokens,
+    # no length bias: the divisor does not depend on what was written
+    "dr_grpo": lambda terms, mask, counts: terms.sum() / (counts.sequences * max_length(counts)),
 }
 
 
@@ -162,5 +189,14 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over tokens that count of a (B, T) tensor, over rows of a (B, 1) one."""
-    x = x.double() if x.dtype == torch.bool else x  # shares of micro-batches add up exactly
-    return x.mean() if x.shape[1] == 1 else (x * mask).sum() / mask.sum().clamp(min=1)
+    if x.dtype == torch.bool:
+        x = x.double()  # shares of micro-batches add up exactly
+    if x.shape[1] == 1:
+        return x.mean()
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def check_known(name: str, value: str, known):
+    """Refuse a name that is not among the known ones (ValueError)."""
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; known are {', '.join(known)}")

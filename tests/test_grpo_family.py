@@ -113,7 +113,7 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
         rollout = GRPOStage.roll_out(run.algorithm, next(run.batches))
-        assert sum(group[-1] for group in run.algorithm.all_groups(rollout)) == teaching
+        assert sum(group.differs for group in run.algorithm.all_groups(rollout)) == teaching
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])

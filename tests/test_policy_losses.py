@@ -16,6 +16,7 @@ from minivlmrl.objectives.policy_losses import (
     FamilyLoss,
     family_kl,
     policy_loss,
+    policy_terms,
     rollout_importance_ratio,
     top_entropy_threshold,
 )
@@ -26,11 +27,12 @@ NAN = float("nan")
 
 
 def test_options_have_the_names_and_defaults_of_trl(trl):
-    """But for epsilon, which is epsilon_low here, and two options of the KL that TRL does not have."""
+    """But for epsilon, which is epsilon_low here, tensors, and two options of the KL that TRL does not have."""
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
     ours = {field.name: field.default for field in fields(FamilyLoss)}
-    assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through"}
+    ours |= {name: value for name, value in policy_terms.__kwdefaults__.items() if "per_token" not in name}
+    assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through", "importance_sampling_ratio"}
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
 
 
@@ -62,8 +64,8 @@ def kl(estimator, straight_through):
     """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     ref = torch.full((2, 2), log(0.25), dtype=torch.float64)
-    options = FamilyLoss(kl_estimator=estimator, kl_straight_through=straight_through, use_bias_correction_kl=False)
-    value = family_kl(logps, ref, torch.ones(2, 2), options)
+    options = FamilyLoss(kl_estimator=estimator, use_bias_correction_kl=False)
+    value = family_kl(logps, ref, torch.ones(2, 2), options, straight_through)
     return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 
 

@@ -41,8 +41,9 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
-    options = DPOLoss(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
-    loss, _ = dpo_loss(logps, options=options, **batch)
+    loss, _ = dpo_loss(
+        logps, options=DPOLoss(f_divergence_type="alpha_divergence"), f_alpha_divergence_coef=3.0, **batch
+    )
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
 
 

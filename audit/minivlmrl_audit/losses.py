@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from minivlmrl.objectives.policy_losses import FamilyLoss
-from minivlmrl.objectives.preference_losses import DPOLoss
 from minivlmrl_audit.audit import Cause, explain, fits, where
 from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.options import DPOOptions, PolicyOptions
 from minivlmrl_audit.stages import loss
 
-OPTIONS = {"grpo": FamilyLoss, "dpo": DPOLoss}  # of a kind, as the audit takes them
+OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions}  # of a kind, as the audit takes them
 SEARCHES = 3  # for a mistake that explains cases: each takes seconds
 TIED = 4  # names that give the same numbers: as many are printed
 

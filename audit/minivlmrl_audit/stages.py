@@ -13,16 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl.losses import Counts
-from minivlmrl.objectives.policy_losses import (
-    AVERAGES,
-    FamilyLoss,
-    kept_tokens,
-    mean_entropy,
-    policy_terms,
-)
-from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss, sft_loss
+from minivlmrl.objectives.policy_losses import AVERAGES, kept_tokens, mean_entropy, policy_terms
+from minivlmrl.objectives.preference_losses import dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import first, piece, shown_as
+from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 Loss = tuple[Tensor, Tensor]
@@ -249,7 +244,7 @@ def policy(
         terms = [policy(d, part, lp, entropies, mask, rest | more) for more in ({}, flipped, free)]
         (low, unit), (high, _), (unclipped, _) = terms
         return low + high - unclipped, unit
-    asked = FamilyLoss(**d.about.get("loss", {}))
+    asked = PolicyOptions(**d.about.get("loss", {}))
     o = changed(asked, change)
     flip = -1.0 if change.get("flip") else 1.0
     times = piece(d, change, "policy term", 1.0)
@@ -270,7 +265,7 @@ def policy(
     kept = piece(d, change, "kept", kept, after=d.completion[part].double(), **names)
     constants = {"old_per_token_logps": old, "ref_per_token_logps": ref, "kept": kept}
     constants |= {"sampling_per_token_logps": sampler, "importance_sampling_ratio": ratio}
-    x, _ = policy_terms(lp, a * flip * bool(times), level, o, **constants)
+    x, _ = policy_terms(lp, a * flip * bool(times), level, o, **constants, **arguments(o))
     names = {"lp": lp, "old": old, "r": ref, "beta": o.beta}
     x = piece(d, change, "terms", x * flip * (times or 1.0) * mask[part], at=(part,), **names)
     divide = other_mask(d, mask, change, "divide")
@@ -290,10 +285,10 @@ def preference(d: Dump, part: Tensor, lp: Tensor, _, mask: Tensor, change: dict)
     names = "chosen", "rejected", "reference of chosen", "reference of rejected"
     times = lp.new_tensor([piece(d, change, name, 1.0) for name in names]).view(2, 2, 1)
     squares = d.get("log_sum_sq_probs")
-    options = changed(DPOLoss(**d.about.get("loss", {})), change)
+    options = changed(DPOOptions(**d.about.get("loss", {})), change)
     more = {"ref_per_token_logps": ref * times[1], "counts": counts(d, order, mask, change, each=2)}
     more["log_sum_sq_probs"] = None if squares is None else squares[index]
-    value, _ = dpo_loss(lp[index] * times[0], mask[index], options, **more)
+    value, _ = dpo_loss(lp[index] * times[0], mask[index], options, **more, **arguments(options))
     return value, value.detach().abs() + 1e-2
 
 

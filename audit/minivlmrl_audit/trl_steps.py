@@ -20,9 +20,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from minivlmrl.objectives.policy_losses import FamilyLoss
-from minivlmrl.objectives.preference_losses import DPOLoss
 from minivlmrl_audit import dump
+from minivlmrl_audit.options import DPOOptions, PolicyOptions
 
 ROLLOUT = (
     *("num_generations", "scale_rewards", "reward_weights", "multi_objective_aggregation"),
@@ -67,7 +66,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
     config = vars(trainer.args)
-    loss = {name: config[name] for name in DPOLoss.__dataclass_fields__ if name in config}
+    loss = {name: config[name] for name in DPOOptions.__dataclass_fields__ if name in config}
     types = getattr(trainer, "loss_types", config["loss_type"])
     loss["loss_type"] = [types] if isinstance(types, str) else list(types)
     loss = {name: getattr(x, "value", x) for name, x in loss.items()}  # of enumerations, up to 0.28
@@ -93,7 +92,7 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     has["scale_rewards"] = SCALES.get(has["scale_rewards"], has["scale_rewards"])
     if not hasattr(a, "epsilon"):
         has["loss_type"] = "grpo"
-    loss = {name: x for name, x in has.items() if name in FamilyLoss.__dataclass_fields__}
+    loss = {name: x for name, x in has.items() if name in PolicyOptions.__dataclass_fields__}
     high = has["epsilon"] if has["epsilon_high"] is None else has["epsilon_high"]
     loss |= {"epsilon_low": has["epsilon"], "epsilon_high": high}
     about = {"kind": "grpo", "loss": loss} | {name: has.get(name) for name in ROLLOUT}

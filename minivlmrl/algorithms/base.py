@@ -1,6 +1,6 @@
 """What the loop of train.py asks of an algorithm, and the options that all have."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,12 +28,6 @@ class TrainingConfig:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
 
 
-def loss_options(kind: type, config, **changed):
-    """Make a loss' options of what a section of a recipe has; the others keep their defaults."""
-    values = {field.name: getattr(config, field.name, field.default) for field in fields(kind)}
-    return kind(**values | changed)
-
-
 class Algorithm:
     """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
 
@@ -44,8 +38,12 @@ class Algorithm:
     steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
 
     def __init__(self, run, model: nn.Module, processor: Processor, world: World):
-        self.run, self.config, self.world = run, getattr(run, self.stage), world
-        self.policy, self.processor, self.trained = model, processor, model
+        self.run = run
+        self.config = getattr(run, self.stage)
+        self.world = world
+        self.policy = model
+        self.trained = model
+        self.processor = processor
         select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
         self.reference = Reference(model) if self.has_reference(self.config) else None
 
@@ -65,8 +63,10 @@ class Algorithm:
 
     def modules(self) -> dict[str, nn.Module]:
         """List all that has weights which a resumed run needs."""
-        reference = {} if self.reference is None else {"reference": self.reference.model}
-        return {"policy": self.policy} | reference
+        modules = {"policy": self.policy}
+        if self.reference is not None:
+            modules["reference"] = self.reference.model
+        return modules
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""

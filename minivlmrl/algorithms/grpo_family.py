@@ -6,7 +6,7 @@ book's options both compute the same.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from minivlmrl import losses
 from minivlmrl.advantages import combine, group_advantages, group_std
-from minivlmrl.algorithms.base import loss_options
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
@@ -23,18 +22,17 @@ from minivlmrl.objectives.baselines import leave_one_out, normalize_then_sum
 from minivlmrl.objectives.policy_losses import (
     CorrectionMode,
     FamilyLoss,
-    FamilySection,
     policy_loss,
     rollout_importance_ratio,
     top_entropy_threshold,
 )
-from minivlmrl.rows import Row
+from minivlmrl.rows import Completion, Row
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
 @dataclass
-class FamilyConfig(GRPOConfig, FamilySection):
+class FamilyConfig(GRPOConfig, FamilyLoss):
     """Options of the section `grpo`: the book's and these."""
 
     rollout_correction: CorrectionMode | None = None  # of the sampler's mismatch
@@ -75,6 +73,22 @@ class FamilyBatch(MicroBatch):
     num_entropy_tokens: float | None = None  # ... and how many tokens reach it
 
 
+@dataclass
+class Group:
+    """The completions of a row, as ranks send them to each other."""
+
+    index: int  # of the row in the dataset
+    key: str  # of the row, by which its completions were drawn
+    completions: list[Completion]  # G
+    rewards: Tensor  # (G, K)
+    differs: bool  # they earned different rewards, so they teach something
+
+    @property
+    def position(self) -> int:
+        """Its place in the order in which rows were drawn: a key ends with it."""
+        return int(self.key.rpartition("/")[2])
+
+
 class Family(GRPOStage):
     """GRPO with every option of FamilyConfig."""
 
@@ -83,9 +97,9 @@ class Family(GRPOStage):
     def __init__(self, *args):
         super().__init__(*args)
         self.rloo = self.config.loss_type == "rloo"
-        # of rloo the KL is in the reward
-        beta = 0.0 if self.rloo else self.config.beta
-        self.options = loss_options(FamilyLoss, self.config, beta=beta)
+        self.options = self.config
+        if self.rloo:
+            self.options = replace(self.config, beta=0.0)  # its KL is in the reward
         self.gdpo = self.config.multi_objective_aggregation == "normalize_then_sum"
         self.rounds = 1  # draws of rows that the present rollout took
 
@@ -99,43 +113,47 @@ class Family(GRPOStage):
         self.rounds = 1
         if self.config.max_num_gen_batches == 1:
             return rollout
-        groups = self.all_groups(rollout)
         count = len(rollout.rows) * self.world.size
-        while (
-            sum(alive for *_, alive in groups) < count
-            and self.rounds < self.config.max_num_gen_batches
-        ):
-            groups = groups + self.all_groups(super().roll_out(next(self.batches)))
+        groups = self.all_groups(rollout)
+        while self.rounds < self.config.max_num_gen_batches:
+            if sum(group.differs for group in groups) >= count:
+                break
+            groups += self.all_groups(super().roll_out(next(self.batches)))
             self.rounds += 1
-        # the first ones with different rewards
-        kept = sorted(groups, key=lambda group: not group[-1])[:count]
-        per_step = count // self.steps_per_rollout
-        steps = (kept[i : i + per_step] for i in range(0, count, per_step))
-        local = [g for step in steps for g in self.world.share(step)]
-        rows, completions, rewards, _ = zip(*local, strict=True)
-        rows = [self.batches.noted(*self.batches.make(*row)) for row in rows]
-        prompts = [row.prompt(self.processor) for row in rows]
-        return Rollout(rows, prompts, list(completions), torch.cat(rewards))
+        return self.keep(groups, count)
 
-    def all_groups(self, rollout: Rollout) -> list[tuple]:
-        """Gather all groups by row: row, completions, rewards (G, K), whether these differ."""
+    def all_groups(self, rollout: Rollout) -> list[Group]:
+        """Gather the groups of all ranks, in the order in which their rows were drawn."""
         G = self.config.num_generations
         judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
         differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)
-        rows = [(row.index, row.key) for row in rollout.rows]
-        rewards = rollout.rewards.split(G)
-        for completion in chain(*rollout.completions):
-            completion.environment = None  # it has been asked, and may not be sent
-        local = list(zip(rows, rollout.completions, rewards, differs.tolist(), strict=True))
-        groups = [group for groups in self.world.gather_objects(local) for group in groups]
-        # a key ends with the position
-        return sorted(groups, key=lambda group: int(group[0][1].rpartition("/")[2]))
+        columns = rollout.rows, rollout.completions, rollout.rewards.split(G), differs.tolist()
+        local = []
+        for row, completions, rewards, differ in zip(*columns, strict=True):
+            for completion in completions:
+                completion.environment = None  # it has been asked, and may not be sent
+            local.append(Group(row.index, row.key, completions, rewards, differ))
+        groups = chain(*self.world.gather_objects(local))
+        return sorted(groups, key=lambda group: group.position)
+
+    def keep(self, groups: list[Group], count: int) -> Rollout:
+        """Make a rollout of `count` groups: the first whose rewards differ, then the others."""
+        kept = sorted(groups, key=lambda group: not group.differs)[:count]
+        per_step = count // self.steps_per_rollout
+        local = []  # this rank's share of each optimizer step
+        for start in range(0, count, per_step):
+            local += self.world.share(kept[start : start + per_step])
+        rows = [self.batches.noted(*self.batches.make(group.index, group.key)) for group in local]
+        prompts = [row.prompt(self.processor) for row in rows]
+        completions = [group.completions for group in local]
+        return Rollout(rows, prompts, completions, torch.cat([group.rewards for group in local]))
 
     def shaped(self, rollout: Rollout) -> Tensor:
         """Sum the rewards of this rank, (n,), after overlong shaping."""
         rewards = combine(rollout.rewards, self.reward_weights)
         if self.config.soft_punish_cache:
-            limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
+            limit = self.run.sampling.max_new_tokens
+            cache = self.config.soft_punish_cache
             lengths = [len(c.ids) for group in rollout.completions for c in group]
             punished = [soft_overlong_punishment(n, limit, cache) for n in lengths]
             rewards = rewards + torch.tensor(punished)
@@ -152,9 +170,14 @@ class Family(GRPOStage):
         if config.rollout_correction:
             low, high = config.rollout_correction_bounds
             for batch in batches:
-                logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
-                ratio = rollout_importance_ratio(*logps, config.rollout_correction, high, low)
-                batch.importance_sampling_ratio = ratio
+                batch.importance_sampling_ratio = rollout_importance_ratio(
+                    batch.old_per_token_logps,
+                    batch.sampler_logps,
+                    batch.loss_mask,
+                    mode=config.rollout_correction,
+                    clip_max=high,
+                    clip_min=low,
+                )
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -178,16 +201,17 @@ class Family(GRPOStage):
         """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
-        every = torch.ones_like(entropies)
+        all_tokens = torch.ones_like(entropies)
         quantile = self.config.top_entropy_quantile
-        threshold = top_entropy_threshold(entropies, every, quantile)
+        threshold = top_entropy_threshold(entropies, all_tokens, quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[FamilyBatch]]:
         """Make advantages, then micro-batches; RLOO's KL needs these first."""
-        config, G = self.config, self.config.num_generations
+        config = self.config
+        G = config.num_generations
         rewards = self.world.all_gather(rollout.rewards)
         total = self.world.all_gather(self.shaped(rollout))
         rollout.metrics = self.metrics(rollout, rewards, total)
@@ -207,11 +231,12 @@ class Family(GRPOStage):
     def prepare_with_kl(self, rollout: Rollout, parts: list[range], rewards: Tensor):
         """Take beta times k1 of its KL from the reward of each completion, for RLOO."""
         steps = [self.micro_batches(rollout, part) for part in parts]
-        batches = [*chain(*steps)]
+        batches = list(chain(*steps))
         kl = []
         for batch in batches:
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
+        # micro-batches may hold completions in another order than the rollout
         order = torch.cat([batch.completion_index for batch in batches]).argsort()
         rewards = rewards - self.config.beta * self.world.all_gather(torch.cat(kl)[order])
         local = self.world.local(leave_one_out(rewards, self.config.num_generations))
@@ -221,10 +246,15 @@ class Family(GRPOStage):
 
     def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = self.logps(batch.group)
-        moves = self.config.num_iterations * self.config.steps_per_generation > 1
+        old_logps = batch.old_per_token_logps
+        if self.config.num_iterations * self.config.steps_per_generation == 1:
+            old_logps = None  # the policy has not moved since
         loss, metrics = policy_loss(
-            *(batch.group.pad(logps), batch.advantages, batch.loss_mask, self.options),
-            old_per_token_logps=batch.old_per_token_logps if moves else None,
+            batch.group.pad(logps),
+            batch.advantages,
+            batch.loss_mask,
+            self.options,
+            old_per_token_logps=old_logps,
             ref_per_token_logps=batch.ref_per_token_logps,
             importance_sampling_ratio=batch.importance_sampling_ratio,
             entropies=batch.group.pad(entropies),
@@ -235,14 +265,18 @@ class Family(GRPOStage):
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
 
-def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world):
-    """Train on the completions that count, (n,) bool; the others are sequences of the step too."""
-    for batch in batches:
-        kept = counts[batch.completion_index].to(batch.loss_mask.device)
-        batch.loss_mask = batch.loss_mask * kept[:, None]
+def train_on(counted: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world):
+    """Train on some completions, (n,) bool; the others are sequences of the step, without tokens.
+
+    Changes loss_mask and counts of `batches`, the micro-batches of the prompts `part`.
+    """
     lengths = torch.tensor([[int(c.written.sum()) for c in group] for group in rollout.completions])
-    tokens = (lengths * counts.view_as(lengths))[part.start : part.stop].sum().item()
-    batches[0].counts.tokens = max(world.sum(tokens)[0], 1)  # one object for all of the step
+    tokens = (lengths * counted.view_as(lengths))[part.start : part.stop].sum().item()
+    counts = replace(batches[0].counts, tokens=max(world.sum(tokens)[0], 1))
+    for batch in batches:
+        kept = counted[batch.completion_index].to(batch.loss_mask.device)
+        batch.loss_mask = batch.loss_mask * kept[:, None]
+        batch.counts = counts
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
@@ -254,4 +288,6 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     free = max_completion_len - soft_punish_cache
     if length <= free:
         return 0.0
-    return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache
+    if length > max_completion_len:
+        return -1.0
+    return (free - length) / soft_punish_cache

@@ -63,7 +63,8 @@ def token_rewards(
     if kl_estimator not in ("k1", "k3"):
         raise ValueError(f"kl_estimator is {kl_estimator!r}; PPO's rewards know k1 and k3")
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.exp() - 1 - log_ref_ratio
-    score_index = mask.sum(1).long() - 1 if score_index is None else score_index
+    if score_index is None:
+        score_index = mask.sum(1).long() - 1  # the last token of each row
     return (-kl_coef * kl).scatter_add(1, score_index[:, None], scores[:, None].to(kl.dtype))
 
 
@@ -106,15 +107,18 @@ def whiten(
     """
     add = all_ranks or (lambda *values: values)
     pairs = list(zip(parts, masks, strict=True))
-    totals = [sum(x.double().sum().item() for x in xs) for xs in ([p * m for p, m in pairs], masks)]
-    total, count = add(*totals)
+    total = sum((part * mask).double().sum().item() for part, mask in pairs)
+    count = sum(mask.double().sum().item() for mask in masks)
+    total, count = add(total, count)
     mean = total / max(count, 1)
-    [squares] = add(sum(((p.double() - mean).square() * m).sum().item() for p, m in pairs))
-    mean, variance = (parts[0].new_tensor(value) for value in (mean, squares / max(count - 1, 1)))
-    return [
-        ((p - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)) * m
-        for p, m in pairs
-    ]
+    squares = sum(((part.double() - mean).square() * mask).sum().item() for part, mask in pairs)
+    [squares] = add(squares)
+    variance = parts[0].new_tensor(squares / max(count - 1, 1))
+
+    mean = parts[0].new_tensor(mean)
+    scale = (variance + 1e-8).rsqrt()
+    kept_mean = 0.0 if shift_mean else mean
+    return [((part - mean) * scale + kept_mean) * mask for part, mask in pairs]
 
 
 @dataclass
@@ -158,23 +162,23 @@ def ppo_loss(
         loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last with one.
     """
-    o = options or PPOLoss()
-    value_mask = mask if value_mask is None else value_mask
-    # 0 for padding: exp of it stays finite
-    log_ratio = (per_token_logps - old_per_token_logps) * mask
+    options = options or PPOLoss()
+    eps = options.cliprange
+    if value_mask is None:
+        value_mask = mask
+    log_ratio = (per_token_logps - old_per_token_logps) * mask  # 0 for padding: exp stays finite
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
+    clipped = -advantages * ratio.clamp(1 - eps, 1 + eps)
     per_token_policy = torch.max(unclipped, clipped)
 
-    moved = values - old_values
-    most = o.cliprange
-    near = old_values + moved.clamp(-most, most)
+    clipped_values = old_values + (values - old_values).clamp(-eps, eps)
     squared = (values - returns).square()
-    squared_near = (near - returns).square()
-    per_token_value = 0.5 * torch.max(squared, squared_near)
+    squared_clipped = (clipped_values - returns).square()
+    per_token_value = 0.5 * torch.max(squared, squared_clipped)
 
-    num_tokens, num_values = (x.sum().clamp(min=1) for x in (mask, value_mask))
+    num_tokens = mask.sum().clamp(min=1)
+    num_values = value_mask.sum().clamp(min=1)
     if counts is not None:
         num_tokens = num_values = max(counts.tokens, 1)
     policy_loss = (per_token_policy * mask).sum() / num_tokens
@@ -185,10 +189,10 @@ def ppo_loss(
             "value_loss": _mean(per_token_value, value_mask),
             "approx_kl": _mean(0.5 * log_ratio.square(), mask),
             "clip_ratio/policy": _mean(clipped > unclipped, mask),
-            "clip_ratio/value": _mean(squared_near > squared, value_mask),
+            "clip_ratio/value": _mean(squared_clipped > squared, value_mask),
             "ratio": _mean(ratio, mask),
         }
-    return policy_loss + o.vf_coef * value_loss, metrics
+    return policy_loss + options.vf_coef * value_loss, metrics
 
 
 def _mean(value: Tensor, mask: Tensor) -> Tensor:

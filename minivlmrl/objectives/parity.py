@@ -33,23 +33,27 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
         ValueError: no case has these options; it lists what there is.
         AssertionError: names each case that differs, and the known mistakes that explain it.
     """
-    wrong = []
-    steps = []
     count = 0
+    differences = []  # a line for each case that differs
+    steps = []  # and what `mistakes` needs of it
     for case, options, batch, value, slope in cases(kind=kind, **only):
         logps = batch["per_token_logps"].requires_grad_()
-        if getattr(loss := my_loss(batch, options), "shape", None) != ():
-            of = f"a tensor {(*loss.shape,)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"my_loss gave {of}, not one number: a tensor of shape ()")
+        loss = my_loss(batch, options)
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise ValueError(f"my_loss gave {loss!r:.60}, not one number: a tensor of shape ()")
         [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)  # 0 of a detached loss
-        errors = distance(loss.detach(), value), distance(gradient, slope)
+        value_error = distance(loss.detach(), value)
+        gradient_error = distance(gradient, slope)
         count += 1
-        if not max(errors) <= tolerance:
-            of = f"value differs by {errors[0]:.1e}, gradient by {errors[1]:.1e}"
-            wrong.append(f"{case} {options}: {of}")
+        if not max(value_error, gradient_error) <= tolerance:
+            differences.append(
+                f"{case} {options}: "
+                f"value differs by {value_error:.1e}, gradient by {gradient_error:.1e}"
+            )
             steps.append((batch, options, loss.detach(), gradient))
-    head = f"{len(wrong)} of {count} cases differ from TRL"
-    assert not wrong, "\n".join([head, *wrong, *mistakes(steps)])
+    if differences:
+        head = f"{len(differences)} of {count} cases differ from TRL"
+        raise AssertionError("\n".join([head, *differences, *mistakes(steps)]))
     return count
 
 
@@ -59,21 +63,27 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
     ValueError: there is none, and what there is.
     """
     with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
-        names = [*file.keys()]
-        every = json.loads(file.metadata()["cases"])
-        chosen = {  # loss_type of dpo is a list of one
-            case: options
-            for case, options in every.items()
-            if all(key in options and options[key] in (x, [x]) for key, x in only.items())
-        }
+        tensor_names = list(file.keys())
+        recorded = json.loads(file.metadata()["cases"])  # {case: options}
+        chosen = {case: options for case, options in recorded.items() if has(options, only)}
         if not chosen:
-            same = [of for of in every.values() if of["kind"] == only["kind"]] or every.values()
-            there = {key: list(dict.fromkeys(str(of.get(key)) for of in same)) for key in only}
-            raise ValueError(f"no recorded case has {only}; there are {there}")
+            kind = [options for options in recorded.values() if options["kind"] == only["kind"]]
+            known = {}
+            for key in only:
+                values = [str(options.get(key)) for options in kind or recorded.values()]
+                known[key] = list(dict.fromkeys(values))
+            raise ValueError(f"no recorded case has {only}; there are {known}")
         for case, options in chosen.items():
-            tensors = [name for name in names if name.startswith(f"{case}/")]
-            batch = {name.partition("/")[2]: file.get_tensor(name) for name in tensors}
+            batch = {}
+            for name in tensor_names:
+                if name.startswith(f"{case}/"):
+                    batch[name.partition("/")[2]] = file.get_tensor(name)
             yield case, options, batch, batch.pop("loss"), batch.pop("gradient")
+
+
+def has(options: dict, only: dict) -> bool:
+    """Tell whether a case has these options; of dpo loss_type is a list of one."""
+    return all(key in options and options[key] in (x, [x]) for key, x in only.items())
 
 
 def mistakes(steps: list[tuple]) -> list[str]:
@@ -94,5 +104,6 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
         return math.inf
     if not theirs.numel():
         return 0.0
-    gap = (ours - theirs).nan_to_num(0.0).abs().max()
-    return (gap / theirs.nan_to_num(0.0).abs().max().clamp(min=1)).item()
+    difference = (ours - theirs).nan_to_num(0.0).abs().max()
+    scale = theirs.nan_to_num(0.0).abs().max().clamp(min=1)
+    return (difference / scale).item()

@@ -20,28 +20,16 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 @dataclass
-class FamilySection(PolicyLoss):
-    """Options of policy_loss that a recipe sets in its section `grpo`: grpo_loss' and these."""
+class FamilyLoss(PolicyLoss):
+    """Options of policy_loss: those of grpo_loss, and these; a recipe sets them in `grpo`."""
 
     loss_type: LossType = "dapo"  # term and average
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # upper share of entropies that counts
     entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
 
-
-@dataclass
-class FamilyLoss(FamilySection):
-    """All options of policy_loss."""
-
-    delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
-    kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
-    off_policy_mask_threshold: float | None = None  # nats a token: see policy_terms
-    sapo_temperature_pos: float = 1.0  # see sapo_term
-    sapo_temperature_neg: float = 1.05  # for advantages below 0
-    vespo_k_pos: float = 2.0  # see vespo_term
-    vespo_lambda_pos: float = 3.0  # see vespo_term
-    vespo_k_neg: float = 3.0  # for advantages below 0
-    vespo_lambda_neg: float = 2.0  # for advantages below 0
+    loss_types = get_args(LossType)
+    levels = ("token", "sequence", "sequence_token")
 
 
 def policy_loss(
@@ -54,7 +42,7 @@ def policy_loss(
     entropy_threshold: float | Tensor | None = None,
     num_entropy_tokens: float | Tensor | None = None,
     counts: Counts | None = None,
-    **constants,
+    **term_options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of the whole family; with PolicyLoss' own options it equals grpo_loss.
 
@@ -66,18 +54,20 @@ def policy_loss(
         entropy_threshold: of the whole step, see kept_tokens; None: this batch's quantile.
         num_entropy_tokens: tokens that the entropy's mean is over; None: see mean_entropy.
         counts: losses.Counts of the whole step; None: this batch is the step.
-        constants: see policy_terms.
+        term_options: keywords of policy_terms.
     Returns:
         loss; metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
     Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask:
         arXiv 2506.01939; off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
-    options, counts = options or FamilyLoss(), counts or losses.counts_of(mask)
+    options = options or FamilyLoss()
+    counts = counts or losses.counts_of(mask)
     if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ValueError("entropy_coef and top_entropy_quantile need entropies")
     kept = kept_tokens(entropies, mask, options.top_entropy_quantile, entropy_threshold)
-    terms = policy_terms(per_token_logps, advantages, mask, options, kept=kept, **constants)
-    per_token_loss, metrics = terms
+    per_token_loss, metrics = policy_terms(
+        per_token_logps, advantages, mask, options, kept=kept, **term_options
+    )
     loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
     if options.entropy_coef:
         bonus = mean_entropy(entropies, kept, counts, num_entropy_tokens)
@@ -96,6 +86,15 @@ def policy_terms(
     ref_per_token_logps: Tensor | None = None,
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
+    delta: float | None = None,
+    kl_straight_through: bool = False,
+    off_policy_mask_threshold: float | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute what policy_loss averages, losses of tokens (B, T), and metrics.
 
@@ -105,35 +104,49 @@ def policy_terms(
         ref_per_token_logps: (B, T), of the reference; needed with beta.
         sampling_per_token_logps: (B, T), as the sampler recorded them; None: the old ones.
         importance_sampling_ratio: (B, T) or (B, 1), see rollout_importance_ratio.
+        delta: upper bound of the unclipped ratio; keep it over 1 + epsilon_high.
+        kl_straight_through: the KL estimator's value, with the gradient of k2.
+        off_policy_mask_threshold: nats a token; rows with A < 0 whose policy drifted further from
+            the sampler do not count.
+        sapo_..., vespo_...: tau, k and lambda of sapo_term and vespo_term: ..._neg for advantages
+            below 0, ..._pos for those over 0; 0 itself is _neg for sapo and _pos for vespo.
     """
-    logps, old, sampler = per_token_logps, old_per_token_logps, sampling_per_token_logps
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    old = logps.detach() if old is None else old
-    log_ratio = logps - old
-    level = "sequence_sum" if options.loss_type == "rloo" else options.importance_sampling_level
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]  # (B, 1), else (B, T)
+    if old_per_token_logps is None:
+        old_per_token_logps = per_token_logps.detach()
+    log_ratio = per_token_logps - old_per_token_logps  # (B, T)
+    level = options.importance_sampling_level
+    if options.loss_type == "rloo":
+        level = "sequence_sum"
     ratio = importance_ratio(log_ratio, mask, level)
     if options.loss_type == "cispo":
-        per_token_loss, metrics = cispo_term(logps, ratio, advantages, options.epsilon_high)
+        per_token_loss, metrics = cispo_term(
+            per_token_logps, ratio, advantages, options.epsilon_high
+        )
     elif options.loss_type == "sapo":
-        per_token_loss, metrics = sapo_term(ratio, advantages, options)
+        temperature = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
+        per_token_loss, metrics = sapo_term(ratio, advantages, temperature)
     elif options.loss_type == "vespo":
         log_weight = vespo_log_weight(log_ratio.detach(), importance_sampling_ratio, mask)
-        per_token_loss, metrics = vespo_term(logps, log_weight, advantages, options)
+        k = torch.where(advantages >= 0, vespo_k_pos, vespo_k_neg)
+        lam = torch.where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg)
+        per_token_loss, metrics = vespo_term(per_token_logps, log_weight, advantages, k, lam)
     else:
-        per_token_loss, metrics = two_sided(ratio, advantages, options)
-    if options.off_policy_mask_threshold is not None:
-        drift = (old if sampler is None else sampler) - logps.detach()
-        # rows with A < 0 that drifted further do not count
-        near = (
-            losses.row_mean(drift.nan_to_num(0.0), mask) <= options.off_policy_mask_threshold
-        )  # (B, 1)
-        per_token_loss = per_token_loss * ((advantages >= 0) | near)
+        per_token_loss, metrics = two_sided(ratio, advantages, options, delta)
+    if off_policy_mask_threshold is not None:
+        if sampling_per_token_logps is None:
+            sampling_per_token_logps = old_per_token_logps
+        drift = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(0.0)
+        stayed = losses.row_mean(drift, mask) <= off_policy_mask_threshold  # (B, 1)
+        per_token_loss = per_token_loss * ((advantages >= 0) | stayed)
     if options.top_entropy_quantile < 1:
         per_token_loss = per_token_loss * kept
     if importance_sampling_ratio is not None and options.loss_type != "vespo":
         per_token_loss = per_token_loss * importance_sampling_ratio
     if options.beta:
-        metrics["kl"] = kl = family_kl(logps, ref_per_token_logps, ratio, options)
+        kl = family_kl(per_token_logps, ref_per_token_logps, ratio, options, kl_straight_through)
+        metrics["kl"] = kl
         per_token_loss = per_token_loss + options.beta * kl
     return per_token_loss, metrics
 
@@ -149,20 +162,22 @@ def kept_tokens(entropies: Tensor | None, mask: Tensor, quantile: float, thresho
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Compute losses' ratio, GSPO-token's (arXiv 2507.18071 eq. 14) or RLOO's (2402.14740)."""
-    # the value of "sequence", with the gradient of each token's own log-probability
     if level == "sequence_token":
+        # the value of "sequence", with the gradient of each token's own log-probability
         return (losses.row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
     if level == "sequence_sum":  # prod_t r_t, the ratio of whole completions
         return (log_ratio * mask).sum(-1, keepdim=True).exp()
     return losses.importance_ratio(log_ratio, mask, level)
 
 
-def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
+def two_sided(
+    ratio: Tensor, advantages: Tensor, options: FamilyLoss, delta: float | None = None
+) -> tuple[Tensor, dict]:
     """Clip as losses.clipped; delta bounds the unclipped ratio too (INTELLECT-2, 2505.07291)."""
     term, metrics = losses.clipped(ratio, advantages, options)
-    if options.delta is not None:
+    if delta is not None:
         within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
-        term = -torch.min(ratio.clamp(max=options.delta) * advantages, within * advantages)
+        term = -torch.min(ratio.clamp(max=delta) * advantages, within * advantages)
     return term, metrics
 
 
@@ -175,18 +190,15 @@ def cispo_term(
     return -weight * advantages * logps, {"cispo_clip_ratio": cut}
 
 
-def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
+def sapo_term(ratio: Tensor, advantages: Tensor, tau: Tensor) -> tuple[Tensor, dict]:
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate, no clip. SAPO eq. 5 and 6 (2511.20347)."""
-    tau = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
 
 
 def vespo_term(
-    logps: Tensor, log_weight: Tensor, advantages: Tensor, options: FamilyLoss
+    logps: Tensor, log_weight: Tensor, advantages: Tensor, k: Tensor, lam: Tensor
 ) -> tuple[Tensor, dict]:
     """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W of a row. VESPO (2602.10693)."""
-    k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
-    lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
     lam = lam.clamp(min=1e-4)
     phi = (lam + k * log_weight - lam * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
     return -phi * advantages * logps, {"vespo/phi_seq_mean": phi}
@@ -204,30 +216,39 @@ def vespo_log_weight(
     return total.clamp(lowest, highest)
 
 
-def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss) -> Tensor:
-    """Correct the KL; with kl_straight_through its value has k2's gradient (as in verl)."""
+def family_kl(
+    logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss, straight_through: bool
+) -> Tensor:
+    """Correct the KL; with straight_through its value has k2's gradient (as in verl)."""
     kl = losses.kl_term(logps, ref_logps, options.kl_estimator)
-    if not options.kl_straight_through:
+    if not straight_through:
         return losses.correct_kl(kl, ratio, options)
     k2 = losses.kl_term(logps, ref_logps, "k2")
     kl = kl.detach() + k2 - k2.detach()
-    return kl * ratio.detach() if options.use_bias_correction_kl else kl
+    if options.use_bias_correction_kl:
+        kl = kl * ratio.detach()
+    return kl
 
 
-def mean_entropy(entropies: Tensor, kept: Tensor, counts: Counts, over=None) -> Tensor:
-    """Average the entropy of kept tokens, `over` how many; None: by the share of rows, as TRL."""
-    share = kept.sum().clamp(min=1) * counts.sequences / len(kept)
-    return (entropies * kept).sum() / (share if over is None else over)
+def mean_entropy(entropies: Tensor, kept: Tensor, counts: Counts, num_tokens=None) -> Tensor:
+    """Average the entropy over so many kept tokens; None: this batch's, by its share of rows."""
+    if num_tokens is None:  # as in TRL
+        num_tokens = kept.sum().clamp(min=1) * counts.sequences / len(kept)
+    return (entropies * kept).sum() / num_tokens
 
 
 AVERAGES = losses.AVERAGES | {
     # rows' sums: a long row weighs more (arXiv 2602.05261)
-    "luspo": lambda x, mask, n: x.sum() / n.sequences,
+    "luspo": lambda terms, mask, counts: terms.sum() / counts.sequences,
     # token mean of this micro-batch, by its share of rows: depends on the split, in TRL too
-    "bnpo": lambda x, mask, n: x.sum() / mask.sum().clamp(min=1) * (len(mask) / n.sequences),
+    "bnpo": lambda terms, mask, counts: (
+        terms.sum() / mask.sum().clamp(min=1) * (len(mask) / counts.sequences)
+    ),
+    "sapo": losses.AVERAGES["grpo"],
+    "rloo": losses.AVERAGES["grpo"],
+    "cispo": losses.AVERAGES["dapo"],
+    "vespo": losses.AVERAGES["dapo"],
 }
-AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"])
-AVERAGES |= dict.fromkeys(("cispo", "vespo"), AVERAGES["dapo"])
 
 
 def rollout_importance_ratio(
@@ -251,14 +272,19 @@ def rollout_importance_ratio(
     if mode not in CORRECTION_MODES:
         raise ValueError(f"mode is {mode!r}; known are {', '.join(CORRECTION_MODES)}")
     log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
-    ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+    if mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
+    ratio = log_ratio.exp()
     low = clip_min or 0.0
     high = math.inf if clip_max is None else clip_max
-    outside = (ratio < low) | (ratio > high)
-    return ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
+    if mode.endswith("truncate"):
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
     """Find the entropy that this upper share of tokens reaches; infinite for no tokens."""
-    real = entropies.detach()[mask.bool()].float()
-    return torch.quantile(real, 1 - quantile) if len(real) else real.new_tensor(math.inf)
+    counted = entropies.detach()[mask.bool()].float()
+    if not len(counted):
+        return counted.new_tensor(math.inf)
+    return torch.quantile(counted, 1 - quantile)

@@ -19,13 +19,15 @@ from torch.nn.functional import logsigmoid
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOType = Literal["kto", "apo_zero_unpaired"]
 SFTType = Literal["nll", "dft"]
-F_DIVERGENCES, KTO_LOSS_TYPES, SFT_LOSS_TYPES = map(get_args, (Divergence, KTOType, SFTType))
+KTO_LOSS_TYPES = get_args(KTOType)
+SFT_LOSS_TYPES = get_args(SFTType)
+# of DPO_LOSSES, those that are defined for every divergence
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 
 
 @dataclass
-class DPOSection:
-    """Options of dpo_loss that a recipe sets in its section `dpo`."""
+class DPOLoss:
+    """Options of dpo_loss, and of the section `dpo` of a recipe."""
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES
     loss_weights: list[float] | None = None  # None: 1 each; of MPO [0.8, 0.2, 1.0]
@@ -38,10 +40,12 @@ class DPOSection:
     def __post_init__(self):
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
-        names, weights, divergence = self.loss_type, self.loss_weights, self.f_divergence_type
+        names = self.loss_type
+        weights = self.loss_weights
+        divergence = self.f_divergence_type
         if not names or (weights is not None and len(names) != len(weights)):
             raise ValueError(f"loss_type is {names}, loss_weights {weights}: give one for each")
-        _check_known("f_divergence_type", divergence, F_DIVERGENCES)
+        _check_known("f_divergence_type", divergence, get_args(Divergence))
         for name in names:
             _check_known("loss_type", name, DPO_LOSSES)
             if divergence != "reverse_kl" and name not in F_LOSSES:
@@ -56,14 +60,6 @@ class DPOSection:
 
 
 @dataclass
-class DPOLoss(DPOSection):
-    """All options of dpo_loss."""
-
-    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
-    discopop_tau: Annotated[float, "> 0"] = 0.05  # temperature of discopop
-
-
-@dataclass
 class Pairs:
     """What the losses below are made of; (B,) unless a shape is given. f' is that of f_score."""
 
@@ -74,51 +70,64 @@ class Pairs:
     z: Tensor  # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r): u - v for the reverse KL
     mean_margin: Tensor  # d per token of each answer
     sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
+    beta: float  # of DPOLoss
+    e: float  # label_smoothing of DPOLoss
+    discopop_tau: float  # a temperature
 
 
-# name: (pairs, options, e) -> (B,); s is the sigmoid, b beta, e label_smoothing
-DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
+# name: Pairs -> (B,); s is the sigmoid, b beta, e label_smoothing
+DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # -log s(b d). DPO eq. 7 (arXiv 2305.18290)
-    "sigmoid": lambda p, o, e: -logsigmoid(p.z),
+    "sigmoid": lambda pairs: -logsigmoid(pairs.z),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
-    "hinge": lambda p, o, e: torch.relu(1 - p.z),
+    "hinge": lambda pairs: torch.relu(1 - pairs.z),
     # (d - 1 / (2 b))^2, d per token. IPO eq. 17 (2310.12036), length-normalised by its authors
-    "ipo": lambda p, o, e: (p.mean_margin - 1 / (2 * o.beta)).square(),
+    "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
     # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
-    "exo_pair": lambda p, o, e: (
-        p.z.sigmoid() * (logsigmoid(p.z) - math.log(1 - e))
-        + (-p.z).sigmoid() * (logsigmoid(-p.z) - math.log(e))
+    "exo_pair": lambda pairs: (
+        pairs.z.sigmoid() * (logsigmoid(pairs.z) - math.log(1 - pairs.e))
+        + (-pairs.z).sigmoid() * (logsigmoid(-pairs.z) - math.log(pairs.e))
     ),
     # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
-    "nca_pair": lambda p, o, e: (
-        -logsigmoid(o.beta * p.u)
-        - 0.5 * logsigmoid(-o.beta * p.u)
-        - 0.5 * logsigmoid(-o.beta * p.v)
+    "nca_pair": lambda pairs: (
+        -logsigmoid(pairs.beta * pairs.u)
+        - 0.5 * logsigmoid(-pairs.beta * pairs.u)
+        - 0.5 * logsigmoid(-pairs.beta * pairs.v)
     ),
     # DPO unbiased under labels flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
-    "robust": lambda p, o, e: (-(1 - e) * logsigmoid(p.z) + e * logsigmoid(-p.z)) / (1 - 2 * e),
+    "robust": lambda pairs: (
+        (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e)
+    ),
     # -log s(b u) - log s(-b v): both answers apart. BCO (arXiv 2404.04656), no running mean
-    "bco_pair": lambda p, o, e: -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v),
+    "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
-    "sppo_hard": lambda p, o, e: (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square(),
+    "sppo_hard": lambda pairs: (
+        (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square()
+    ),
     # DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)
-    "aot": lambda p, o, e: smoothed(
-        o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), e
+    "aot": lambda pairs: smoothed(
+        pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
     # DPO between sorted chosen and sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
-    "aot_unpaired": lambda p, o, e: smoothed(o.beta * (p.u.sort().values - p.v.sort().values), e),
+    "aot_unpaired": lambda pairs: smoothed(
+        pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e
+    ),
     # 1 - s(b u) + s(b v): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)
-    "apo_zero": lambda p, o, e: 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid(),
+    "apo_zero": lambda pairs: (
+        1 - (pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid()
+    ),
     # s(b u) + 1 - s(b (u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)
-    "apo_down": lambda p, o, e: (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid(),
+    "apo_down": lambda pairs: (
+        (pairs.beta * pairs.u).sigmoid() + 1 - (pairs.beta * (pairs.u - pairs.v)).sigmoid()
+    ),
     # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
-    "discopop": lambda p, o, e: torch.lerp(
-        -logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()
+    "discopop": lambda pairs: torch.lerp(
+        -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
     # token mean of -log pi of chosen answers, equal for all pairs. Third part of MPO (2411.10442)
-    "sft": lambda p, o, e: p.sft_loss,
+    "sft": lambda pairs: pairs.sft_loss,
     # -log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)
-    "sigmoid_norm": lambda p, o, e: -logsigmoid(o.beta * p.mean_margin),
+    "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
 
@@ -129,6 +138,8 @@ def dpo_loss(
     *,
     ref_per_token_logps: Tensor,
     log_sum_sq_probs: Tensor | None = None,
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Optimize preferences directly, with any of 15 losses or a weighted sum of several.
@@ -141,6 +152,8 @@ def dpo_loss(
         ref_per_token_logps: (B, 2, T), a constant.
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for
             use_weighting.
+        f_alpha_divergence_coef: alpha of alpha_divergence.
+        discopop_tau: temperature of discopop, over 0.
         counts: `tokens` are the chosen ones, for sft.
     Returns:
         loss; metrics: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
@@ -149,41 +162,57 @@ def dpo_loss(
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
         equals DPOTrainer._compute_loss of TRL 1.16.
     """
-    o = options or DPOLoss()
-    if log_sum_sq_probs is None and o.use_weighting:
+    options = options or DPOLoss()
+    if log_sum_sq_probs is None and options.use_weighting:
         raise ValueError("use_weighting needs log_sum_sq_probs")
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
         raise ValueError("an answer has no tokens: drop the pair, or cut less")
     B = len(mask)
     num_pairs = B
-    tokens = lengths[:, 0].sum()
+    num_tokens = lengths[:, 0].sum()
     if counts is not None:
         num_pairs = counts.sequences / 2
-        tokens = counts.tokens
-    counted = mask
-    if o.ld_alpha is not None:  # 1 up to the length of the shorter answer, ld_alpha beyond
-        shared = mask.cumsum(-1) <= lengths.amin(1)[:, None, None]
-        counted = torch.where(shared, mask, o.ld_alpha * mask)
+        num_tokens = counts.tokens
+    counted = mask if options.ld_alpha is None else ld_weights(mask, options.ld_alpha)
     logps = (per_token_logps * counted).sum(-1)  # (B, 2)
     ref_logps = (ref_per_token_logps * counted).sum(-1)
     u, v = (logps - ref_logps).unbind(1)
-    scores = f_score(logps - ref_logps, o.f_divergence_type, o.f_alpha_divergence_coef)
-    margin, mean_margin = (x[:, 0] - x[:, 1] for x in (scores, scores / lengths))
-    # summed over pairs and divided by num_pairs this is -sum(logps of chosen tokens) / tokens
-    sft_loss = (-(per_token_logps * mask)[:, 0].sum() / tokens * (num_pairs / B)).expand(B)
-    pairs = Pairs(logps, ref_logps, u, v, o.beta * margin, mean_margin, sft_loss)
-    weights = o.loss_weights or [1.0] * len(o.loss_type)
-    terms = [DPO_LOSSES[name](pairs, o, o.label_smoothing) for name in o.loss_type]
+    scores = f_score(logps - ref_logps, options.f_divergence_type, f_alpha_divergence_coef)
+    mean_scores = scores / lengths  # (B, 2)
+    # summed over pairs and divided by num_pairs this is -sum(logps of chosen tokens) / num_tokens
+    sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
+    pairs = Pairs(
+        logps, ref_logps, u, v,
+        z=options.beta * (scores[:, 0] - scores[:, 1]),
+        mean_margin=mean_scores[:, 0] - mean_scores[:, 1],
+        sft_loss=sft_loss.expand(B),
+        beta=options.beta,
+        e=options.label_smoothing,
+        discopop_tau=discopop_tau,
+    )  # fmt: skip
+    weights = options.loss_weights or [1.0] * len(options.loss_type)
+    terms = [DPO_LOSSES[name](pairs) for name in options.loss_type]
     per_pair_loss = sum(weight * term for weight, term in zip(weights, terms, strict=True))
-    if o.use_weighting:
-        # w = exp(mean_t(log pi - log sum_j p_j^2)), of both answers
-        aligned = ((per_token_logps.detach() - log_sum_sq_probs) * mask).sum(-1) / lengths
-        per_pair_loss = per_pair_loss * aligned.sum(-1).exp()
-    metrics = _reward_metrics(o.beta * u.detach(), o.beta * v.detach())
-    chosen, rejected = logps.detach().mean(0)
-    metrics |= {"logps/chosen": chosen, "logps/rejected": rejected}
+    if options.use_weighting:
+        pair_weights = wpo_weights(per_token_logps.detach(), log_sum_sq_probs, mask)
+        per_pair_loss = per_pair_loss * pair_weights
+    metrics = _reward_metrics(options.beta * u.detach(), options.beta * v.detach())
+    metrics["logps/chosen"], metrics["logps/rejected"] = logps.detach().mean(0)
     return per_pair_loss.sum() / num_pairs, metrics
+
+
+def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
+    """Weigh pairs (B,) by w_c w_r, w = exp(mean_t(log pi - log sum_j p_j^2)) of an answer."""
+    aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
+    return aligned.sum(-1).exp()
+
+
+def ld_weights(mask: Tensor, ld_alpha: float) -> Tensor:
+    """Weigh tokens (B, 2, T) by 1 up to the length of the shorter answer, by ld_alpha beyond."""
+    shorter = mask.sum(-1).amin(1)  # (B,)
+    shared = mask.cumsum(-1) <= shorter[:, None, None]
+    return torch.where(shared, mask, ld_alpha * mask)
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
@@ -241,21 +270,24 @@ def kto_loss(
         there are none), kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
-    o = options or KTOLoss()
-    if o.loss_type == "kto" and kl is None:
-        raise ValueError("loss_type kto needs kl; see kto_kl")
-    point = kl if o.loss_type == "kto" else 0.0
-    # (B,)
-    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
+    options = options or KTOLoss()
+    zero_point = 0.0
+    if options.loss_type == "kto":
+        if kl is None:
+            raise ValueError("loss_type kto needs kl; see kto_kl")
+        zero_point = kl
+    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
     good = labels.bool()
-    z = o.beta * torch.where(good, u - point, point - u)
-    weight = torch.where(good, u.new_tensor(o.desirable_weight), u.new_tensor(o.undesirable_weight))
-    per_answer_loss = weight * (1 - z.sigmoid())
-    rewards = o.beta * u.detach()
+    z = options.beta * torch.where(good, u - zero_point, zero_point - u)
+    desirable = u.new_tensor(options.desirable_weight)
+    undesirable = u.new_tensor(options.undesirable_weight)
+    per_answer_loss = torch.where(good, desirable, undesirable) * (1 - z.sigmoid())
+    rewards = options.beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
-    if o.loss_type == "kto":
+    if options.loss_type == "kto":
         metrics["kl"] = kl
-    return per_answer_loss.sum() / (len(labels) if counts is None else counts.sequences), metrics
+    num_answers = len(labels) if counts is None else counts.sequences
+    return per_answer_loss.sum() / num_answers, metrics
 
 
 def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
@@ -293,13 +325,16 @@ def reward_loss(
         loss; metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
-    center = None if options is None else options.center_rewards_coefficient
-    difference = chosen - rejected - (0.0 if margin is None else margin)
+    options = options or RewardLoss()
+    if margin is None:
+        margin = 0.0
+    difference = chosen - rejected - margin
     per_pair_loss = -logsigmoid(difference)
-    if center is not None:
-        per_pair_loss = per_pair_loss + center * (chosen + rejected).square()
-    loss = per_pair_loss.sum() / (len(difference) if counts is None else counts.sequences / 2)
-    return loss, _reward_metrics(chosen.detach(), rejected.detach())
+    if options.center_rewards_coefficient is not None:
+        center = (chosen + rejected).square()
+        per_pair_loss = per_pair_loss + options.center_rewards_coefficient * center
+    num_pairs = len(difference) if counts is None else counts.sequences / 2
+    return per_pair_loss.sum() / num_pairs, _reward_metrics(chosen.detach(), rejected.detach())
 
 
 def sft_loss(
@@ -322,8 +357,8 @@ def sft_loss(
     per_token_loss = -per_token_logps
     if loss_type == "dft":
         per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p
-    tokens = mask.sum().clamp(min=1) if counts is None else counts.tokens
-    return (per_token_loss * mask).sum() / tokens
+    num_tokens = mask.sum().clamp(min=1) if counts is None else counts.tokens
+    return (per_token_loss * mask).sum() / num_tokens
 
 
 def _check_known(name: str, value: str, known):

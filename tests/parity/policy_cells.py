@@ -53,13 +53,15 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
     """
     share = accumulation / (steps_per_generation or accumulation) / processes
     counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
+    terms = {name: options.pop(name) for name in policy_losses.policy_terms.__kwdefaults__.keys() & options.keys()}
     family = policy_losses.FamilyLoss(**options)
     common = {field.name: getattr(family, field.name) for field in fields(losses.PolicyLoss)}
     in_book = family.loss_type in losses.AVERAGES and family.importance_sampling_level in LEVELS
-    if in_book and family == policy_losses.FamilyLoss(**common) and "importance_sampling_ratio" not in batch:
+    in_book = in_book and not any(terms.values()) and "importance_sampling_ratio" not in batch
+    if in_book and family == policy_losses.FamilyLoss(**common):
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
         return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**common), counts=counts)
-    return policy_losses.policy_loss(**batch, options=family, counts=counts)
+    return policy_losses.policy_loss(**batch, **terms, options=family, counts=counts)
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:

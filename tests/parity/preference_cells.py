@@ -34,7 +34,9 @@ def dpo_cell(q: Question) -> Cell:
         given = {"log_sum_sq_probs": (p.square() + (1 - p).square()).log()}
 
     def ours(batch: dict):
-        return preference.dpo_loss(**batch, **given, options=preference.DPOLoss(**q.options))
+        options = dict(q.options)
+        keywords = {name: options.pop(name) for name in ("f_alpha_divergence_coef", "discopop_tau") if name in options}
+        return preference.dpo_loss(**batch, **given, **keywords, options=preference.DPOLoss(**options))
 
     names = [q.options["loss_type"]] if isinstance(q.options["loss_type"], str) else q.options["loss_type"]
     theirs = partial(trl, "dpo_loss", **{"loss_weights": None, "use_weighting": False, **q.options, "loss_type": names})

@@ -1,0 +1,35 @@
+"""Options of a loss in one object, by TRL's names: the audit changes one at a time."""
+
+from dataclasses import dataclass
+
+from minivlmrl.objectives.policy_losses import FamilyLoss
+from minivlmrl.objectives.preference_losses import DPOLoss
+
+
+@dataclass
+class PolicyOptions(FamilyLoss):
+    """FamilyLoss, and what policy_terms takes as arguments."""
+
+    delta: float | None = None
+    kl_straight_through: bool = False
+    off_policy_mask_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+
+@dataclass
+class DPOOptions(DPOLoss):
+    """DPOLoss, and what dpo_loss takes as arguments."""
+
+    f_alpha_divergence_coef: float = 0.5
+    discopop_tau: float = 0.05
+
+
+def arguments(options: PolicyOptions | DPOOptions) -> dict:
+    """List the options that the loss takes as arguments of their own."""
+    fields = type(options).__base__.__dataclass_fields__
+    return {name: value for name, value in vars(options).items() if name not in fields}
