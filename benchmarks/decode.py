@@ -26,7 +26,7 @@ from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versi
 from sizes import card_named
 from torch import Tensor
 
-from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate
+from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.run.memory import Work
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import random_model
@@ -110,7 +110,7 @@ def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
     @torch.inference_mode()
     def decode(prompts, generations, lengths, step=CapturedDecode):
         draw = draw_by(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        drawn_by = chooser(SamplingConfig(), (), draw, device=CARD)
+        drawn_by = make_choose(SamplingConfig(), (), draw, device=CARD)
         ends = lengths.to(CARD)
 
         def choose(logits, rows, step):

@@ -13,7 +13,7 @@ import torch
 from gpu_step import CARD, backward, build, grouped, make_case
 from torch.profiler import ProfilerActivity, profile
 
-from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
+from minivlmrl.generate import SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.sampling.captured import CapturedDecode
 
 
@@ -26,7 +26,7 @@ def main():
 
     def rollout(prompts: int):
         draw = draw_by(torch.rand(prompts * rows, tokens, dtype=torch.float64), CARD)
-        choose = chooser(SamplingConfig(), (), draw, device=CARD)
+        choose = make_choose(SamplingConfig(), (), draw, device=CARD)
         generate(ours, [case.prompt] * prompts, rows, tokens, choose, CapturedDecode())
 
     phases = {

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
+from minivlmrl.generate import SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, grpo_loss
@@ -233,7 +233,7 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int)
         optimizer.zero_grad()
 
     def rollout():
-        choose = chooser(SamplingConfig(), (), draw_by(torch.rand(G, C).double(), CARD), device=CARD)
+        choose = make_choose(SamplingConfig(), (), draw_by(torch.rand(G, C).double(), CARD), device=CARD)
         (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
         assert {len(completion.ids) for completion in group} == {C}
 

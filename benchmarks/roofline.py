@@ -173,7 +173,7 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     given = keys, prompt_index, work.completion_tokens, ids[: work.prompts]
     eager = DecodeAttention(*given)
     static = captured.StaticDecodeAttention(*given)
-    eager.advance(most=work.completion_tokens // 2 + 1)
+    eager.advance(growth=work.completion_tokens // 2 + 1)
     counts = []
     for attention in (eager, static):
         with torch.no_grad(), on_card(card) as count:
@@ -181,7 +181,7 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
         counts.append(count)
     step, static = counts
     draw = generate.draw_by(torch.empty(R, 1, device="meta").double(), "meta")
-    choose = generate.chooser(generate.SamplingConfig(), [0], draw, device="meta")
+    choose = generate.make_choose(generate.SamplingConfig(), [0], draw, device="meta")
     with torch.no_grad(), on_card(card) as draw:
         choose(logits, ids, ids)
     if recompute:

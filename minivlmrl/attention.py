@@ -5,7 +5,8 @@
     nothing            attends to another group or to another completion
 
 So a prompt is computed once for all its completions, and every number equals that of separate rows.
-`visible` says this as a mask; GroupAttention does it without one, by the keys of its two calls.
+`visible` writes this as a mask. GroupAttention needs no mask: one call for prompts, one for
+completions, each with exactly the keys that it may see.
 
 Dimension letters: N tokens of the packed run, B groups, R completions of all groups, M their
 tokens, P tokens of a prompt, C of a completion, H query heads, K key/value heads, D head_dim.
@@ -49,55 +50,89 @@ class GroupLayout:
     def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu"):
         self.prompt_lengths = prompt_lengths
         self.row_lengths = [n for group in completion_lengths for n in group]  # R, they sum to M
-        # spans, as ranges
-        self.prompts = []
-        self.completions = []
+        self.prompt_spans = []
+        self.completion_spans = []
         end = 0
-        for length, group in zip(prompt_lengths, completion_lengths, strict=True):
-            self.prompts.append(range(end, end := end + length))
-            self.completions.append([range(end, end := end + n - 1) for n in group])
+        for prompt_length, group in zip(prompt_lengths, completion_lengths, strict=True):
+            self.prompt_spans.append(range(end, end + prompt_length))
+            end += prompt_length
+            spans = []
+            for n in group:
+                spans.append(range(end, end + n - 1))
+                end += n - 1
+            self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        last = [prompt[-1] for prompt in self.prompts]
-        self.last_index = to_device(torch.tensor(last), device)  # (B,) last token of each prompt
-        # (M,) index of the token that predicts each completion token: the one before it, which for
-        # the first token of a completion is the last token of its prompt
-        groups = zip(last, self.completions, strict=True)
-        predict = [i for end, group in groups for span in group for i in (end, *span)]
-        self.predict_index = to_device(torch.tensor(predict, dtype=torch.long), device)
-        longest = max(self.row_lengths, default=0)  # T
-        cells = [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
-        self.row_index = to_device(torch.tensor(cells, dtype=torch.long), device)  # (M,) in (R, T)
-        # blocks: prompts and completions of each length of prompts
-        blocks = []
-        self.slots = []
-        for length in dict.fromkeys(prompt_lengths):
-            same = [i for i, other in enumerate(prompt_lengths) if other == length]
-            *indices, prompt_index = rectangles(
-                [self.prompts[i] for i in same], [self.completions[i] for i in same]
-            )
-            blocks += indices
-            slots = PromptSlots(prompt_index, len(same), device) if indices[1].numel() else None
-            self.slots.append(slots)
+        last_tokens = [span[-1] for span in self.prompt_spans]
+        self.last_index = index_tensor(last_tokens, device)  # (B,) last token of each prompt
+        self.predict_index = index_tensor(self.predicting_tokens(), device)  # (M,)
+        self.row_index = index_tensor(self.row_cells(), device)  # (M,) in a flat (R, T)
+
+        blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
         # the token in each cell of the blocks, laid end to end, -1 in an empty one; and the inverse
         order = torch.cat([block.flatten() for block in blocks])
+        filled = order >= 0
         inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,): the cell of each token
-        inverse[order[order >= 0]] = (order >= 0).nonzero()[:, 0]
+        inverse[order[filled]] = filled.nonzero()[:, 0]
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
-        self.order, self.inverse = (to_device(x, device) for x in (order.clamp(min=0), inverse))
+        self.order = to_device(order.clamp(min=0), device)
+        self.inverse = to_device(inverse, device)
 
-    def blocks(self, x: Tensor) -> list[Tensor]:
+    def predicting_tokens(self) -> list[int]:
+        """List the token that predicts each completion token: the one before it in its row.
+
+        For the first token of a completion this is the last token of its prompt.
+        """
+        tokens = []
+        for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
+            for span in spans:
+                tokens += [prompt_span[-1], *span]
+        return tokens
+
+    def row_cells(self) -> list[int]:
+        """List where each completion token is in rows of T, the longest, that are laid flat."""
+        longest = max(self.row_lengths, default=0)
+        return [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
+
+    def lay_blocks(self, device) -> tuple[list[Tensor], list[PromptSlots | None]]:
+        """Lay out prompts (b, P) and completions (r, C) of each length of prompts.
+
+        Returns the blocks, whose cells have indices of tokens in the run, and for each length the
+        slots of its completions, None where no completion has a token in the run.
+        """
+        blocks = []
+        slots = []
+        for length in dict.fromkeys(self.prompt_lengths):
+            same = [i for i, other in enumerate(self.prompt_lengths) if other == length]
+            prompt_block, completion_block, prompt_index = rectangles(
+                [self.prompt_spans[i] for i in same], [self.completion_spans[i] for i in same]
+            )
+            blocks += [prompt_block, completion_block]
+            has_tokens = completion_block.numel() > 0
+            slots.append(PromptSlots(prompt_index, len(same), device) if has_tokens else None)
+        return blocks, slots
+
+    def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(N, H, D) -> prompts (b, H, P, D), completions (r, H, C, D), of each prompt length."""
-        x = x if self.in_order else Reorder.apply(x, self.order, self.inverse)
-        parts = zip(x.split([shape.numel() for shape in self.shapes]), self.shapes, strict=True)
-        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in parts]
+        if not self.in_order:
+            x = Reorder.apply(x, self.order, self.inverse)
+        sizes = [shape.numel() for shape in self.shapes]
+        blocks = []
+        for cells, shape in zip(x.split(sizes), self.shapes, strict=True):
+            blocks.append(cells.unflatten(0, shape).transpose(1, 2))
+        return list(zip(blocks[::2], blocks[1::2], strict=True))
+
+
+def index_tensor(values: list[int], device) -> Tensor:
+    """Make an int64 tensor on a device, of no values too."""
+    return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def visible(layout: GroupLayout) -> Tensor:
     """Write down the rule at the top of this file: (N, N) bool, token i attends to token j."""
     tokens = []  # (group, 0 for its prompt or the number of its completion) of each token
-    for number, prompt in enumerate(layout.prompts):
-        for row, span in enumerate([prompt, *layout.completions[number]]):
+    for number, prompt_span in enumerate(layout.prompt_spans):
+        for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
     group, row = torch.tensor(tokens).unbind(1)  # each (N,)
     index = torch.arange(layout.num_tokens)
@@ -114,21 +149,21 @@ class GroupAttention:
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
         self.layout = layout
         self.keys: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
-        self.memory = {}  # what recurrent layers keep of each prompt, see hub/qwen3_5.py
+        self.memory = {}  # what recurrent layers keep of each prompt
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.keys is not None:
             self.keys.append((k, v))
         layout = self.layout
+        blocks = [layout.blocks(x) for x in (q, k, v)]
+        blocks_and_slots = zip(*blocks, layout.slots, strict=True)
         out = []
-        blocks = list(zip(*map(layout.blocks, (q, k, v)), strict=True))
-        pairs = zip(blocks[::2], blocks[1::2], layout.slots, strict=True)
-        for prompts, completions, slots in pairs:
-            out.append(dense_attention(*prompts, is_causal=True))
+        for (prompt_q, row_q), (prompt_k, row_k), (prompt_v, row_v), slots in blocks_and_slots:
+            out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
             if slots is not None:
-                out.append(after_prompt(*completions, *prompts[1:], slots))
+                out.append(after_prompt(row_q, row_k, row_v, prompt_k, prompt_v, slots))
         out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # each (rows * tokens, H, D)
-        out = torch.cat(out) if out[1:] else out[0]
+        out = torch.cat(out) if len(out) > 1 else out[0]
         return out if layout.in_order else Reorder.apply(out, layout.inverse)
 
 
@@ -142,26 +177,32 @@ class DecodeAttention:
         start: (B,) position of the first token after each prompt.
     """
 
-    select_every = 1  # `generate` drops finished rows every so many steps
+    check_every = 1  # after so many steps `generate` asks which rows have ended
     spans = ((slice(None), slice(None)),)  # rows, and which of the new tokens are theirs
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
-        keys, lengths = prompts.keys, prompts.layout.prompt_lengths
-        first = keys[0][0]
-        (_, K, D) = keys[0][0].shape
-        padded = ([pad_sequence(x.split(lengths), True) for x in layer] for layer in keys)
-        # (B, K, P, D), zeros after a shorter prompt; the bias (B, P) hides them
-        self.prompt_kv = [[x.transpose(1, 2).contiguous() for x in layer] for layer in padded]
-        self.prompt_bias = pad_sequence([first.new_zeros(n) for n in lengths], True, float("-inf"))
-        shape = len(prompt_index), K, capacity, D
-        self.row_kv = [[x.new_zeros(shape) for x in layer] for layer in keys]
-        self.device, self.prompt_index = first.device, prompt_index
+        lengths = prompts.layout.prompt_lengths
+        first_keys = prompts.keys[0][0]
+        self.device = first_keys.device
+        # keys and values of prompts, of each layer (B, K, P, D): zeros after a shorter prompt, and
+        # the bias (B, P) hides them
+        self.prompt_kv = []
+        for layer in prompts.keys:
+            padded = [pad_sequence(x.split(lengths), batch_first=True) for x in layer]
+            self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
+        zeros = [first_keys.new_zeros(n) for n in lengths]
+        self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
+        # those of completions, of each layer (R, K, capacity, D); the bias is -inf after the newest
+        R = len(prompt_index)
+        (_, K, D) = first_keys.shape
+        self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
+        self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
+        self.own_keys = 0  # of them a step reads so many: as the longest row has
+        self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(len(prompt_index)), self.device)  # which are left
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) numbers of those that are left
         self.start = start[self.slots.prompt_index]  # (R,) position of its first token
         self.newest = torch.full_like(self.rows, -1)  # (R,) where in row_kv its last token is
-        self.row_bias = first.new_zeros(len(prompt_index), 1, 1, capacity)  # -inf after that
-        self.read = 0  # own keys that a step reads: as many as the longest row has
         self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
 
     def select(self, going_on: Tensor) -> Tensor | None:
@@ -169,38 +210,38 @@ class DecodeAttention:
         if going_on.all():
             return None
         rows = going_on.nonzero()[:, 0]
-        prompts, prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
-        return self.move(rows, prompts, prompt_index)
-
-    def move(self, rows: Tensor, prompts: Tensor, prompt_index: Tensor) -> Tensor:
-        """Gather rows and prompts by their indices; prompt_index: of each row among the new."""
-        unchanged = torch.equal(prompts, torch.arange(len(self.prompt_bias)))
-        rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
+        # prompts that are left; self.prompt_index: of each row that is left, which of these it has
+        prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
+        self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
+        rows = to_device(rows, self.device)
         for layer in (*self.row_kv, *self.memory.values()):  # one by one: never two copies of all
             layer[:] = [x[rows] for x in layer]
-        if not unchanged:
+        if len(prompts) < len(self.prompt_bias):
+            prompts = to_device(prompts, self.device)
             self.prompt_bias = self.prompt_bias[prompts]
             for layer in self.prompt_kv:
                 layer[:] = [x[prompts] for x in layer]
-        state = self.rows, self.start, self.newest, self.row_bias
-        self.rows, self.start, self.newest, self.row_bias = (x[rows] for x in state)
-        self.prompt_index = prompt_index
-        self.slots = PromptSlots(prompt_index, len(prompts), self.device)
+        self.rows = self.rows[rows]
+        self.start = self.start[rows]
+        self.newest = self.newest[rows]
+        self.row_bias = self.row_bias[rows]
         return rows
 
-    def advance(self, tokens: int | Tensor = 1, most: int = 1):
-        """Count new tokens of each row, at most so many, before they are computed."""
-        self.read, capacity = self.read + most, self.row_bias.shape[-1]
+    def advance(self, tokens: int | Tensor = 1, growth: int = 1):
+        """Count new tokens of each row, with which the longest grows, before they are computed."""
+        self.own_keys += growth
+        capacity = self.row_bias.shape[-1]
         self.newest.add_(tokens).clamp_(max=capacity - 1)  # a row that has ended may run on
         later = torch.arange(capacity, device=self.device) > self.newest[:, None]
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Add the new tokens' k, v (R, K, D) to those before: each (R, K, C, D)."""
+        (R, K, D) = k.shape
+        index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
-            at = self.newest.view(-1, 1, 1, 1).expand(*new.shape[:2], 1, new.shape[2])
-            keys.scatter_(2, at, new[:, :, None])
-        return [keys[:, :, : self.read] for keys in self.row_kv[layer_index]]
+            keys.scatter_(2, index, new[:, :, None])
+        return [keys[:, :, : self.own_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (R, H, D) = q.shape
@@ -209,9 +250,10 @@ class DecodeAttention:
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
         # all rows of a prompt are queries of one product with its keys
-        bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
-        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, bias)
-        to_row = self.slots.by_prompt(attention_scores(q, row_k, self.row_bias[..., : self.read]))
+        prompt_bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
+        row_bias = self.row_bias[..., : self.own_keys]  # (R, 1, 1, C)
+        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
+        to_row = self.slots.by_prompt(attention_scores(q, row_k, row_bias))
         weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)
         to_prompt, to_row = weights.split([prompt_k.shape[2], row_k.shape[2]], dim=-1)
         out = self.slots.by_row(to_prompt @ prompt_v) + self.slots.by_row(to_row) @ row_v

@@ -39,29 +39,35 @@ class Sampler:
     """Samples by the key of each prompt alone; sampling/sample.py extends both of its steps."""
 
     def __init__(self, model, processor: Processor, sampling: SamplingConfig, device=None):
-        self.model, self.processor, self.sampling = model, processor, sampling
+        self.model = model
+        self.processor = processor
+        self.sampling = sampling
         self.device = device or model.lm_head.weight.device
 
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt: B lists of G."""
-        return self.generate(prompts, num_generations, self.chooser(prompts, num_generations, keys))
+        choose = self.chooser(prompts, num_generations, keys)
+        return self.sample_with(prompts, num_generations, choose)
 
     def chooser(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str],
         warp: Callable | None = None,
     ) -> Choose:  # fmt: skip
         """Make the function that chooses tokens (ValueError: the model lacks a stop token)."""
-        sampling, vocab_size = self.sampling, self.model.config.vocab_size
-        stop = sampling.stop_token_ids
-        stop = list(self.processor.stop_token_ids if stop is None else stop)
-        if (last := max(stop, default=0)) >= vocab_size:
-            raise ValueError(f"stop_token_ids has {last}, the model has {vocab_size} tokens")
-        numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        return chooser(sampling, stop, draw_by(numbers, self.device), warp, self.device)
+        sampling = self.sampling
+        vocab_size = self.model.config.vocab_size
+        stop_ids = sampling.stop_token_ids
+        if stop_ids is None:
+            stop_ids = self.processor.stop_token_ids
+        largest = max(stop_ids, default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"stop_token_ids has {largest}, the model has {vocab_size} tokens")
+        uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
+        return make_choose(sampling, stop_ids, draw_by(uniforms, self.device), warp, self.device)
 
-    def generate(
+    def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, choose: Choose
     ) -> list[list[Completion]]:
         """Sample completions whose tokens `choose` chooses."""
@@ -69,7 +75,7 @@ class Sampler:
 
 
 class Decode:
-    """One decode step; sampling/captured.py captures it as a CUDA graph, environments/ feed it."""
+    """One decode step; sampling/captured.py has it as a CUDA graph, environments/ read answers."""
 
     attention_type = DecodeAttention
 
@@ -87,10 +93,11 @@ def generate(
 ) -> list[list[Completion]]:  # fmt: skip
     """Sample completions: B lists of num_generations.
 
-    decode: how a step is computed, default Decode(); environments/ read answers of tools in it.
+    decode: runs one decode step, default Decode(). environments/ pass one that also reads answers.
     device: where to compute; default: where the head is (offloaded weights are elsewhere).
     """
-    decode, device = decode or Decode(), device or model.lm_head.weight.device
+    decode = decode or Decode()
+    device = device or model.lm_head.weight.device
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
@@ -101,12 +108,14 @@ def generate(
         ids, logps, ends = choose(logits, attention.rows, counts)
         steps.append((attention.rows.where(going_on, -1), ids, logps, ends))
         going_on = going_on & ~ends & (counts + 1 < max_new_tokens)
-        if step % attention.select_every == 0 or step == max_new_tokens:
-            on_host = going_on.cpu()  # a GPU is waited for here alone
-            if not on_host.any():
+        if step % attention.check_every == 0 or step == max_new_tokens:
+            going_on_host = going_on.cpu()  # a GPU is waited for here alone
+            if not going_on_host.any():
                 break
-            if (rows := attention.select(on_host)) is not None:  # finished rows were dropped
-                ids, going_on = ids[rows], going_on[rows]
+            left = attention.select(going_on_host)
+            if left is not None:  # finished rows were dropped
+                ids = ids[left]
+                going_on = going_on[left]
         attention.advance()
         logits = decode(model, ids, attention)
     return collect(steps, num_generations)
@@ -116,55 +125,61 @@ def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decod
     """Read the prompts once: logits (R, V) of first tokens, and a DecodeAttention."""
     attention = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
-    ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
-    decoding = decode.attention_type(attention, prompt_index, capacity, torch.stack(ends))
+    positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)  # each (3, P)
+    start = torch.stack([position.max() + 1 for position in positions])  # (B,)
+    decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
     return logits[decoding.slots.prompt_index], decoding
 
 
 def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     """Gather what was chosen step by step into a Completion for each row: B lists of G."""
-    columns = [torch.cat(column).cpu() for column in zip(*steps, strict=True)]
-    rows, ids, logps, ends = (column[columns[0] >= 0] for column in columns)
-    if not logps.isfinite().all():
+    rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    drawn = (rows >= 0).nonzero()[:, 0]  # -1: the row had ended before
+    if not logps[drawn].isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
-    # by row, then by step
-    order = rows.argsort(stable=True)
-    lengths = rows.bincount().tolist()
-    columns = (x[order].split(lengths) for x in (ids, logps, ends))  # a part for each row
-    completions = [Completion(i, p, bool(e[-1])) for i, p, e in zip(*columns, strict=True)]
+    order = drawn[rows[drawn].argsort(stable=True)]  # by row, then by step
+    completions = []
+    for index in order.split(rows[drawn].bincount().tolist()):
+        stopped = bool(ends[index[-1]])
+        completions.append(Completion(ids[index], logps[index], stopped))
     starts = range(0, len(completions), num_generations)
     return [completions[i : i + num_generations] for i in starts]
 
 
-def chooser(
-    sampling: SamplingConfig, stop: Sequence[int], draw: Callable, warp: Callable | None = None,
-    device="cpu",
+def make_choose(
+    sampling: SamplingConfig, stop_ids: Sequence[int], draw: Callable,
+    warp: Callable | None = None, device="cpu",
 ) -> Choose:  # fmt: skip
-    """Make a `choose` for generate, where ids of `stop` end a completion.
+    """Make a `choose` for generate, where `stop_ids` end a completion.
 
     draw(probs (r, V), rows, counts) -> ids (r,), see draw_by. warp(logits (r, V), rows, counts) ->
     scores (r, V), whose softmax is drawn from; default logits / temperature. Filters are such
     functions: log-probabilities are of what they keep, that is, do not set to -inf.
     """
-    stop = to_device(torch.tensor(stop, dtype=torch.long), device)
+    stop_ids = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
+    temperature = sampling.temperature
 
     def choose(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits.float()
-        scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+        scaled = logits if temperature in (0, 1) else logits / temperature
         scores = scaled if warp is None else warp(logits, rows, counts)
-        ids = draw(scores.softmax(-1), rows, counts) if sampling.temperature else scores.argmax(-1)
+        ids = draw(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
         kept = scaled if warp is None else torch.where(scores.isneginf(), scores, scaled)
         logps = kept.gather(-1, ids[:, None])[:, 0] - kept.logsumexp(-1)
-        return ids, logps, torch.isin(ids, stop)
+        return ids, logps, torch.isin(ids, stop_ids)
 
     return choose
 
 
 def draw_by(uniforms: Tensor, device="cpu") -> Callable:
     """Make a `draw` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
-    numbers = to_device(uniforms, device)
-    return lambda probs, rows, counts: inverse_cdf(probs, numbers[rows, counts])
+    uniforms = to_device(uniforms, device)
+
+    def draw(probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        return inverse_cdf(probs, uniforms[rows, counts])
+
+    return draw
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

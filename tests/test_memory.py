@@ -11,7 +11,7 @@ from minivlmrl import attention, train
 from minivlmrl.adapters.lora import dropout
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
+from minivlmrl.generate import SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
@@ -123,7 +123,7 @@ def test_keys_and_values(config, monkeypatch):
 
     monkeypatch.setattr(attention.DecodeAttention, "__init__", measured)
     model, prompt = real(config, WORK)
-    choose = chooser(SamplingConfig(), [], draw_by(torch.rand(6, WORK.completion_tokens, dtype=torch.float64)))
+    choose = make_choose(SamplingConfig(), [], draw_by(torch.rand(6, WORK.completion_tokens, dtype=torch.float64)))
     generate(model, [prompt] * 2, 3, WORK.completion_tokens, choose)
     near(Costs(config).keys_and_values(torch.float32, WORK), sizes[0])
 

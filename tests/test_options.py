@@ -9,7 +9,7 @@ from runs import LETTERS, leave_out, metrics
 
 from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.generate import chooser
+from minivlmrl.generate import make_choose
 from minivlmrl.hub.recipe_values import option_paths
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
@@ -170,7 +170,7 @@ def lines_of(home, own):
                 patch.setattr(Processor, "decode", boxed)
             if overrides[0] == "drift":
                 overrides = overrides[1:]
-                patch.setattr(generate, "chooser", drifting)
+                patch.setattr(generate, "make_choose", drifting)
             leave_out(patch)
             patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             for module in ("algorithms.base", "algorithms.value_model", "run.results"):
@@ -184,7 +184,7 @@ def lines_of(home, own):
 
 def drifting(*arguments):
     """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
-    choose = chooser(*arguments)
+    choose = make_choose(*arguments)
 
     def drift(logits, rows, step):
         ids, logps, ends = choose(logits, rows, step)

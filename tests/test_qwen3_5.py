@@ -12,7 +12,7 @@ from test_qwen3_vl import film_prompt, qwen3_vl_name
 from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
 from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
-from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
+from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose, prefill
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import weight_files
 from minivlmrl.hub.model_config import ModelConfig
@@ -99,7 +99,7 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 def drawn(model, rows, tokens, stop=STOP, decode=None):
     """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
-    original = chooser(SamplingConfig(max_new_tokens=tokens), stop, draw_by(numbers))
+    original = make_choose(SamplingConfig(max_new_tokens=tokens), stop, draw_by(numbers))
 
     def choose(logits, rows, step):
         ids, _, ends = original(logits, rows, step)

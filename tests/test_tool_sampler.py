@@ -158,9 +158,9 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
 def test_a_graph_of_the_pretended_card_goes_on_after_answers(monkeypatch, model_type):
-    """Own keys get more room by an answer, and rows move."""
+    """Own keys get more room by an answer."""
     monkeypatch.setattr(captured, "KEYS", 16)
-    monkeypatch.setattr(captured.StaticDecodeAttention, "select_every", 4)
+    monkeypatch.setattr(captured.StaticDecodeAttention, "check_every", 4)
     expected, *_ = play(monkeypatch, *TEXTS, model=model_of(model_type))
     with PretendCuda(), torch.inference_mode():
         found, *_ = play(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))

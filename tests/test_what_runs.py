@@ -27,7 +27,10 @@ NEEDED = {
     "rope": {"get_rope_index", "text_rotary", "apply_rotary"},
     "attention": {"GroupAttention.__call__", "DecodeAttention.__call__"},
     "decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
-    "generate": {"Sampler.__call__", "prefill", "Decode.__call__", "chooser.<locals>.choose", "inverse_cdf", "collect"},
+    "generate": {
+        *("Sampler.__call__", "prefill", "Decode.__call__"),
+        *("make_choose.<locals>.choose", "inverse_cdf", "collect"),
+    },
     "grpo": {"GRPO.steps", "GRPO.roll_out", "GRPO.prepare", "GRPO.micro_batches", "GRPO.loss"},
     "train": set(),
 }

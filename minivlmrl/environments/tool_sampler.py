@@ -196,8 +196,8 @@ class ToolSampler(RunSampler):
         self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
         return super().chooser(prompts, num_generations, keys)
 
-    def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
-        groups = super().generate(prompts, num_generations, choose)
+    def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
+        groups = super().sample_with(prompts, num_generations, choose)
         for play, completion in zip(self.plays, chain(*groups), strict=True):
             play.insert_answers(completion)
             completion.stopped &= not play.cut

@@ -168,9 +168,10 @@ def go_on(attention: Attention, index: int, inputs: tuple, scan: Callable) -> Te
             results.append(out.flatten(0, 1))
         return torch.cat(results)
     layout = attention.layout
-    blocks = ([block[:, 0] for block in layout.blocks(x.unsqueeze(1))] for x in inputs)
-    blocks = list(zip(*blocks, strict=True))  # of each input (b, T, ...)
-    for prompts, completions, slots in zip(blocks[::2], blocks[1::2], layout.slots, strict=True):
+    pairs = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # of each input and prompt length
+    for *blocks, slots in zip(*pairs, layout.slots, strict=True):
+        prompts = [prompt_block[:, 0] for prompt_block, _ in blocks]  # each (b, P, ...)
+        completions = [completion_block[:, 0] for _, completion_block in blocks]
         out, memory = scan(prompts, None)
         results.append(out.flatten(0, 1))
         memories.append(memory)

@@ -24,7 +24,7 @@ from minivlmrl.adapters.lora import adapter_parameters, dropout
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.generate import chooser, draw_by
+from minivlmrl.generate import draw_by, make_choose
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.model_config import ModelConfig
@@ -167,7 +167,7 @@ class Costs:
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
         index = torch.empty(rows, dtype=torch.long, device="meta")
         uniforms = torch.empty(rows, 1, dtype=torch.float64, device="meta")
-        choose = chooser(sampling, [], draw_by(uniforms, "meta"), device="meta")
+        choose = make_choose(sampling, [], draw_by(uniforms, "meta"), device="meta")
         with LiveBytes([]) as live:
             if sampling.filtered:
                 filter_logits(logits.float(), sampling, torch.empty_like(logits, dtype=torch.bool))

@@ -3,9 +3,9 @@
 A step that the host starts kernel by kernel waits for the host: 36 layers are over a thousand
 launches. A graph is one launch, and runs the same kernels on the same memory every time. So what
 changes from step to step is in tensors, and what the model computes with stays where it is: own
-keys are in buffers with room, a mask hides what is not there yet, and every few steps rows that
-have ended are dropped. For that, and for more room, a new graph is made. Draws are those of the
-eager step, from logits whose last bits differ: sums go over masked keys too.
+keys are in buffers with room, a mask hides what is not there yet, and rows that have ended run on
+to the end of the batch. Only for more room a new graph is made. Draws are those of the eager step,
+from logits whose last bits differ: sums go over masked keys too.
 """
 
 from functools import cache
@@ -19,66 +19,41 @@ from minivlmrl.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 
 HEADROOM = 2**30  # bytes of a card that a capture may need of the driver
-KEYS = 256  # own keys that a step reads at first; twice as many when they are full
-SIZES = 1, 2, 4, 8  # rows that read a prompt's keys together, when rows have moved
-SHRINK = 4 / 3  # they move when a step reads so many times more than it would
+KEYS = 256  # own keys that a step reads at first; twice as many whenever they are full
 # one for all captures: a card keeps the workspaces of each
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """DecodeAttention on tensors that stay where they are, with equally many slots for each prompt;
-    when rows have moved a prompt that many of them read is there more than once."""
+    """DecodeAttention on tensors that stay where they are, until own keys need more room."""
 
-    select_every = 16
+    check_every = 16
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.most = 0
-        self.read = min(KEYS, capacity)
+        self.longest = 0  # own tokens of the longest row, counted on the host
         self.capacity = capacity
-        self.row_bias = F.pad(self.row_bias, (0, capacity - self.read))
-        self.prompts = torch.arange(len(self.prompt_bias))  # of each group of slots
+        self.own_keys = min(KEYS, capacity)
+        self.row_bias = F.pad(self.row_bias, (0, capacity - self.own_keys))
 
-    def advance(self, tokens: int | Tensor = 1, most: int = 1):
+    def select(self, going_on: Tensor) -> None:
+        """Keep all rows: a graph computes those that have ended too."""
+
+    def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         """Count tokens, on the host too, and make room for more own keys if it is full."""
-        super().advance(tokens, 0)
-        self.most += most
-        if self.read < min(self.most, self.capacity):
-            self.read = min(max(2 * self.read, self.most), self.capacity)
+        super().advance(tokens, growth=0)
+        self.longest += growth
+        if self.own_keys < min(self.longest, self.capacity):
+            self.own_keys = min(max(2 * self.own_keys, self.longest), self.capacity)
             for layer in self.row_kv:  # one after the other: never two copies of all keys
-                layer[:] = [F.pad(x, (0, 0, 0, self.read - x.shape[2])) for x in layer]
-
-    def select(self, going_on: Tensor) -> Tensor | None:
-        """Move rows together where a step then reads a quarter fewer keys: in slots of 1, 2, 4 or 8
-        rows that read one prompt together; what no row fills runs one that has ended."""
-        prompts = self.prompts[self.prompt_index[going_on]]
-        rows = going_on.nonzero()[:, 0]
-        counts = prompts.bincount()
-        sizes = [size for size in SIZES if size <= self.slots.slots]
-        costs = [self.cost(int((-(-counts // size)).sum()), size) for size in sizes]
-        if self.cost(len(self.prompt_bias), self.slots.slots) < SHRINK * min(costs):
-            return None
-        size = sizes[costs.index(min(costs))]
-        ended = int(going_on.byte().argmin())
-        of_prompts = rows.split(counts[counts > 0].tolist())  # rows of a prompt are neighbours
-        groups = [group for some in of_prompts for group in some.split(size)]
-        kept = torch.stack([F.pad(x, (0, size - len(x)), value=ended) for x in groups])
-        owners = self.prompt_index[kept[:, 0]]
-        self.prompts = self.prompts[owners]
-        index = torch.arange(len(owners)).repeat_interleave(size)
-        return self.move(kept.flatten(), owners, index)
-
-    def cost(self, groups: int, slots: int) -> int:
-        """Count the keys that a step reads: a prompt's once in a group, own ones in each slot."""
-        return groups * (self.prompt_bias.shape[1] + slots * self.read)
+                layer[:] = [F.pad(x, (0, 0, 0, self.own_keys - x.shape[2])) for x in layer]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
         prompt_kv = self.prompt_kv[layer_index]
-        kv = self.remember(layer_index, k, v)
-        return decode_attention(q, *prompt_kv, self.prompt_bias, *kv, self.row_bias[:, 0, 0])
+        row_kv = self.remember(layer_index, k, v)
+        return decode_attention(q, *prompt_kv, self.prompt_bias, *row_kv, self.row_bias[:, 0, 0])
 
 
 class CapturedDecode(Decode):
@@ -87,18 +62,20 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        self.form = self.graph = None
+        self.form = None  # of what the graph was made
+        self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        form = attention.slots, attention.read  # with others the graph would read other tensors
-        first = form != self.form
-        if first:
-            self.form, self.graph = form, None
+        form = attention.slots, attention.own_keys  # with others it would read other tensors
+        is_new = form != self.form
+        if is_new:
+            self.form = form
+            self.graph = None
             self.ids = ids.clone()
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        elif first or ids.device.type != "cuda":  # prepares what a capture must not: workspaces
+        elif is_new or ids.device.type != "cuda":  # prepares what a capture must not: workspaces
             self.step(model, attention)
         else:
             self.capture(model, attention)

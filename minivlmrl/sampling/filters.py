@@ -56,7 +56,7 @@ class SamplingOptions(SamplingConfig):
 
 
 class Filters:
-    """A recipe's filters as the `warp` of a chooser; prompts: (P,) int64 ids of each, of one call."""
+    """A recipe's filters as the `warp` of make_choose; prompts: (P,) int64 ids of each, of one call."""
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling, self.prompts, self.num_generations = sampling, prompts, num_generations

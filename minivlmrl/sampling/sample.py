@@ -45,7 +45,7 @@ class RunSampler(Sampler):
             return sample(prompts, num_generations, keys)
         return in_pieces(sample, prompts, num_generations, keys, self.sampling, self.world)
 
-    def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
+    def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
         limit = self.sampling.max_new_tokens
         decode = self.decode()
         with rollout_weights(self.model, self.gather_weights) as model:

@@ -126,7 +126,7 @@ class VLLMSampler(RunSampler):
             self.llm.sleep(level=2)  # gives the memory of weights and keys back
         return completions
 
-    def generate(self, prompts, num_generations, choose) -> list[list[Completion]]:
+    def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
         engine = self.llm.llm_engine
         num_rows = len(prompts) * num_generations
         rollout = Rollout(choose, num_rows)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from minivlmrl.generate import chooser, generate
+from minivlmrl.generate import generate, make_choose
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import Filters, SamplingOptions
 from minivlmrl.scale.checkpoint import load_model
@@ -58,7 +58,7 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     filters = None
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
-    choose = chooser(sampling, stop, draw, filters, device)
+    choose = make_choose(sampling, stop, draw, filters, device)
     if filters:
         choose = hearing(choose, filters.hear)
     choose = wrap(choose) if wrap else choose
