@@ -6,18 +6,6 @@ import re
 import pytest
 
 from minivlmrl.run import report
-from minivlmrl.run.config import load_config, to_yaml
-
-
-def test_it_knows_what_a_run_changed(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    ours = load_config("shapes.yaml", ["--seed=3", "--output_dir=elsewhere", "--rewards={format: 1.0}"])
-    (tmp_path / "config.yaml").write_text(f"# recipes/shapes.yaml; not evaluated\n{to_yaml(ours)}")
-    assert report.about(tmp_path)["changes"] == ["rewards.format=1.0", "seed=3"]
-    for text in ("- a list", "[" * 10_000, "a: 1\na: 2"):
-        (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(ValueError, match=r"config.yaml: (not YAML|the file is \['a list'\])"):
-            report.about(tmp_path)
 
 
 def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
