@@ -23,9 +23,9 @@ from minivlmrl.scale.ranks import World
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-# of micro-batches; of all other metrics the mean counts
+# how a step's metric follows from those of its micro-batches; of all others the mean counts
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-Means = tuple[dict[str, float], float]  # and how many tokens or pairs they are over
+Means = tuple[dict[str, float], float]  # metrics, and over how many tokens or pairs they are
 
 
 class MetricsLog(ExitStack):
@@ -36,22 +36,24 @@ class MetricsLog(ExitStack):
 
     def __init__(self, config, world: World, progress):
         super().__init__()
-        self.world, self.steps = world, progress.steps
+        self.world = world
+        self.steps = progress.steps  # of all stages
+        self.resumed_alarms = progress.logs.get("alarms")  # of the resumed stage
+        self.alarms = None
+        self.bar = None
+        self.completions = CompletionsLog(config, world, progress)
         self.files = {}
         self.trackers = []
-        self.bar = None
-        # of the resumed stage
-        self.alarms = None
-        self.alarmed = progress.logs.get("alarms")
-        self.completions = CompletionsLog(config, world, progress)
-        if world.is_main:
-            for name in FILES:
-                path = Path(config.output_dir, name)
-                file = self.files[name] = self.enter_context(path.open("wb"))
-                file.write(progress.logs.get(name, "").encode())
-                file.flush()
-            names = dict.fromkeys(config.report_to)
-            self.trackers = [TRACKERS[name](config, self.steps, self) for name in names]
+        if not world.is_main:
+            return
+        for name in FILES:
+            path = Path(config.output_dir, name)
+            file = self.enter_context(path.open("wb"))
+            file.write(progress.logs.get(name, "").encode())
+            file.flush()
+            self.files[name] = file
+        for name in dict.fromkeys(config.report_to):
+            self.trackers.append(TRACKERS[name](config, self.steps, self))
 
     def write(self, name: str, line: dict):
         """Add a line to a file."""
@@ -65,33 +67,38 @@ class MetricsLog(ExitStack):
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
         """Begin a stage with a new bar; `done` steps took `seconds` before the run was resumed."""
-        self.algorithm, self.name = algorithm, algorithm.stage
+        self.algorithm = algorithm
+        self.name = algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
-        if done and self.alarmed:
-            self.alarms.restore(self.alarmed)
-        bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
+        if done and self.resumed_alarms:
+            self.alarms.restore(self.resumed_alarms)
+        bar = progress_bar(self.name, algorithm.config.max_steps, self.world.is_main, done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
-        self.begin = time.perf_counter() - seconds
-        self.last = seconds
+        self.begin_time = time.perf_counter() - seconds
+        self.last_seconds = seconds
         self.mark()
 
     def mark(self):
         """Note what the files hold after a step, or before the first of a stage."""
-        self.ends = {name: file.tell() for name, file in self.files.items()}
+        self.file_ends = {name: file.tell() for name, file in self.files.items()}
 
     @property
     def seconds(self) -> float:
         """Since the stage began."""
-        return time.perf_counter() - self.begin
+        return time.perf_counter() - self.begin_time
 
     def written(self) -> dict[str, str]:
         """What the files held at the last mark, and the alarms know, for the state of the run.
 
         A resumed run makes evaluations since then again.
         """
-        texts = ((name, Path(file.name).read_bytes()) for name, file in self.files.items())
-        logs = {name: text[: self.ends[name]].decode() for name, text in texts}
-        return logs | ({"alarms": self.alarms.state()} if logs and self.alarms else {})
+        logs = {}
+        for name, file in self.files.items():
+            content = Path(file.name).read_bytes()
+            logs[name] = content[: self.file_ends[name]].decode()
+        if self.files and self.alarms:
+            logs["alarms"] = self.alarms.state()
+        return logs
 
     def step(self, number: int, metrics: dict[str, float], step):
         """Record one optimizer step; warn of what is about to go wrong."""
@@ -106,40 +113,45 @@ class MetricsLog(ExitStack):
         seconds = self.seconds
         self.write(METRICS, line | metrics)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
-        tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
-        took = seconds - self.last
-        timing = {"seconds": seconds, "step_time": took, "tokens_per_second": tokens / took}
+        num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
+        step_time = seconds - self.last_seconds
+        timing = {
+            "seconds": seconds,
+            "step_time": step_time,
+            "tokens_per_second": num_tokens / step_time,
+        }
         self.write(TIMINGS, line | timing | peak_memory())
-        self.last = seconds
-        self.show(number, metrics, took)
+        self.last_seconds = seconds
+        self.show(number, metrics, step_time)
         self.completions.step(self.algorithm, step, number)
         for warning in self.alarms.step(metrics, step.rollout):
             self.write(WARNINGS, line | {"warning": warning})
             tqdm.write(f"step {number + 1}: {warning}", file=sys.stderr)
         self.mark()
 
-    def show(self, number: int, metrics: dict[str, float], took: float):
+    def show(self, number: int, metrics: dict[str, float], step_time: float):
         """Advance the bar; without a terminal print a line, in a notebook one in ten steps."""
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
             names = ["reward", *means[:3], "completions/mean_length", "kl"]
-        short = {
-            re.sub("^(rewards|completions)/|/mean$", "", name): f"{metrics[name]:.3f}"
-            for name in names
-            if name in metrics
-        }
-        self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)  # the bar needs room
+        shown = {}
+        for name in names:
+            if name in metrics:
+                short_name = re.sub("^(rewards|completions)/|/mean$", "", name)
+                shown[short_name] = f"{metrics[name]:.3f}"
+        self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)  # the bar needs room
         self.bar.update()
         every = 10 if "ipykernel" in sys.modules else 1  # a notebook keeps all lines
         if self.bar.disable and (number % every == 0 or number + 1 == self.bar.total):
-            said = (f"{name}={value}" for name, value in short.items())
-            print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{took:.2f} s", flush=True)
+            done = f"{self.name} {number + 1}/{self.bar.total}"
+            values = [f"{name}={value}" for name, value in shown.items()]
+            print(done, *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float, rows=1):
         """Record what held-out rows say after `done` steps; its `seconds` are not the stage's."""
         if self.bar is not None:
-            self.begin += seconds
+            self.begin_time += seconds
         if not self.files:
             return
         line = {"stage": stage, "step": done}
@@ -147,11 +159,12 @@ class MetricsLog(ExitStack):
         self.track(curves(values))
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
         tqdm.write(f"held-out, {stage} {done}: {shown} ({seconds:.1f} s)")
-        if "grey" not in values:
-            return
-        if warning := looks_away(read_lines(Path(self.files[EVALUATIONS].name), Logged), rows):
-            self.write(WARNINGS, line | {"warning": warning})
-            tqdm.write(f"step {done}: {warning}", file=sys.stderr)
+        if "grey" in values:
+            evaluations = read_lines(Path(self.files[EVALUATIONS].name), Logged)
+            warning = looks_away(evaluations, rows)
+            if warning:
+                self.write(WARNINGS, line | {"warning": warning})
+                tqdm.write(f"step {done}: {warning}", file=sys.stderr)
 
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""
@@ -161,9 +174,15 @@ class MetricsLog(ExitStack):
 
 def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
     """A bar that stays on the first rank's terminal; without a terminal there is none."""
-    hidden = not is_main or not sys.stderr.isatty()
-    options = {"disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
-    return tqdm(total=total, initial=done, desc=name, leave=leave, **options)
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=name,
+        leave=leave,
+        disable=not is_main or not sys.stderr.isatty(),
+        mininterval=0.5,
+        dynamic_ncols=True,
+    )
 
 
 def peak_memory() -> dict[str, float]:
@@ -198,7 +217,8 @@ def merge(parts: list[Means]) -> Means:
             squares = sum(metrics[name] ** 2 * weight for metrics, weight in parts)
             merged[name] = math.sqrt(squares / (total or 1))
         else:
-            merged[name] = sum(metrics[name] * weight for metrics, weight in parts) / (total or 1)
+            weighted = sum(metrics[name] * weight for metrics, weight in parts)
+            merged[name] = weighted / (total or 1)
     return merged, total
 
 
@@ -219,8 +239,11 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
         for name, value in values.items():
             writer.add_scalar(name, value, steps)
 
-    for line in read_lines(folder.with_name(METRICS), Logged)[-1:]:  # evaluations of it come again
-        log({n: x for n, x in line.items() if n not in ("stage", "step") and x is not None}, steps)
+    lines = read_lines(folder.with_name(METRICS), Logged)
+    if lines:  # purge_step dropped those of the last step too; evaluations of it come again
+        metrics = {name: value for name, value in lines[-1].items() if value is not None}
+        del metrics["stage"], metrics["step"]
+        log(metrics, steps)
     return log
 
 
@@ -231,7 +254,11 @@ def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir)
     run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)
-    return lambda values, steps: run.log(values, step=steps)
+
+    def log(values: dict[str, float], steps: int):
+        run.log(values, step=steps)
+
+    return log
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
@@ -245,6 +272,6 @@ def curves(evaluation: dict[str, float]) -> dict[str, float]:
 def check_trackers(names: list[str]):
     """Refuse a tracker whose package is not installed (ValueError), before anything is loaded."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder wandb/ of its runs is no package
+        package = importlib.util.find_spec(name)
+        if package is None or package.origin is None:  # a folder wandb/ of its runs is no package
             raise ValueError(f"report_to: {name} is not installed; pip install 'minivlmrl[{name}]'")
