@@ -160,9 +160,9 @@ GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
-# the policy's adapters, the head of a critic, and a reference that is the base
+# the policy's adapters, the head of a critic, of which one rank has no row, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
-           "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
+           "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3", EIGHT_BITS]  # fmt: skip
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 NF4 = "--adapter.quantize=nf4"
 QUICK = {

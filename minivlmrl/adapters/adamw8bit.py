@@ -31,12 +31,13 @@ def dynamic_code(signed: bool) -> Tensor:
 
 def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """(rows, n) float32 -> indices (rows, n) uint8 of numbers, scales (rows, ceil(n / block))."""
-    rows, n = values.shape
-    blocks = F.pad(values, (0, -n % block)).view(rows, -1, block)
-    scales = blocks.abs().amax(2)
-    shares = blocks * (1 / scales.clamp(min=1e-38))[..., None]
-    nearest = torch.bucketize(shares, (code[:-1] + code[1:]) / 2, out_int32=True)
-    return nearest.to(torch.uint8).view(rows, -1)[:, :n], scales
+    num_rows, n = values.shape
+    blocks = F.pad(values, (0, -n % block)).view(num_rows, -1, block)
+    scales = blocks.abs().amax(2)  # (rows, blocks)
+    normalised = blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
+    boundaries = (code[:-1] + code[1:]) / 2
+    nearest = torch.bucketize(normalised, boundaries, out_int32=True)
+    return nearest.to(torch.uint8).view(num_rows, -1)[:, :n], scales
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
@@ -64,39 +65,60 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict):
+        """Change a parameter and its state, as many rows at a time as have PIECE values."""
         weight = _rows(parameter)
         gradient = _rows(parameter.grad)
+        state = self.state[parameter]
+        num_steps = state["step"].add_(1).item()
+        moments = {name: _rows(value) for name, value in state.items() if name != "step"}
         self.codes = {name: code.to(weight.device) for name, code in self.codes.items()}
-        state = {name: _rows(value) for name, value in self.state[parameter].items()}
-        lr = group["lr"]
-        (beta1, beta2) = group["betas"]
-        number = state["step"].add_(1).item()
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        size = max(1, PIECE // weight.shape[1])
-        for rows in (slice(start, start + size) for start in range(0, len(weight), size)):
-            piece = {name: value[rows] for name, value in state.items() if name != "step"}
-            g = gradient[rows].to(dtype)
-            new = weight[rows].to(dtype, copy=True)
-            m = self._read(piece, "exp_avg").to(dtype).mul_(beta1).add_(g, alpha=1 - beta1)
-            v = self._read(piece, "exp_avg_sq").to(dtype).mul_(beta2)
-            v.addcmul_(g, g, value=1 - beta2)
-            denominator = (v.sqrt() / math.sqrt(1 - beta2**number)).add_(group["eps"])
-            new.mul_(1 - lr * group["weight_decay"])
-            new += piece.get("rounded_off", 0)
-            new.addcdiv_(m, denominator, value=-lr / (1 - beta1**number))
-            weight[rows] = new.to(weight.dtype)
-            if "rounded_off" in piece:
-                piece["rounded_off"].copy_(new - weight[rows])
-            for name, moment in (("exp_avg", m), ("exp_avg_sq", v)):
-                if f"{name}_scale" in piece:  # else it is the state itself
-                    indices, scales = quantize(moment, self.codes[name])
-                    # the update divides by a root: there nothing is rounded down to 0
-                    piece[name].copy_(indices.clamp(min=int(name == "exp_avg_sq")))
-                    piece[f"{name}_scale"].copy_(scales)
+        num_rows = max(1, PIECE // weight.shape[1])
+        for start in range(0, len(weight), num_rows):
+            rows = slice(start, start + num_rows)
+            piece = {name: value[rows] for name, value in moments.items()}
+            self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
-    def _read(self, piece: dict[str, Tensor], name: str) -> Tensor:
-        scale = piece.get(f"{name}_scale")
-        return piece[name] if scale is None else dequantize(piece[name], scale, self.codes[name])
+    def _update_rows(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        num_steps: int,
+        group: dict,
+    ):
+        """Take AdamW's step (arXiv 1711.05101, algorithm 2) on some rows, in place."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        learning_rate = group["lr"]
+        beta1, beta2 = group["betas"]
+        gradient = gradient.to(dtype)
+        m = self._read(state, "exp_avg").to(dtype).mul_(beta1).add_(gradient, alpha=1 - beta1)
+        v = self._read(state, "exp_avg_sq").to(dtype).mul_(beta2)
+        v.addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (v.sqrt() / math.sqrt(1 - beta2**num_steps)).add_(group["eps"])
+        new_weight = weight.to(dtype, copy=True)
+        new_weight.mul_(1 - learning_rate * group["weight_decay"])
+        new_weight += state.get("rounded_off", 0)
+        new_weight.addcdiv_(m, denominator, value=-learning_rate / (1 - beta1**num_steps))
+        weight.copy_(new_weight)
+        if "rounded_off" in state:
+            state["rounded_off"].copy_(new_weight - weight)
+        self._write(state, "exp_avg", m)
+        self._write(state, "exp_avg_sq", v)
+
+    def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
+        """Compute a moment; one that is kept in float32 is the tensor of the state itself."""
+        if f"{name}_scale" not in state:
+            return state[name]
+        return dequantize(state[name], state[f"{name}_scale"], self.codes[name])
+
+    def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
+        if f"{name}_scale" not in state:  # changed in place already
+            return
+        indices, scales = quantize(moment, self.codes[name])
+        if name == "exp_avg_sq":  # the update divides by its root: nothing is rounded down to 0
+            indices.clamp_(min=1)
+        state[name].copy_(indices)
+        state[f"{name}_scale"].copy_(scales)
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -116,6 +138,6 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View what this rank holds of a tensor as (rows, n); a number as it is."""
+    """View what this rank holds of a tensor as (rows, n); a rank may have no row."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    return local.view(len(local), -1) if local.dim() else local
+    return local.view(len(local), math.prod(local.shape[1:]))
