@@ -66,7 +66,7 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, r: int, scaling: float):
         super().__init__()
         self.base = base  # or what QUANTIZED makes of it
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
@@ -97,7 +97,9 @@ def full(tensor: Tensor | LoRALinear) -> Tensor:
     """Gather a tensor if it is sharded, without gradient; of a layer its merged weight."""
     if isinstance(tensor, LoRALinear):
         return tensor.merged()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach()
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
@@ -234,8 +236,10 @@ def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
     """Name the linear layers that one entry of target means, never head or embeddings."""
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    names = [name for name in linear if name != "lm_head"]
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            names.append(name)
     try:
         chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
     except re.error as error:

@@ -52,9 +52,14 @@ def unpack(
     size = 4096 if packed.is_cpu else len(scales)
     pairs = torch.cartesian_prod(table, table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
-    parts = (x.split(size) for x in (values, packed.view(-1, BLOCK // 2), scales[:, None]))
-    for out, indices, scale in zip(*parts, strict=True):
-        torch.mul(pairs.take(indices.long()).view(torch.float32), scale, out=out)
+    pieces = zip(
+        values.split(size),
+        packed.view(-1, BLOCK // 2).split(size),
+        scales[:, None].split(size),
+        strict=True,
+    )
+    for out, pair_indices, scale in pieces:
+        torch.mul(pairs.take(pair_indices.long()).view(torch.float32), scale, out=out)
     return values.flatten()
 
 
@@ -76,7 +81,6 @@ class NF4Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.shape = linear.weight.shape  # (out_features, in_features)
         self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
         self.bias = linear.bias
@@ -96,10 +100,12 @@ class NF4Linear(nn.Module):
     def weight(self) -> Tensor:
         """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
         packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
-        scales = self.scale_indices, self.scale_scales, self.offset
-        values = unpack(packed.to(self.offset.device), *scales, self.dtype)
+        packed = packed.to(self.offset.device)  # an offloaded part is in host memory
+        values = unpack(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         product = NF4Product.apply(x, self)
-        return product if self.bias is None else product + self.bias
+        if self.bias is None:
+            return product
+        return product + self.bias

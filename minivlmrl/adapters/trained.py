@@ -1,6 +1,7 @@
 """Which parameters are trained: all, or those of adapters, less frozen parts; as a table too."""
 
 import re
+from collections import Counter, defaultdict
 
 from torch import nn
 
@@ -31,19 +32,21 @@ def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:
 def table(model: nn.Module) -> str:
     """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
     layers = adapters(model)
-    kinds = {}
-    base = sum(weight.shape.numel() for weight in base_weights(model).values())
+    kinds = defaultdict(Counter)  # (name, rank) -> of each layer its trained parameters
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            layer = name.rpartition(".")[0]
-            kind = (part_of(name), "")
-            if layer in layers:  # of all blocks
-                kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].r}"
-            kinds.setdefault(kind, []).append((layer, parameter.numel()))
-    counts = {kind: sum(size for _, size in tensors) for kind, tensors in kinds.items()}
-    total = sum(counts.values())
+        if not parameter.requires_grad:
+            continue
+        layer_name = name.rpartition(".")[0]
+        kind = part_of(name)
+        rank = ""
+        if layer_name in layers:
+            kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # of all blocks
+            rank = f" x r {layers[layer_name].r}"
+        kinds[kind, rank][layer_name] += parameter.numel()
+    base = sum(weight.shape.numel() for weight in base_weights(model).values())
+    total = sum(counts.total() for counts in kinds.values())
     lines = [f"trained: {total:,} parameters, {total / base:.3%} of the base's {base:,}"]
-    for (name, rank), count in counts.items():
-        number = len({layer for layer, _ in kinds[name, rank]})
-        lines.append(f"  {name:<40} {number:>4}{rank:<9}{count:>14,} {count / base:>8.3%}")
+    for (kind, rank), counts in kinds.items():
+        count = counts.total()
+        lines.append(f"  {kind:<40} {len(counts):>4}{rank:<9}{count:>14,} {count / base:>8.3%}")
     return "\n".join(lines)
