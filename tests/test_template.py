@@ -149,7 +149,7 @@ def test_a_turn_is_trained_up_to_the_token_that_closes_it():
     turns = [assistant("a"), {"role": "user", "content": "b"}, assistant("c")]
     expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
-    with pytest.raises(ValueError, match="t: chat template: it closes an assistant turn with no control token"):
+    with pytest.raises(ValueError, match=r"^t: chat template: SFT and pairs need Qwen's form, .*; put the"):
         ChatTemplate(CHATML.replace("<|im_end|>", ""), "t").render_completion(HI, [assistant("a")])
 
 

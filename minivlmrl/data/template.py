@@ -9,7 +9,6 @@ import json
 import re
 from copy import copy
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import jinja2
@@ -17,7 +16,7 @@ import jinja2.meta
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.chat import IMAGE, START, VIDEO, Control, join_text, layout_turn, part_kind
+from minivlmrl.chat import END, IMAGE, START, VIDEO, Control, join_text, layout_turn, part_kind
 from minivlmrl.data.turns import (
     check_messages,
     join_flagged,
@@ -31,8 +30,12 @@ from minivlmrl.hub.recipe_values import naming
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order
-FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja")
-FILES += ("tokenizer_config.json",)
+FILES = (
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "tokenizer_config.json",
+)
 # sha256 of what Qwen publishes with Qwen2-VL and Qwen2.5-VL, and of TRL's with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
@@ -66,8 +69,8 @@ class ChatTemplate:
         # longer ones first, as one may begin with another; no text could do without a character
         names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
         names = sorted(names, key=len, reverse=True)
-        self.controls = {name: Control(name) for name in names}
-        self.controls |= {str(IMAGE): IMAGE, str(VIDEO): VIDEO}
+        controls = {name: Control(name) for name in names}
+        self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
         self.tools = None  # schemas of those that it declares
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
@@ -81,16 +84,17 @@ class ChatTemplate:
         cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
         """Find the template of a folder, in the first of FILES with one; None: chat.render's."""
-        tokens = {}
+        token_names = {}
         config = Path(folder) / "tokenizer_config.json"
         for name, value in (read_json(config) if config.is_file() else {}).items():
-            value = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(value, str):
-                tokens[name] = value
+            token = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token, str):
+                token_names[name] = token
         for path in (Path(folder) / name for name in FILES):
-            if (text := _template_in(path)) is not None:
-                known = _is_known(text, DEFAULT, *PUBLISHED)
-                return None if known else cls(text, path, special_tokens, tokens)
+            text = _template_in(path)
+            if text is not None:
+                is_published = _is_known(text, DEFAULT, *PUBLISHED)
+                return None if is_published else cls(text, path, special_tokens, token_names)
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
@@ -104,7 +108,10 @@ class ChatTemplate:
             turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text([*turns, START, "assistant\n"])
         pieces = join_text(self._cut(self._lay_out(self._checked(messages), True)))
-        shown = [{IMAGE: "image", VIDEO: "video"}[x] for x in pieces if x is IMAGE or x is VIDEO]
+        shown = []
+        for piece in pieces:
+            if piece is IMAGE or piece is VIDEO:
+                shown.append("image" if piece is IMAGE else "video")
         kinds = [part_kind(part) for part in shown_parts_of(messages)]
         if shown != kinds:
             raise self._error(f"it shows {shown}, the messages have {kinds}")
@@ -114,33 +121,43 @@ class ChatTemplate:
         """Lay out what follows a prompt (messages): pieces and flags as of turns.render_completion.
 
         The assistant writes what each of its turns adds to the conversation before it with its
-        generation prompt, up to and with the control token that closes the turn.
+        generation prompt, up to and with <|im_end|>. A template that closes turns in another way
+        than Qwen's is refused.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
         if "reasoning_content" in self.text:
-            turns = list(map(_with_thought_apart, turns))
-        whole = self._checked([*messages, *turns])
-        text = self._lay_out(whole, False)
-
-        def length(count: int, add_generation_prompt: bool) -> int:
-            beginning = self._lay_out(whole[:count], add_generation_prompt)
-            if not text.startswith(beginning):
-                what = f"it lays out the first {count} messages in another way when more follow"
-                cure = "leave out thoughts after a prompt without, or use one that only appends"
-                raise self._error(f"{what}; {cure}")
-            return len(beginning)
-
-        spans = []
-        for i, message in enumerate(whole):
-            if i >= len(messages) and message["role"] == "assistant":
-                begin = length(i, True)
-                spans += [begin, self._closing(text, begin, length(i + 1, False))]
+            turns = [_with_thought_apart(turn) for turn in turns]
+        conversation = self._checked([*messages, *turns])
+        text = self._lay_out(conversation, False)
         flagged = []
-        cuts = pairwise([length(len(messages), True), *spans])
-        for i, (begin, end) in enumerate(cuts):  # not written, written, not written, ...
-            flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
+        end = None  # of the assistant's turn before
+        for number in range(len(messages), len(conversation)):
+            if conversation[number]["role"] != "assistant":
+                continue
+            start = self._length(text, conversation[:number], True)
+            if end is not None:
+                flagged += [(piece, False) for piece in self._cut(text[end:start])]
+            turn_end = self._length(text, conversation[: number + 1], False)
+            if not text[start:turn_end].endswith(f"{END}\n"):
+                raise self._error(
+                    f"SFT and pairs need Qwen's form, {END} and a line break at the end of an "
+                    "assistant's turn; put the chat_template.jinja of the Qwen model that this "
+                    "one was made from into its folder"
+                )
+            end = turn_end - 1  # nobody writes the line break
+            flagged += [(piece, True) for piece in self._cut(text[start:end])]
         return join_flagged(flagged)
+
+    def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
+        """Lay out the first messages of a conversation; return where they end in its text."""
+        beginning = self._lay_out(messages, add_generation_prompt)
+        if not text.startswith(beginning):
+            raise self._error(
+                f"it lays out the first {len(messages)} messages in another way when more follow; "
+                "leave out thoughts after a prompt without, or use one that only appends"
+            )
+        return len(beginning)
 
     @cached_property
     def opened(self) -> str:
@@ -148,65 +165,60 @@ class ChatTemplate:
 
         It is of the assistant's turn, though the model does not write it.
         """
-        asked = [{"role": "user", "content": "?"}]
-        before, prompt = (self._lay_out(asked, flag) for flag in (False, True))
-        _, tag, thought = prompt.removeprefix(before).rpartition("<think>")
+        messages = [{"role": "user", "content": "?"}]
+        prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
+        _, tag, thought = prompt.rpartition("<think>")
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
         """Return this template with tools in its prompts (ValueError: it has no place for them)."""
         if "in tools" not in self.text:
             raise self._error("it has no place for tools: set declare_tools = False in the class")
-        made = copy(self)
-        made.tools = tools
-        return made
+        template = copy(self)
+        template.tools = tools
+        return template
 
     def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages)
-        used = set(map(part_kind, parts_of(messages)))
-        used |= {"tool_call" for message in messages if message.get("tool_calls")}
-        for kind, written in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
-            if kind in used and written not in self.text:
+        kinds = {part_kind(part) for part in parts_of(messages)}
+        if any(message.get("tool_calls") for message in messages):
+            kinds.add("tool_call")
+        for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
+            if kind in kinds and spelled not in self.text:
                 raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
-        calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
-        for call in calls if "<function=" in self.text else ():  # with parameters, not JSON
-            if isinstance(call.get("arguments"), str):
-                call["arguments"] = parse_json(call["arguments"])
+        if "<function=" in self.text:  # it lays out parameters one by one, not JSON
+            _parse_arguments(messages)
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
         for text in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
-            if control := self.control.search(text):
-                cure = "take that out, or use Qwen's template, for which it stays text"
-                raise self._error(f"a text of the conversation spells {control[0]}; {cure}")
+            control = self.control.search(text)
+            if control:
+                raise self._error(
+                    f"a text of the conversation spells {control[0]}; "
+                    "take that out, or use Qwen's template, for which it stays text"
+                )
         if IMAGE not in self.text and VIDEO not in self.text:
             for message in messages:
                 if isinstance(message.get("content"), list):
-                    message["content"] = "".join(part["text"] for part in message["content"])
+                    message["content"] = text_of(message)
         return messages
 
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        options = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            options |= {"tools": self.tools, "documents": None}
-            return self.template.render(**options, **self.token_names)
+            return self.template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=self.tools,
+                documents=None,
+                **self.token_names,
+            )
         except Exception as error:  # a template is a program: it can fail in every way
             raise self._error(error) from error
 
     def _cut(self, text: str) -> list[str]:
         """Cut at control tokens."""
         return [self.controls.get(piece, piece) for piece in self.control.split(text)]
-
-    def _closing(self, text: str, begin: int, end: int) -> int:
-        """Find the end of the control token that closes a turn: its last, or the next after it."""
-        closing = self.control.match(text, end)
-        for control in self.control.finditer(text, begin, end):
-            if not text[control.end() : end].strip():
-                closing = control
-        if closing is None:
-            why = "so nothing would teach the model to stop; use one that does"
-            raise self._error(f"it closes an assistant turn with no control token, {why}")
-        return closing.end()
 
     def _error(self, reason: str | Exception) -> ValueError:
         if isinstance(reason, Exception):
@@ -219,14 +231,19 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     """Hand a template, None: chat.render's, named values, such as {"enable_thinking": False}."""
     if not values:
         return template
-    made = copy(template or ChatTemplate(DEFAULT, "the default template"))
-    read = jinja2.meta.find_undeclared_variables(made.template.environment.parse(made.text))
-    read -= {*made.template.environment.globals, "messages", "tools", "add_generation_prompt"}
-    if unknown := [name for name in values if name not in read]:
-        names = ", ".join(sorted(read)) or "none"
-        raise made._error(f"it reads no {unknown[0]!r} of data.template; there are: {names}")
-    made.token_names, made.is_qwen3 = made.token_names | values, False
-    return made
+    template = copy(template or ChatTemplate(DEFAULT, "the default template"))
+    sandbox = template.template.environment
+    names = jinja2.meta.find_undeclared_variables(sandbox.parse(template.text))
+    names -= {*sandbox.globals, "messages", "tools", "add_generation_prompt"}
+    for name in values:
+        if name not in names:
+            raise template._error(
+                f"it reads no {name!r} of data.template; "
+                f"there are: {', '.join(sorted(names)) or 'none'}"
+            )
+    template.token_names = template.token_names | values
+    template.is_qwen3 = False
+    return template
 
 
 def _is_known(text: str, ours: str, *published: str) -> bool:
@@ -238,20 +255,36 @@ def _is_known(text: str, ours: str, *published: str) -> bool:
 def _needs_jinja(messages: list[dict]) -> bool:
     """Tell whether Qwen3-VL's template does more with a conversation than chat.render."""
     check_messages(messages)
-    shown = {m["role"] for m in messages for p in parts_of([m]) if part_kind(p) != "text"}
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
-        late = "chat template: Qwen3-VL's drops a system message after the first turn"
-        raise ValueError(f"{late}; begin with it, or make it a user's")
-    known = set(roles) <= {"system", "user", "assistant"}
-    return not known or "system" in shown or any(m.get("tool_calls") for m in messages)
+        raise ValueError(
+            "chat template: Qwen3-VL's drops a system message after the first turn; "
+            "begin with it, or make it a user's"
+        )
+    for message in messages:
+        if message["role"] not in ("system", "user", "assistant") or message.get("tool_calls"):
+            return True
+        if message["role"] == "system" and shown_parts_of([message]):
+            return True
+    return False
 
 
 def _with_thought_apart(turn: dict) -> dict:
     """Say the thought of an answer, <think>...</think> in front of it, as templates are told it."""
     text = turn["content"] if isinstance(turn.get("content"), str) else ""
     thought = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", text, re.DOTALL)
-    return turn | dict(reasoning_content=thought[1], content=thought[2]) if thought else turn
+    if thought is None:
+        return turn
+    return {**turn, "reasoning_content": thought[1], "content": thought[2]}
+
+
+def _parse_arguments(messages: list[dict]):
+    """Parse the arguments of calls that are JSON as text."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = parse_json(function["arguments"])
 
 
 def _plain(value):
@@ -271,14 +304,18 @@ def _template_in(path: Path) -> str | None:
         with naming(path):
             return path.read_text(encoding="utf-8")
     text = read_json(path).get("chat_template")
-    needed = path.name == "chat_template.json"
+    is_needed = path.name == "chat_template.json"
     if isinstance(text, list):
-        named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
-        text = named[0].get("template") if named else None
-        needed = True
-    if not isinstance(text, str) and (needed or text is not None):
-        needed = "the text of a template, or a list of which one is named 'default'"
-        raise ValueError(f"{path}: chat_template must be {needed}; it is {text!r:.40}")
+        is_needed = True
+        defaults = [
+            item for item in text if isinstance(item, dict) and item.get("name") == "default"
+        ]
+        text = defaults[0].get("template") if defaults else None
+    if not isinstance(text, str) and (is_needed or text is not None):
+        raise ValueError(
+            f"{path}: chat_template must be the text of a template, "
+            f"or a list of which one is named 'default'; it is {text!r:.40}"
+        )
     return text
 
 
@@ -297,10 +334,13 @@ def environment() -> ImmutableSandboxedEnvironment:
         options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    another_day = "strftime_now: the same seed would see another day; write a date into it"
-    options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [LoopControlExtension]}
-    made = ImmutableSandboxedEnvironment(**options)
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = fail
-    made.globals["strftime_now"] = lambda _: fail(another_day)
-    return made
+    def refuse_clock(_: str):
+        fail("strftime_now: the same seed would see another day; write a date into it")
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
+    )
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals["raise_exception"] = fail
+    sandbox.globals["strftime_now"] = refuse_clock
+    return sandbox

@@ -1,13 +1,13 @@
 """Answers as tokens, for what is trained on demonstrations."""
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from PIL.Image import Image
 
-from minivlmrl.chat import ENDS, IMAGE, Control, content_parts, join_text, layout_turn, part_kind
+from minivlmrl.chat import IMAGE, Control, content_parts, join_text, layout_turn, part_kind
 from minivlmrl.rows import Completion, Processor, shown_parts
 
 VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # the environment's, whoever's turn it is
@@ -20,58 +20,68 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     They are the text, then <|im_end|>; of several turns also what is between them. What the
     assistant's turns say is written; other turns, and pictures wherever they are, are forced.
     """
-    check_ends(turns := as_turns(completion))
+    turns = as_turns(completion)
+    check_ends(turns)
     turns = in_one_turn(turns, processor.tools)
     if processor.template is None:
         pieces = render_completion(turns)
     else:
         pieces = processor.template.render_completion(messages, turns)
-    pieces = [pair for pair in without_answers(pieces, processor.tools) if pair[0]]
-    if pieces[-1][0] not in ENDS:
-        closes = f"closes a turn with {pieces[-1][0]!r}, at which no completion stops"
-        raise ValueError(f"the chat template {closes}")
-    images = [p["image"] for p in parts_of(turns) if isinstance(p.get("image"), Image)]
-    shown = shown_parts(turns, images, ())
-    pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
-    if len(pictures) != sum(p is IMAGE for p, _ in pieces):
+    pieces = without_answers(pieces, processor.tools)
+    images = [part["image"] for part in parts_of(turns) if isinstance(part.get("image"), Image)]
+    pictures = []
+    for image, options in shown_parts(turns, images, ()):
+        pictures.append((image, *processor.image_processor(image, **options)))
+    if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
         raise ValueError("the chat template has no place for a picture of the answer")
-    encoded = processor.encode([p for p, _ in pieces], [grid for *_, grid in pictures])
-    flags = [flag and not (isinstance(p, Control) and p in VISION) for p, flag in pieces]
-    written = [flag for ids, flag in zip(encoded, flags, strict=True) for _ in ids]
-    ids = torch.tensor([*chain(*encoded)])
-    return Completion(ids, written=torch.tensor(written), pictures=pictures)
+    grids = [grid for *_, grid in pictures]
+    encoded = processor.encode([piece for piece, _ in pieces], grids)
+    ids = []
+    written = []
+    for piece_ids, (piece, is_written) in zip(encoded, pieces, strict=True):
+        is_vision = isinstance(piece, Control) and piece in VISION
+        ids += piece_ids
+        written += [is_written and not is_vision] * len(piece_ids)
+    return Completion(torch.tensor(ids), written=torch.tensor(written), pictures=pictures)
 
 
 def in_one_turn(turns: list[dict], tools: Sequence[str]) -> list[dict]:
     """Put what answers a call in tags into the assistant's turn, as environments do."""
     joined = []
-    answered = False
-    tags = tuple(f"</{name}>" for name in tools)
+    is_answered = False  # the last turn that was joined ends with the answer of a tool
+    closing_tags = tuple(f"</{name}>" for name in tools)
     for turn in turns:
         parts = content_parts(turn)
-        if turn["role"] == "tool" and joined and text_of(joined[-1]).rstrip().endswith(tags):
-            parts = [part for part in parts if part.get("text") != ""]
-            for i, part in enumerate(parts):
-                if part_kind(part) == "text":
-                    parts[i] = {"text": f"<result>{part['text']}</result>"}
-        elif turn["role"] != "assistant" or not answered:
-            joined, answered = [*joined, turn], False
-            continue
-        answered = turn["role"] == "tool"
-        joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
+        goes_on = is_answered and turn["role"] == "assistant"
+        is_answered = False
+        if turn["role"] == "tool" and joined:
+            is_answered = text_of(joined[-1]).rstrip().endswith(closing_tags)
+        if is_answered:
+            parts = [_as_result(part) for part in parts if part.get("text") != ""]
+        if is_answered or goes_on:
+            joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
+        else:
+            joined.append(turn)
     return joined
 
 
-def without_answers(
-    pieces: list[tuple[str, bool]], tools: Sequence[str]
-) -> Iterator[tuple[str, bool]]:
+def _as_result(part: dict) -> dict:
+    if part_kind(part) != "text":
+        return part
+    return {"text": f"<result>{part['text']}</result>"}
+
+
+def without_answers(pieces: list[tuple[str, bool]], tools: Sequence[str]) -> list[tuple[str, bool]]:
     """Cut <result>...</result> after a call in tags from what the assistant writes: it is read."""
     ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
     answer = re.compile(rf"((?:{ends})\s*<result>.*?</result>)", re.DOTALL)
-    for piece, flag in pieces:
+    cut = []
+    for piece, is_written in pieces:
         is_text = tools and not isinstance(piece, Control)
         for i, text in enumerate(answer.split(piece) if is_text else [piece]):
-            yield text, flag and i % 2 == 0
+            if text:  # every second one is the answer of a tool
+                cut.append((text, is_written and i % 2 == 0))
+    return cut
 
 
 def as_turns(answer: str | list[dict], role: str = "assistant") -> list[dict]:
@@ -107,15 +117,20 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     flagged = []
     for turn in turns:
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
-        inside = [(piece, turn["role"] == "assistant") for piece in inside]
-        flagged += [(start, False), (role, False), *inside, (newline, False)]
+        flagged += [(start, False), (role, False)]
+        flagged += [(piece, turn["role"] == "assistant") for piece in inside]
+        flagged.append((newline, False))
     return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """Join neighbouring text of one flag, no empty text: no token is half the assistant's."""
-    runs = groupby(((piece, flag) for piece, flag in pieces if piece), key=lambda pair: pair[1])
-    return [(piece, flag) for flag, run in runs for piece in join_text([piece for piece, _ in run])]
+    joined = []
+    filled = [pair for pair in pieces if pair[0]]
+    for is_written, run in groupby(filled, key=lambda pair: pair[1]):
+        texts = join_text([piece for piece, _ in run])
+        joined += [(text, is_written) for text in texts]
+    return joined
 
 
 def check_ends(turns: list[dict]):
@@ -128,18 +143,29 @@ def check_ends(turns: list[dict]):
 def check_messages(messages: list[dict]):
     """Refuse a message that cannot be laid out."""
     for number, message in enumerate(messages):
-        fields = message if isinstance(message, dict) else {}
-        content = fields.get("content")
-        calls = fields.get("tool_calls") or []
-        has_content = isinstance(content, str | list) or (content is None and calls)
-        called = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-        called = called and all(isinstance(call.get("function", call), dict) for call in calls)
-        if not has_content or not called or not isinstance(fields.get("role"), str):
-            needed = "a role, and content that is text or a list of parts"
-            raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
-        for part in parts_of([message]):
+        if not _has_fields(message):
+            raise ValueError(
+                f"message {number} needs a role, and content that is text or a list of parts: "
+                f"{message!r:.80}"
+            )
+        for part in content_parts(message):
             if part_kind(part) is None:
-                wrong = "a part that is not text, image or video"
-                raise ValueError(f"message {number} has {wrong}: {part!r:.80}")
+                raise ValueError(
+                    f"message {number} has a part that is not text, image or video: {part!r:.80}"
+                )
         if len(text_of(message)) > MAX_TEXT:
             raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
+
+
+def _has_fields(message: object) -> bool:
+    """Tell whether a message has a role, and content, or calls of tools instead."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        return False
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("function", call), dict):
+            return False
+    content = message.get("content")
+    return isinstance(content, str | list) or (content is None and len(calls) > 0)
