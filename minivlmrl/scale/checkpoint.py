@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -54,12 +53,17 @@ INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2",
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files of a model besides its weights: a checkpoint that we write keeps those it was read with
-JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
-TEXT = rf"merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
-CARRIED = re.compile(rf"({JSON})\.json|{TEXT}")
-# of ImageProcessor -> of VisionConfig
-PATCHES = {name: name for name in ("patch_size", "temporal_patch_size")}
-PATCHES["merge_size"] = "spatial_merge_size"
+CARRIED = re.compile(
+    r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
+    r"|special_tokens_map|chat_template)\.json"
+    rf"|merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
+)
+# fields of ImageProcessor -> of VisionConfig
+PATCHES = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
 
 
 def load_model(
@@ -85,7 +89,11 @@ def load_model(
         adapt(model)
     if sharding is not None:
         sharding.shard(model)
-    part = sharding.part if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
+
+    def keep_all(tensor: Tensor, like: Tensor) -> Tensor:
+        return tensor.to(device, like.dtype, copy=True)
+
+    part = sharding.part if sharding else keep_all
     assign(model, _read_weights(folder, files, model, part, device))
     model.folder = folder.resolve()  # from which save_model copies tensors that no module has
     return model
@@ -107,26 +115,30 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path, files: list[Path], model: nn.Module, part: Callable, device
 ) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; part(view of the file, parameter) is what is kept."""
-    # a tied head is there once, under the embedding's name
-    expected = base_weights(model)
+    """Read a tensor for each parameter; part(view of the file, parameter) is what is kept.
+
+    Quantized layers pack theirs instead, each as soon as it is read.
+    """
+    expected = base_weights(model)  # a tied head is in it once, under the embedding's name
     tied = model.config.tie_word_embeddings
+    unread = family_of(model).unread
     weights: dict[str, Tensor] = {}
-    read_names = set()  # of those in `weights`, and of those that a quantized layer has packed
+    read_names = set()
     for file in files:
         for name, tensor in read_tensors(file):
+            if name.startswith(unread):
+                continue
             # some folders have the tied head too
             like = expected.get(EMBEDDING if tied and name == HEAD else name)
-            if name.startswith(family_of(model).unread):
-                continue
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
             if name in read_names:
                 raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
             if tensor.shape != like.shape:
-                shape = tuple(tensor.shape)
-                asked = tuple(like.shape)
-                raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
+                raise ValueError(
+                    f"{file}: tensor {name} has shape {tuple(tensor.shape)}, "
+                    f"config.json {tuple(like.shape)}"
+                )
             read_names.add(name)
             if isinstance(like, Tensor):
                 weights[name] = part(tensor, like)
@@ -136,9 +148,10 @@ def _read_weights(
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
     if tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
-        has = f"tie_word_embeddings true, but there is another {HEAD}"
-        cure = "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
-        raise ValueError(f"{folder}/config.json has {has}: {cure}")
+        raise ValueError(
+            f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: "
+            "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
+        )
     names = {plain_name(name): name for name, _ in model.named_parameters()}
     return {names[name]: weight for name, weight in weights.items()}
 
@@ -153,8 +166,10 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
-                cure = "quantised ones are not read, take the bfloat16 one that this was made of"
-                raise ValueError(f"{file}: tensor {name:.80} is {tensor.dtype}; {cure}")
+                raise ValueError(
+                    f"{file}: tensor {name:.80} is {tensor.dtype}; quantised ones are not read, "
+                    "take the bfloat16 one that this was made of"
+                )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
@@ -163,14 +178,18 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 def _unread_tensors(model: nn.Module) -> dict[str, Tensor]:
     """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
     folder = getattr(model, "folder", None)
-    names = family_of(model).unread
-    if folder is None or not names:
-        return {}
+    prefixes = family_of(model).unread
+    tensors = {}
+    if folder is None or not prefixes:
+        return tensors
     if not folder.is_dir():
-        warnings.warn(f"{folder} is gone, saved without its {', '.join(names)}", stacklevel=3)
-        return {}
-    read = chain.from_iterable(map(read_tensors, weight_files(folder)))
-    return {name: tensor for name, tensor in read if name.startswith(names)}
+        warnings.warn(f"{folder} is gone, saved without its {', '.join(prefixes)}", stacklevel=3)
+        return tensors
+    for file in weight_files(folder):
+        for name, tensor in read_tensors(file):
+            if name.startswith(prefixes):
+                tensors[name] = tensor
+    return tensors
 
 
 def random_model(
@@ -179,17 +198,21 @@ def random_model(
     """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = ModelConfig.from_dict(values, str(config_file))
-    ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    size = max(len(tokenizer), config.vocab_size)  # that of a text_config may be larger
-    config = replace(config, vocab_size=size, **ids)
-    family = FAMILIES[config.model_type]
+    token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
+    vocab_size = max(len(tokenizer), config.vocab_size)  # that of a text_config may be larger
+    config = replace(config, vocab_size=vocab_size, **token_ids)
     model = _make(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
-    settings = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
-    smallest = (settings["patch_size"] * settings["merge_size"]) ** 2  # one merged token
-    bounds = min_pixels or smallest, max_pixels or ImageProcessor.max_pixels
-    images = read_image_processor(family.images | settings, "data", *bounds)
-    images.videos = family.read_videos({}, "data", images)
+    family = FAMILIES[config.model_type]
+    patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
+    token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2  # of one merged token
+    images = read_image_processor(
+        family.images | patches,
+        "data",
+        min_pixels or token_pixels,
+        max_pixels or ImageProcessor.max_pixels,
+    )
+    images = replace(images, videos=family.read_videos({}, "data", images))
     return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
 
 
@@ -220,36 +243,50 @@ def load_processor(
     """Read tokenizer, chat template and image settings of a folder (ValueError: no fit)."""
     folder = find_folder(folder)
     config = read_config(folder)
-    (file, settings) = image_settings(folder)
     family = FAMILIES[config.model_type]
-    vision = config.vision_config
-    settings = family.images | settings
-    images = read_image_processor(settings, str(file), min_pixels, max_pixels)
-    file_of_videos, settings = video_settings(folder)
-    images.videos = family.read_videos(settings, str(file_of_videos), images)
+    image_file, image_values = image_settings(folder)
+    image_values = family.images | image_values
+    images = read_image_processor(image_values, str(image_file), min_pixels, max_pixels)
+    video_file, video_values = video_settings(folder)
+    images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     with naming(f"{folder}/config.json"):
-        for name, ours in PATCHES.items():
-            said = getattr(vision, ours)
-            known = getattr(images, name)
-            require(said == known, f"vision_config.{ours}", said, f"{known} as in {file.name}")
-        size = config.vocab_size
-        words = f"{len(tokenizer)} as in tokenizer.json, or more"
-        require(size >= len(tokenizer), "vocab_size", size, words)  # some that no token uses
-        for name in ("image_token_id", "video_token_id"):
-            said = getattr(config, name)
-            known = tokenizer.special_tokens[CONTROL_TOKENS[name]]
-            require(said == known, name, said, f"{known} as in tokenizer.json")
+        check_fit(config, images, image_file, tokenizer)
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+    tokenizer.files |= carried_files(folder)
+    template = template or default_template(family)
+    return Processor(tokenizer, images, template, box_space=family.box_space)
+
+
+def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer):
+    """Refuse a config (ValueError) that says something else than image settings or tokenizer."""
+    for name, field in PATCHES.items():
+        value = getattr(config.vision_config, field)
+        expected = getattr(images, name)
+        as_in_file = f"{expected} as in {image_file.name}"
+        require(value == expected, f"vision_config.{field}", value, as_in_file)
+    require(
+        config.vocab_size >= len(tokenizer),  # some rows of the embedding no token uses
+        "vocab_size",
+        config.vocab_size,
+        f"{len(tokenizer)} as in tokenizer.json, or more",
+    )
+    for name in ("image_token_id", "video_token_id"):
+        value = getattr(config, name)
+        expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
+        require(value == expected, name, value, f"{expected} as in tokenizer.json")
+
+
+def carried_files(folder: Path) -> dict[str, bytes]:
+    """Read the files that a save copies, now: their folder may be gone then."""
+    files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
             target = file.resolve()
             if target.parent != folder.resolve() and target.parent.name != "blobs":
                 raise ValueError(f"{file}: a link to {target}; put the file itself there")
-            # now: the folder may be gone at the next save
-            tokenizer.files[file.name] = file.read_bytes()
-    template = template or default_template(family)
-    return Processor(tokenizer, images, template, box_space=family.box_space)
+            files[file.name] = file.read_bytes()
+    return files
 
 
 def default_template(family: Family) -> ChatTemplate | None:
@@ -275,46 +312,52 @@ def save_model(
         max_shard_size: bytes of one file of weights.
     """
     reshard(model)
+    world = world or World()
     weights = file_weights(model)
     write_adapter = gather_adapter(model, base) if adapters(model) else None
-    empty = partial(torch.empty_like, device="meta")
-    shapes = {}
-    for name, weight in weights.items():
-        shapes[name] = empty(weight.base.weight if isinstance(weight, LoRALinear) else weight)
-    world = world or World()
     unread = world.on_main(lambda: _unread_tensors(model)) or {}
-    shapes |= {name: empty(tensor) for name, tensor in unread.items()}
-    shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
-    shards = world.gather_objects(shards)[0]
+    split = world.gather_objects(split_weights(weights | unread, max_shard_size))[0]
     with ExitStack() as saving:
+        new = world.on_main(lambda: saving.enter_context(replacing(folder)))
 
-        def write(file: str):
-            check_finite({name: x for name, x in tensors.items() if name in weights}, folder)
+        def write_weights(file: str, tensors: dict[str, Tensor]):
+            check_finite({name: tensors[name] for name in tensors if name in weights}, folder)
             save_tensors(tensors, new / file)
 
         def finish():
             write_settings(new, model, processor)
-            if shards.is_sharded:
-                index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 write_json(new / INDEX, index)
             if write_adapter is not None:
                 write_adapter(new / "adapter")
-                if (asked := new / ASKED).exists():
-                    shutil.copy(asked, new / "adapter")
+                if (new / ASKED).exists():
+                    shutil.copy(new / ASKED, new / "adapter")
             if more is not None:
                 more(new)
-            saving.pop_all().close()
+            saving.pop_all().close()  # here: all ranks hear of an error
 
-        new = world.on_main(lambda: saving.enter_context(replacing(folder)))
         # one file after the other; torch's get_model_state_dict would gather all
-        for file, names in shards.filename_to_tensors.items():
-            tensors = {name: unread[name] for name in names if name in unread}
-            for name in filter(weights.__contains__, names):
-                weight = full(weights[name])
-                if world.is_main:
-                    tensors[name] = weight.cpu().contiguous()
-            world.on_main(partial(write, file))
+        for file, names in split.filename_to_tensors.items():
+            tensors = {}
+            for name in names:
+                if name in weights:
+                    weight = full(weights[name])  # which all ranks gather
+                    if world.is_main:
+                        tensors[name] = weight.cpu().contiguous()
+                elif world.is_main:
+                    tensors[name] = unread[name]
+            world.on_main(partial(write_weights, file, tensors))
         world.on_main(finish)
+
+
+def split_weights(weights: dict[str, object], max_shard_size: int):
+    """Share weights out to files of at most so many bytes, or one weight each."""
+    shapes = {}
+    for name, weight in weights.items():
+        tensor = weight.base.weight if isinstance(weight, LoRALinear) else weight
+        shapes[name] = torch.empty_like(tensor, device="meta")
+    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
 
 
 def file_weights(model: nn.Module) -> dict[str, object]:
@@ -323,25 +366,28 @@ def file_weights(model: nn.Module) -> dict[str, object]:
     return {name_of(name): weight for name, weight in plain_weights(model).items()}
 
 
-def check_finite(tensors: dict[str, Tensor], where: object):
+def check_finite(tensors: dict[str, Tensor], folder: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            cause = f"not saved, {name} is not finite"
-            raise ValueError(f"{where}: {cause}; what was there is untouched")
+            raise ValueError(
+                f"{folder}: not saved, {name} is not finite; what was there is untouched"
+            )
 
 
 def write_settings(folder: Path, model: nn.Module, processor: Processor):
     """Write all files of a model's folder but its weights."""
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
-    images, template, tokenizer = processor.image_processor, processor.template, processor.tokenizer
+    tokenizer = processor.tokenizer
     carried = tokenizer.files
     for name, content in carried.items():
         (folder / name).write_bytes(content)
+    images = processor.image_processor
     write_json(folder / "preprocessor_config.json", write_image_processor(images))
     if images.videos is not None:
         write_json(folder / "video_preprocessor_config.json", write_videos(images))
+    template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
@@ -350,10 +396,16 @@ def write_settings(folder: Path, model: nn.Module, processor: Processor):
         (folder / "chat_template.jinja").write_bytes(text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
-    pad = tokenizer.special_tokens["<|endoftext|>"]
-    generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": pad}
-    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    ours = {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer", **tokens}}
-    ours["generation_config.json"] = generation
-    for name in ours.keys() - carried.keys():
-        write_json(folder / name, ours[name])
+    if "tokenizer_config.json" not in carried:
+        values = {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+        }
+        write_json(folder / "tokenizer_config.json", values)
+    if "generation_config.json" not in carried:
+        values = {
+            "eos_token_id": list(processor.stop_token_ids),
+            "pad_token_id": tokenizer.special_tokens["<|endoftext|>"],
+        }
+        write_json(folder / "generation_config.json", values)

@@ -1,5 +1,6 @@
 """The processes of a run: which one this is, its share of the work, and what all ranks add up."""
 
+import math
 import os
 import re
 import sys
@@ -29,7 +30,8 @@ class World:
 
     def share(self, items: Sequence) -> Sequence:
         """Take this rank's part of a sequence that all hold: in order, of nearly equal length."""
-        begin, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
+        begin = len(items) * self.rank // self.size
+        end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
     def equal_share(self, items: Sequence) -> tuple[list, int]:
@@ -38,8 +40,8 @@ class World:
         Returns them, and how many come before the one, if any, that another rank has too.
         """
         share = items[self.rank :: self.size]
-        again = items[: -(-len(items) // self.size) - len(share)]
-        return [*share, *again], len(share)
+        missing = math.ceil(len(items) / self.size) - len(share)
+        return [*share, *items[:missing]], len(share)
 
     def sum(self, *values: float) -> list[float]:
         """Add up each value over all ranks."""
@@ -99,15 +101,16 @@ class World:
         if self.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        ranks = self.sum(*(parameter.grad is not None for parameter in trained))
-        # others stay None, as alone
-        trained = [parameter for parameter, n in zip(trained, ranks, strict=True) if n]
+        num_ranks = self.sum(*(parameter.grad is not None for parameter in trained))
+        # what no rank has a gradient of stays None, as alone
+        trained = [parameter for parameter, n in zip(trained, num_ranks, strict=True) if n]
         for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([parameter.grad.flatten() for parameter in trained])
         dist.all_reduce(flat)
-        for parameter, total in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        totals = flat.split([parameter.numel() for parameter in trained])
+        for parameter, total in zip(trained, totals, strict=True):
             parameter.grad.copy_(total.view_as(parameter))
 
 
@@ -145,9 +148,12 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
 def find_device(local_rank: int = 0) -> torch.device:
     """Choose the GPU of a rank, or the CPU if there is none (ValueError: CUDA cannot use it)."""
     if torch.cuda.is_available():
-        if local_rank >= (count := torch.cuda.device_count()):
-            cure = f"start at most {count} (--nproc_per_node), or show more (CUDA_VISIBLE_DEVICES)"
-            raise ValueError(f"local rank {local_rank} has no GPU, {count} are visible: {cure}")
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise ValueError(
+                f"local rank {local_rank} has no GPU, {count} are visible: "
+                f"start at most {count} (--nproc_per_node), or show more (CUDA_VISIBLE_DEVICES)"
+            )
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         try:
@@ -155,9 +161,10 @@ def find_device(local_rank: int = 0) -> torch.device:
         except RuntimeError as error:
             # then there is nothing to miss; a fork asks nobody, and its parent found no GPU
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
-                what = f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]})"
-                cure = "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
-                raise ValueError(f"{what}: {cure}") from error
+                raise ValueError(
+                    f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): "
+                    "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
+                ) from error
     return torch.device("cpu")
 
 

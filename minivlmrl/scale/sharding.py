@@ -9,6 +9,7 @@ images, and how many decode steps a rank runs.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,30 +66,38 @@ class Sharding:
         # here: it takes 40 MiB and half a second of runs that shard nothing
         import torch.distributed.fsdp as fsdp
 
-        size, device = world.size, world.device
-        replicas = section.replicas if section.enabled else size
-        if size % replicas:
-            raise ValueError(f"sharding.replicas is {replicas}, {size} ranks are no multiple of it")
-        self.device = torch.device("cpu") if section.cpu_offload else device
-        names = ("replicate", "shard")
-        shape = (replicas, size // replicas)
-        first = int(replicas == 1)  # without replicas the mesh has one dimension
-        self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
+        replicas = section.replicas if section.enabled else world.size
+        if world.size % replicas:
+            raise ValueError(
+                f"sharding.replicas is {replicas}, {world.size} ranks are no multiple of it"
+            )
+        self.device = torch.device("cpu") if section.cpu_offload else world.device
+        mesh = {"replicate": replicas, "shard": world.size // replicas}
+        if replicas == 1:
+            del mesh["replicate"]
+        shape = tuple(mesh.values())
+        names = tuple(mesh)
+        self.mesh = dist.init_device_mesh(world.device.type, shape, mesh_dim_names=names)
         self.recompute = recompute
         self.compute_dtype = compute_dtype or dtype
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
-        summed = torch.promote_types(dtype, torch.float32)
-        precision = fsdp.MixedPrecisionPolicy(compute_dtype, summed, cast_forward_inputs=False)
+        gradient_dtype = torch.promote_types(dtype, torch.float32)
+        precision = fsdp.MixedPrecisionPolicy(
+            compute_dtype, gradient_dtype, cast_forward_inputs=False
+        )
         self.options = {"mesh": self.mesh, "mp_policy": precision}
         if section.cpu_offload:
-            self.options["offload_policy"] = fsdp.CPUOffloadPolicy(device.type == "cuda")
+            pin_memory = world.device.type == "cuda"
+            self.options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory)
 
     def shard(self, model: nn.Module):
         """Shard a model on any device, also on the meta device."""
         packed = not all(p.is_floating_point() for p in model.parameters())
         if packed and torch.__version__ < "2.13":  # pytorch issue 177844
-            cure = "leave out sharding and model.compute_dtype, or install torch 2.13"
-            raise ValueError(f"adapter.quantize: torch {torch.__version__} shards no bytes; {cure}")
+            raise ValueError(
+                f"adapter.quantize: torch {torch.__version__} shards no bytes; "
+                "leave out sharding and model.compute_dtype, or install torch 2.13"
+            )
         if self.recompute:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):
@@ -124,9 +133,9 @@ class Sharding:
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor, in the form of a parameter."""
         shards = self.mesh["shard"]
-        rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
-        part = tensor[shards.get_local_rank() * rows :][:rows]
-        part = part.to(self.device, like.dtype, copy=True)
+        num_rows = math.ceil(len(tensor) / shards.size())  # the last ranks may have fewer, or none
+        begin = shards.get_local_rank() * num_rows
+        part = tensor[begin : begin + num_rows].to(self.device, like.dtype, copy=True)
         # from_local would move an offloaded part to the GPU
         return dist.tensor.DTensor(part, like._spec, requires_grad=False)
 
@@ -140,17 +149,20 @@ class VisionInStep:
     def before(self, model: nn.Module, arguments: tuple):
         batch = arguments[0]
         self.zero = None
-        images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
         if dist.get_world_size() == 1:
             return
-        on_any_rank = torch.tensor(int(images > 0))  # on the host: nobody waits for a GPU
+        runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
+        on_any_rank = torch.tensor(int(runs_tower))  # on the host: nobody waits for a GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
-        if on_any_rank and not images:
+        if on_any_rank and not runs_tower:
             self.zero = see_black(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def after(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
-        zero, self.zero = self.zero, None
-        return hidden if zero is None else hidden + zero
+        if self.zero is None:
+            return hidden
+        hidden = hidden + self.zero
+        self.zero = None  # frees its graph
+        return hidden
 
 
 def see_black(tower: Callable, config, device) -> Tensor:
@@ -204,14 +216,15 @@ def in_lockstep(choose: Callable, max_new_tokens: int, model: nn.Module, world: 
 
     def choose_together(logits: Tensor, rows: Tensor, counts: Tensor):
         ids, logps, ends = choose(logits, rows, counts)
-        if not (ends | (counts + 1 == max_new_tokens)).all():
+        all_end = (ends | (counts + 1 == max_new_tokens)).all()
+        if not all_end:
             world.sum(1)
             return ids, logps, ends
         device = world.device  # weights may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(GroupLayout([1], [[]], device))
-        while world.sum(0)[0]:
+        while world.sum(0)[0]:  # some rank decodes another step
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 
