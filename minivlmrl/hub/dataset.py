@@ -2,7 +2,6 @@
 
 import re
 from contextlib import suppress
-from functools import partial
 from itertools import product
 from os.path import isdir
 from pathlib import Path, PurePosixPath
@@ -18,35 +17,58 @@ def find_split(name: str) -> list[Path] | None:
 
     None: without @ the name is a path, whose first part is a folder here or which has a suffix.
     """
-    found = REPOSITORY.fullmatch(name)
+    repository = REPOSITORY.fullmatch(name)
     path = Path(name)
     is_path = isdir(path.parent) or re.fullmatch(r"\.[a-z]+", path.suffix)
-    if not found or (is_path and not found["revision"]):
+    if not repository or (is_path and not repository["revision"]):
         return None
-    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 
-    repo_id = found["id"]
-    split = found["revision"] or "train"
-    there = set()  # splits
+    repo_id = repository["id"]
+    split = repository["revision"] or "train"
+    all_splits = set()
     with hub_errors(f"{name}: no such file, nor a data set of the hub"):
         for cached, branch in product((True, False), BRANCHES):
-            which = {"repo_type": "dataset", "revision": branch, "local_files_only": cached}
-            get = partial(snapshot_download, repo_id, **which)
+            # the cache lacks it, or the hub has no such branch
             with suppress(LocalEntryNotFoundError, RevisionNotFoundError):
-                if cached:  # raises where one of these is not
-                    folder = Path(get(allow_patterns=f"*{split}*.parquet"))
-                    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-                else:
-                    info = HfApi().dataset_info(repo_id, revision=branch, timeout=NETWORK_SECONDS)
-                    names = [file.rfilename for file in info.siblings]
-                splits = {x: split_of(x) for x in sorted(names) if x.endswith(".parquet")}
-                there |= {f"{repo_id}@{one}" for one in splits.values()}
-                files = [x for x, of in splits.items() if f"/{of}".endswith(f"/{split}")]
-                if len({*map(splits.get, files)}) == 1:
-                    return [Path(get(allow_patterns=files)) / file for file in files]
-        names = ", ".join(sorted(there)) or "none, and no parquet files"
-        raise ValueError(f"there is no one split {split}, of {names}")
+                names = _parquet_files(repo_id, branch, split, cached)
+                splits = {file: split_of(file) for file in names}
+                all_splits.update(splits.values())
+                files = [file for file in names if f"/{splits[file]}".endswith(f"/{split}")]
+                if len({splits[file] for file in files}) == 1:
+                    folder = _download(repo_id, branch, files, cached)
+                    return [folder / file for file in files]
+        names = ", ".join(f"{repo_id}@{other}" for other in sorted(all_splits))
+        raise ValueError(
+            f"there is no one split {split}, of {names or 'none, and no parquet files'}"
+        )
+
+
+def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -> list[str]:
+    """List the parquet files of a branch; of the cache those alone that may be of the split."""
+    from huggingface_hub import HfApi
+
+    if cached:
+        folder = _download(repo_id, branch, f"*{split}*.parquet", cached)
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    else:
+        info = HfApi().dataset_info(repo_id, revision=branch, timeout=NETWORK_SECONDS)
+        names = [file.rfilename for file in info.siblings]
+    return sorted(name for name in names if name.endswith(".parquet"))
+
+
+def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cached: bool) -> Path:
+    """Download files into the cache; if they must be there already, look them up alone."""
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        repo_id,
+        repo_type="dataset",
+        revision=branch,
+        allow_patterns=patterns,
+        local_files_only=cached,
+    )
+    return Path(folder)
 
 
 def split_of(file: str) -> str:
@@ -56,4 +78,5 @@ def split_of(file: str) -> str:
     name = re.sub(r"-\d.*", "", name)
     if name.isdigit() and folders:
         name = folders.pop()
-    return "/".join([part for part in folders if part not in ("data", "default", name)] + [name])
+    subset = [part for part in folders if part not in ("data", "default", name)]
+    return "/".join([*subset, name])

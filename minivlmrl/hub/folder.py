@@ -13,6 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from os.path import isdir
 from pathlib import Path
+from typing import IO
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -25,8 +26,7 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
-ASKED = "minivlmrl.yaml"  # what the run of a model said about prompts: a recipe
-# none out of inner folders
+ASKED = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", ASKED, "LICENSE*", "NOTICE*"]
 
 
@@ -44,8 +44,10 @@ def find_folder(name: str | Path) -> Path:
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or (isdir(folder.parent) and not repository["revision"]):
-        ids = "the id of a repository, NAME@main where its first part is a folder here"
-        raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
+        raise ValueError(
+            f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository, "
+            "NAME@main where its first part is a folder here"
+        )
     with hub_errors(f"{name}: no such folder, not whole in the Hugging Face cache"):
         return _snapshot(repository["id"], repository["revision"])
 
@@ -57,8 +59,10 @@ def hub_errors(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        cure = "check name and network, or download it elsewhere and give its folder"
-        raise ValueError(f"{name}, and not downloaded ({reason}); {cure}") from error
+        raise ValueError(
+            f"{name}, and not downloaded ({reason}); "
+            "check name and network, or download it elsewhere and give its folder"
+        ) from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
@@ -66,8 +70,13 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    which = {"revision": revision, "allow_patterns": DOWNLOADED, "ignore_patterns": "*/*"}
-    download = partial(snapshot_download, repo_id, **which)
+    download = partial(
+        snapshot_download,
+        repo_id,
+        revision=revision,
+        allow_patterns=DOWNLOADED,
+        ignore_patterns="*/*",  # of inner folders
+    )
     # nothing of it, or parts that another program has asked for
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
@@ -82,18 +91,21 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """List the files of tensors: model.safetensors if it is there (as transformers), or shards."""
-    one = folder / ONE_FILE
+    single_file = folder / ONE_FILE
     index = folder / INDEX
-    if one.is_file():
-        return [one]
+    if single_file.is_file():
+        return [single_file]
     if not index.is_file():
-        raise ValueError(f"{one}: no such file; convert pytorch_model.bin with transformers")
+        raise ValueError(
+            f"{single_file}: no such file; convert pytorch_model.bin with transformers"
+        )
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
         raise ValueError(f"{index}: it needs a weight_map, from tensors to .safetensors files here")
     files = [folder / file for file in sorted(shards)]
-    if missing := [file.name for file in files if not file.is_file()]:
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
         raise ValueError(f"{index}: {len(missing)} of {len(files)} files missing: {missing[0]}")
     return files
 
@@ -115,12 +127,15 @@ def read_lines(path: Path, form: type) -> list[dict]:
     A last line without its end is left out: a run is writing it, or a full disk has cut it. `form`
     is the dataclass of what each line must have.
     """
-    lines = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
-        with naming(where := f"{path}:{number}"):
-            lines.append(parse_json(text))
-        build(form, lines[-1], where, json=True)
-    return lines
+    text = path.read_bytes() if path.is_file() else b""
+    contents = []
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
+        where = f"{path}:{number}"
+        with naming(where):
+            content = parse_json(line)
+        build(form, content, where, json=True)
+        contents.append(content)
+    return contents
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
@@ -158,8 +173,9 @@ def video_settings(folder: Path) -> tuple[Path, dict]:
     """Read what a folder says of videos, where transformers' video processor looks for it."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
-    if newer.is_file() and isinstance(part := read_json(newer).get("video_processor"), dict):
-        return newer, part
+    settings = read_json(newer).get("video_processor") if newer.is_file() else None
+    if isinstance(settings, dict):
+        return newer, settings
     return (file, read_json(file)) if file.is_file() else image_settings(folder)
 
 
@@ -177,14 +193,14 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
 
 def digest(parts: Iterable) -> str:
     """Hash texts, buffers and whole files, one after the other: 128 digits."""
-    found = hashlib.blake2b()
+    total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
             with part.open("rb") as file:
-                hashlib.file_digest(file, lambda: found)
+                hashlib.file_digest(file, lambda: total)
         else:
-            found.update(part.encode() if isinstance(part, str) else part)
-    return found.hexdigest()
+            total.update(part.encode() if isinstance(part, str) else part)
+    return total.hexdigest()
 
 
 @contextmanager
@@ -228,41 +244,48 @@ def locked(folder: str | Path, world) -> Iterator[None]:
     """Make a run's folder and keep it for this run alone (ValueError on all ranks: it is taken)."""
     path = Path(folder) / ".lock"
     failure = None
-    with ExitStack() as held:
+    with ExitStack() as open_files:
         try:
             if world.is_main:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = held.enter_context(path.open("ab"))  # until it is closed
-                if find_spec("fcntl"):
-                    import fcntl
-
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                else:  # Windows
-                    import msvcrt
-
-                    msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+                _lock(open_files.enter_context(path.open("ab")))
         except BlockingIOError:
             failure = f"another run is writing into {folder}; wait for it, or take another folder"
         except OSError as error:
             # a file system without locks
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 failure = f"{error}; is another run there?"
-        if failure := world.gather_objects(failure)[0]:
+        failure = world.gather_objects(failure)[0]
+        if failure:
             raise ValueError(f"output_dir: {failure}")
         yield
 
 
+def _lock(file: IO):
+    """Lock a file until it is closed (BlockingIOError: another process has)."""
+    if find_spec("fcntl"):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:  # Windows
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+
 def flush_file(path: Path):
     """Wait until a file is on disk; of a folder its list of names, which makes a rename last."""
-    folder = path.is_dir()
-    if folder and not hasattr(os, "O_DIRECTORY"):
-        return  # Windows opens no folder, and flushes no file that was opened to read
-    flags = os.O_RDONLY if folder else os.O_RDWR
-    handle = os.open(path, flags)
+    is_folder = path.is_dir()
+    if is_folder and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows opens no folder
+    # Windows flushes no file that was opened to read
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not folder:
-            raise  # FUSE and CIFS do not do it for folders
+        # FUSE and CIFS do not flush folders
+        unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+        if not (is_folder and unsupported):
+            raise
     finally:
         os.close(handle)

@@ -44,8 +44,12 @@ class VisionConfig:
         require(is_square, "num_position_embeddings", count, "a square number")
         blocks = self.deepstack_visual_indexes
         valid = len(set(blocks)) == len(blocks) and all(i < self.depth for i in blocks)
-        expected = "different blocks of the tower, counted from 0"
-        require(valid, "deepstack_visual_indexes", list(blocks), expected)
+        require(
+            valid,
+            "deepstack_visual_indexes",
+            list(blocks),
+            "different blocks of the tower, counted from 0",
+        )
         if self.window_size is not None:
             token_side = self.patch_size * self.spatial_merge_size
             fits = self.window_size >= token_side
@@ -103,27 +107,47 @@ class ModelConfig:
             require(fits, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
             self.head_dim = self.hidden_size // heads
         key_heads = self.num_key_value_heads
-        expected = f"a divisor of num_attention_heads ({heads})"
-        require(heads % key_heads == 0, "num_key_value_heads", key_heads, expected)
+        require(
+            heads % key_heads == 0,
+            "num_key_value_heads",
+            key_heads,
+            f"a divisor of num_attention_heads ({heads})",
+        )
         section = list(self.mrope_section)
         rotary_dim = int(self.head_dim * self.partial_rotary_factor)
-        expected = f"three numbers whose sum is half of {rotary_dim}, what is turned of head_dim"
-        require(sum(section) * 2 == rotary_dim, "mrope_section", section, expected)
+        require(
+            sum(section) * 2 == rotary_dim,
+            "mrope_section",
+            section,
+            f"three numbers whose sum is half of {rotary_dim}, what is turned of head_dim",
+        )
         self._check_tower(self.vision_config)
         if self.full_attention_interval is not None:
             self._check_layer_types()
 
     def _check_tower(self, vision: VisionConfig):
         width = vision.hidden_size
-        expected = "a multiple of 4 x num_heads, for 2-D rotary"
-        require(width % (4 * vision.num_heads) == 0, "vision_config.hidden_size", width, expected)
+        require(
+            width % (4 * vision.num_heads) == 0,
+            "vision_config.hidden_size",
+            width,
+            "a multiple of 4 x num_heads, for 2-D rotary",
+        )
         width = vision.out_hidden_size
-        expected = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
-        require(width == self.hidden_size, "vision_config.out_hidden_size", width, expected)
+        require(
+            width == self.hidden_size,
+            "vision_config.out_hidden_size",
+            width,
+            f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size",
+        )
         blocks = list(vision.deepstack_visual_indexes)
         fits = len(blocks) < self.num_hidden_layers
-        expected = f"fewer than num_hidden_layers ({self.num_hidden_layers})"
-        require(fits, "vision_config.deepstack_visual_indexes", blocks, expected)
+        require(
+            fits,
+            "vision_config.deepstack_visual_indexes",
+            blocks,
+            f"fewer than num_hidden_layers ({self.num_hidden_layers})",
+        )
 
     def _check_layer_types(self):
         """Fill in which layers are recurrent, and check them."""
@@ -134,12 +158,20 @@ class ModelConfig:
                 "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
             )
         valid = len(self.layer_types) == count and "full_attention" in self.layer_types
-        expected = f"the types of {count} layers, of which one at least is full_attention"
-        require(valid, "layer_types", list(self.layer_types), expected)
+        require(
+            valid,
+            "layer_types",
+            list(self.layer_types),
+            f"the types of {count} layers, of which one at least is full_attention",
+        )
         value_heads = self.linear_num_value_heads
         key_heads = self.linear_num_key_heads
-        expected = f"a divisor of linear_num_value_heads ({value_heads})"
-        require(value_heads % key_heads == 0, "linear_num_key_heads", key_heads, expected)
+        require(
+            value_heads % key_heads == 0,
+            "linear_num_key_heads",
+            key_heads,
+            f"a divisor of linear_num_value_heads ({value_heads})",
+        )
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
@@ -157,8 +189,12 @@ class ModelConfig:
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
-        expected = f"{' or '.join(FAMILIES)}; mixtures of experts and qwen4_exp are not computed"
-        require(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
+        require(
+            model_type in list(FAMILIES),
+            f"{where}: model_type",
+            model_type,
+            f"{' or '.join(FAMILIES)}; mixtures of experts and qwen4_exp are not computed",
+        )
         family = FAMILIES[model_type]
         text = _section(config, where, "text_config")
         vision = _section(config, where, "vision_config")
@@ -256,8 +292,12 @@ def _check_supported(flat: dict, vision: dict, family: Family, where: str):
         "vision_config.rope_type": (vision_rope.get("rope_type"), "axial", "default"),
     }
     for name, (value, *computed) in supported.items():
-        expected = f"{computed[0]!r}; no other is supported"
-        require(value is None or value in computed, f"{where}: {name}", value, expected)
+        require(
+            value is None or value in computed,
+            f"{where}: {name}",
+            value,
+            f"{computed[0]!r}; no other is supported",
+        )
 
 
 def _flat_vision(vision: dict, family: Family, where: str) -> dict:

@@ -102,10 +102,9 @@ def read_image_processor(
         size.get("max_pixels"),
         28 * 28 * 1280,
     )
-    given = {name: value for name, value in vars(settings).items() if value is not None}
-    patches = {name: given[name] for name in SAME_NAMES if name in given}
+    given = {name: value for name, value in patch_settings(settings).items() if value is not None}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
-    processor = ImageProcessor(**patches, min_pixels=low, max_pixels=high, resize=resize)
+    processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with naming(where if min_pixels is None and max_pixels is None else "data"):
         # bounds that an image of one token does not keep, no image does
         side = processor.factor
@@ -116,6 +115,11 @@ def read_image_processor(
                 "patches of an image would fill the memory"
             )
     return processor
+
+
+def patch_settings(holder: Settings | ImageProcessor) -> dict:
+    """Return mean, deviation and sizes of patches."""
+    return {name: getattr(holder, name) for name in SAME_NAMES}
 
 
 def first_given(*values: int | None) -> int:
@@ -131,7 +135,7 @@ def write_image_processor(processor: ImageProcessor) -> dict:
     return {
         "image_processor_type": f"Qwen2VLImageProcessor{suffix}",
         **FIXED,
-        **{name: getattr(processor, name) for name in SAME_NAMES},
+        **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
         "size": {"shortest_edge": low, "longest_edge": high},  # the newer name of the same

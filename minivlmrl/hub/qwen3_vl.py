@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from minivlmrl.chat import VIDEO, Control, join_text
 from minivlmrl.hub import qwen2_vl
-from minivlmrl.hub.preprocessor import FIXED, SAME_NAMES, Count
+from minivlmrl.hub.preprocessor import FIXED, Count, patch_settings
 from minivlmrl.hub.recipe_values import build, require
 from minivlmrl.image import Grid, ImageProcessor
 from minivlmrl.vision import EPS, PatchEmbed, VisionBlock, lay_out
@@ -64,16 +64,17 @@ class Qwen3VisionTransformer(nn.Module):
         """Encode all images of a batch, as VisionTransformer.forward, to (M, (1 + deep) *
         out_hidden_size): embeddings, and what the decoder's first layers add."""
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        layout = lay_out(grids, self.config, pixel_values.device)  # without windows in raster order
+        layout = lay_out(grids, self.config, pixel_values.device)  # raster order: no windows
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
-        deep = self.config.deepstack_visual_indexes
-        added = []
+        deep_blocks = self.config.deepstack_visual_indexes
+        deep_embeds = []
         for i, block in enumerate(self.blocks):
             x = block(x, layout.cos, layout.sin, layout.frames)
-            if i in deep:
-                added.append(self.deepstack_merger_list[deep.index(i)](x))
-        return torch.cat([self.merger(x), *added], dim=-1)
+            if i in deep_blocks:
+                merger = self.deepstack_merger_list[deep_blocks.index(i)]
+                deep_embeds.append(merger(x))
+        return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
         """Stretch the learned square of positions over a grid, bilinearly: (t * h * w, E).
@@ -83,8 +84,10 @@ class Qwen3VisionTransformer(nn.Module):
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
         table = self.pos_embed.weight.view(side, side, -1)
-        rows, cols = (stretch(n, side).to(table) for n in (h, w))
-        grid = torch.einsum("hi,wj,ije->hwe", rows, cols, table)
+        row_weights = stretch(h, side).to(table)  # (h, side)
+        column_weights = stretch(w, side).to(table)  # (w, side)
+        grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
+        # the patches of a merged token follow each other
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -94,36 +97,67 @@ def stretch(count: int, side: int) -> Tensor:
 
     Example: 3 rows of 2 positions have the weights (1, 0), (.5, .5), (0, 1).
     """
-    at = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
-    return (1 - (at[:, None] - torch.arange(side)).abs()).clamp(min=0)
+    places = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
+    distances = (places[:, None] - torch.arange(side)).abs()
+    return (1 - distances).clamp(min=0)
 
 
 # what config.json does not say, and transformers' defaults for what it may leave out
 TOWER = qwen2_vl.TOWER
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
-TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mrope_section": [24, 20, 20]}
-TEXT_DEFAULTS["head_dim"] = 128
-VISION_DEFAULTS = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
-VISION_DEFAULTS |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)}
-TOP_LEVEL = {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-TOP_LEVEL |= {"architectures", "model_type", "tie_word_embeddings", "eos_token_id", "torch_dtype"}
+TEXT_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "mrope_section": [24, 20, 20],
+    "head_dim": 128,
+}
+VISION_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+# keys that stand outside of text_config
+TOP_LEVEL = (
+    "architectures",
+    "model_type",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "torch_dtype",
+)
 # what a preprocessor_config.json may leave out: 64 to 16,384 tokens of 32 x 32 pixels
-IMAGES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
-IMAGES["size"] = {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32}
+IMAGES = {
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": 16,
+    "size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 16384 * 32 * 32},
+}
 
 
 def write_config(config: dict) -> dict:
     """Nest a flat config, as every transformers with this family reads it (4.57 on)."""
-    vision = dict(config["vision_config"])
-    text = {**config}
+    text = dict(config)
+    mrope_section = text.pop("rope_scaling")["mrope_section"]
+    vision = dict(text.pop("vision_config"))
     vision["in_channels"] = vision.pop("in_chans")
-    del vision["spatial_patch_size"], text["vision_config"]
-    top = {name: text.pop(name) for name in TOP_LEVEL & text.keys()}
-    text |= {name: top[name] for name in ("tie_word_embeddings", "eos_token_id")}
-    section = text.pop("rope_scaling")["mrope_section"]
-    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": section}
-    text |= {"model_type": "qwen3_vl_text", "attention_bias": False, "rope_scaling": rope}
-    return {**top, "text_config": text, "vision_config": vision}
+    del vision["spatial_patch_size"]
+    top_level = {name: text.pop(name) for name in TOP_LEVEL}
+    text["tie_word_embeddings"] = top_level["tie_word_embeddings"]
+    text["eos_token_id"] = top_level["eos_token_id"]
+    text["model_type"] = "qwen3_vl_text"
+    text["attention_bias"] = False
+    text["rope_scaling"] = {
+        "rope_type": "default",
+        "mrope_interleaved": True,
+        "mrope_section": mrope_section,
+    }
+    return {**top_level, "text_config": text, "vision_config": vision}
 
 
 @dataclass
@@ -138,26 +172,30 @@ class Videos:
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
         """Choose the height and width of frames; min_pixels and max_pixels are those of one."""
-        factor, depth = images.factor, images.temporal_patch_size
-        most = options.get("total_pixels", self.longest_edge)
-        most = min(most, options.get("max_pixels", most) * nframes)
-        least = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, most)
-        if nframes < depth or most < least:
-            asked = f"{nframes} frame(s), of {least} to {most} pixels together"
-            raise ValueError(f"{asked}: take {depth} frames or more and a larger max_pixels")
-        grow = max(1.0, factor / height, factor / width)
-        sides = int(height * grow), int(width * grow)
+        factor = images.factor
+        depth = images.temporal_patch_size
+        max_area = options.get("total_pixels", self.longest_edge)
+        max_area = min(max_area, options.get("max_pixels", max_area) * nframes)
+        min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
+        if nframes < depth or max_area < min_area:
+            raise ValueError(
+                f"{nframes} frame(s), of {min_area} to {max_area} pixels together: "
+                f"take {depth} frames or more and a larger max_pixels"
+            )
+        growth = max(1.0, factor / height, factor / width)
+        sides = [int(side * growth) for side in (height, width)]
         if max(sides) > 200 * min(sides):
-            size = f"{sides[1]} x {sides[0]}"
-            raise ValueError(f"frames of {size} pixels: their aspect ratio is over 200")
-        rounded = tuple(round(x / factor) * factor for x in sides)
+            raise ValueError(
+                f"frames of {sides[1]} x {sides[0]} pixels: their aspect ratio is over 200"
+            )
+        rounded = tuple(round(side / factor) * factor for side in sides)
         area = round(nframes / depth) * depth * math.prod(rounded)
-        if area > most:
-            scale = math.sqrt(nframes * math.prod(sides) / most)
-            return tuple(max(factor, math.floor(x / scale / factor) * factor) for x in sides)
-        if area < least:
-            scale = math.sqrt(least / (nframes * math.prod(sides)))
-            return tuple(math.ceil(x * scale / factor) * factor for x in sides)
+        if area > max_area:
+            scale = math.sqrt(nframes * math.prod(sides) / max_area)
+            return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in sides)
+        if area < min_area:
+            scale = math.sqrt(min_area / (nframes * math.prod(sides)))
+            return tuple(math.ceil(side * scale / factor) * factor for side in sides)
         return rounded
 
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
@@ -167,39 +205,57 @@ class Videos:
         <|vision_end|><1.3 seconds>..., between <|vision_start|> and <|vision_end|> of the template,
         as transformers has it from 5.10 on.
 
-        times: of an image 0.0, of a video a list: the seconds at which each step is shown.
-        Returns pieces; a grid (1, h, w) for each step; and 1.0 for each that is not an image.
+        Args:
+            times: of an image 0.0, of a video a list: the second at which each step is shown.
+        Returns:
+            pieces; a grid (1, h, w) for each step; and 1.0 for each step, 0.0 for an image.
         """
-        laid = []
-        steps = []
-        of_videos = filter(None, times)
+        laid_pieces = []
+        video_times = iter([seconds for seconds in times if seconds])
         for piece in pieces:
             if piece is not VIDEO:
-                laid.append(piece)
+                laid_pieces.append(piece)
                 continue
-            for second in next(of_videos):
-                laid += [f"<{second:.1f} seconds>", Control("<|vision_start|>"), VIDEO]
-                laid.append(Control("<|vision_end|>"))
+            for second in next(video_times):
+                time = f"<{second:.1f} seconds>"
+                laid_pieces += [time, Control("<|vision_start|>"), VIDEO, Control("<|vision_end|>")]
+        step_grids = []
+        step_seconds = []
         for grid, seconds in zip(grids, times, strict=True):
-            steps += [((1, *grid[1:]), 1.0)] * len(seconds) if seconds else [(grid, 0.0)]
-        return join_text(laid), [grid for grid, _ in steps], [kind for _, kind in steps]
+            if seconds:
+                step_grids += [(1, *grid[1:])] * len(seconds)
+                step_seconds += [1.0] * len(seconds)
+            else:
+                step_grids.append(grid)
+                step_seconds.append(0.0)
+        return join_text(laid_pieces), step_grids, step_seconds
 
 
 # what a video processor may say besides its size: we compute nothing else
-VIDEO_FIXED = {**FIXED, "fps": 2, "min_frames": 4, "max_frames": 768, "do_sample_frames": True}
-VIDEO_FIXED |= {"cap_pixels_per_frame": False, "num_frames": None}
+VIDEO_FIXED = {
+    **FIXED,
+    "fps": 2,
+    "min_frames": 4,
+    "max_frames": 768,
+    "do_sample_frames": True,
+    "cap_pixels_per_frame": False,
+    "num_frames": None,
+}
 
 
 def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
     """Read a video_preprocessor_config.json, whose patches must be those of images."""
-    for name, ours in (VIDEO_FIXED | {name: getattr(images, name) for name in SAME_NAMES}).items():
+    for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
         value = settings.get(name)
-        same = (tuple(value) if isinstance(value, list) else value) in (None, ours)
-        require(same, f"{where}: {name}", value, f"{ours!r} for videos of this model")
+        same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
+        require(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
     return build(Videos, settings.get("size") or {}, where, "size.", json=True)
 
 
 def write_videos(images: ImageProcessor) -> dict:
     """Make a video_preprocessor_config.json."""
-    same = {name: getattr(images, name) for name in SAME_NAMES}
-    return {"video_processor_type": "Qwen3VLVideoProcessor", "size": vars(images.videos), **same}
+    return {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": vars(images.videos),
+        **patch_settings(images),
+    }

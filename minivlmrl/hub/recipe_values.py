@@ -281,26 +281,25 @@ def _read_container(hint, value, name: str, json: bool):
 
 def within_bounds(number: float, bounds: str) -> bool:
     """Test a number by ">= 1", "> 0" or an interval, "(0, 1]"; "; a cure" may follow."""
-    interval = bounds.partition(";")[0]
-    if interval.startswith(">="):
-        return number >= float(interval[2:])
+    interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
-        return number > float(interval[1:])
+        low = float(interval.strip(">= "))
+        return number >= low if "=" in interval else number > low
     low, high = map(float, interval[1:-1].split(","))
-    above = number >= low if interval[0] == "[" else number > low
-    below = number <= high if interval[-1] == "]" else number < high
-    return above and below
+    above_low = number >= low if interval[0] == "[" else number > low
+    below_high = number <= high if interval[-1] == "]" else number < high
+    return above_low and below_high
 
 
 def bounds_text(bounds: str) -> str:
     """Say bounds as a person reads them: "1 or more", "over 0 (.inf does not clip)"."""
     interval, _, cure = bounds.partition("; ")
-    if interval.startswith(">="):
-        words = f"{interval[2:].strip()} or more"
-    elif interval.startswith(">"):
-        words = f"over {interval[1:].strip()}"
+    number = interval.strip(">= ")
+    words = f"in {interval}"
+    if interval.startswith(">"):
+        words = f"{number} or more" if "=" in interval else f"over {number}"
     elif interval == "(0, inf)":
         words = "over 0 and finite"
-    else:
-        words = "finite" if interval == "(-inf, inf)" else f"in {interval}"
+    elif interval == "(-inf, inf)":
+        words = "finite"
     return f"{words} ({cure})" if cure else words

@@ -9,13 +9,28 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from minivlmrl.chat import Control
 
 # Qwen2's control tokens in their order; on the hub they are ids 151643 to 151656
-NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start"
-NAMES += " quad_end vision_start vision_end vision_pad image_pad video_pad"
-SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in NAMES.split())
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 # how Qwen2 splits text before byte-pair encoding: contractions, words with one space, digits, ...
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-QWEN2_SPLIT += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# has to come back
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# a tokenizer has to give this text back
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
@@ -31,12 +46,14 @@ class Tokenizer:
         backend.encode_special_tokens = True  # text that spells one is encoded as text
         backend.no_truncation()  # a file may come with the settings of a training run
         backend.no_padding()
-        added = backend.get_added_tokens_decoder().values()
-        plain = [t.content for t in added if t.content in SPECIAL_TOKENS and not t.special]
-        backend.add_special_tokens(plain)
-        added = backend.get_added_tokens_decoder().items()
-        self.special_tokens = {token.content: number for number, token in added if token.special}
-        if missing := set(SPECIAL_TOKENS) - self.special_tokens.keys():
+        added_tokens = backend.get_added_tokens_decoder().values()
+        # control tokens that the file has as plain words
+        words = [t.content for t in added_tokens if t.content in SPECIAL_TOKENS and not t.special]
+        backend.add_special_tokens(words)
+        added_tokens = backend.get_added_tokens_decoder().items()
+        self.special_tokens = {t.content: token_id for token_id, t in added_tokens if t.special}
+        missing = set(SPECIAL_TOKENS) - self.special_tokens.keys()
+        if missing:
             raise ValueError(f"tokenizer.json: the control token {min(missing)} is missing")
 
     def __len__(self) -> int:
@@ -59,22 +76,25 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer.json of a Qwen2 folder (ValueError: missing, unreadable, loses text)."""
     if not Path(path).is_file():
-        cure = (
-            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
+        raise ValueError(
+            f"{path}: no such file; transformers' "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it "
+            "from vocab.json and merges.txt"
         )
-        raise ValueError(f"{path}: no such file; {cure} from vocab.json and merges.txt")
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()
-        if missing := set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys():
+        missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
+        if missing:
             raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
         if len(set(vocabulary.values())) < len(vocabulary):
             raise ValueError("two of its tokens have the same id")
-        if (back := tokenizer.decode(tokenizer.encode(PROBE))) != PROBE:
-            raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
+        decoded = tokenizer.decode(tokenizer.encode(PROBE))
+        if decoded != PROBE:
+            raise ValueError(f"it turns {PROBE[:40]!r} into {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's Rust code, where it panics, raises such
+    except BaseException as error:  # the library's Rust code raises such where it panics
         raise ValueError(f"{path}: not a readable tokenizer.json of Qwen2 ({error})") from error
     return tokenizer
 
@@ -87,8 +107,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
-    options = {"initial_alphabet": sorted(byte_level.alphabet()), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=max(0, vocab_size - len(SPECIAL_TOKENS)), **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=max(0, vocab_size - len(SPECIAL_TOKENS)),
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
     backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens(list(SPECIAL_TOKENS))
     return Tokenizer(backend)
