@@ -23,7 +23,7 @@ from grpo_step import NUM_GENERATIONS, make_rows, our_side
 from sizes import HUB, card_named
 
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.run.memory import RESERVE, Costs, Work, most, plan
+from minivlmrl.run.memory import RESERVE, Costs, Work, peak_bytes, plan
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
@@ -86,7 +86,7 @@ def predictions(run, config: ModelConfig, prompt_tokens: int, image_tokens: int)
     memory = plan(run, "grpo", Costs(config), 1, *lengths)
     return {
         "predicted_seconds": roofline.grpo_step(counts, config, 1, work, fsdp=False),
-        "planned_gb": (most(memory) - RESERVE) / 1e9,
+        "planned_gb": (peak_bytes(memory) - RESERVE) / 1e9,
     }
 
 

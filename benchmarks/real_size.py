@@ -28,7 +28,7 @@ from minivlmrl.hub.folder import INDEX, read_json, read_lines, save_tensors, wri
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.completions import Logged
 from minivlmrl.run.config import load_config
-from minivlmrl.run.memory import RESERVE, Costs, most, plan
+from minivlmrl.run.memory import RESERVE, Costs, peak_bytes, plan
 from minivlmrl.scale.checkpoint import plain_weights, random_model, save_model
 from minivlmrl.tasks import shapes
 
@@ -91,7 +91,7 @@ def measure(size: str, folder: Path, steps: int) -> dict:
     minivlmrl("ask", "--model", str(export), *asked)
     costs = Costs(ModelConfig.from_dict(read_json(folder / "model" / "config.json")))
     phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
-    return numbers | {"planned_gb": (most(phases) - RESERVE) / 1e9}
+    return numbers | {"planned_gb": (peak_bytes(phases) - RESERVE) / 1e9}
 
 
 def minivlmrl(*arguments: str):

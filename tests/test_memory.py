@@ -19,7 +19,7 @@ from minivlmrl.rows import Prompt
 from minivlmrl.run import memory
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.memory import GB, Costs, LiveBytes, Work, plan
-from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.run.optimizer import OptimizerSection, build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import pieces
 from minivlmrl.scale.checkpoint import initialize
@@ -110,7 +110,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     found = {"weights": weights, "gradients": gradients, "optimizer": moments}
     held = {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
     assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
-    measured = sum(held.values()) + live.most + batch.pixel_values.nbytes
+    measured = sum(held.values()) + live.peak + batch.pixel_values.nbytes
     near(sum(size for name, size in planned.items() if name != "logits"), measured)
 
 
@@ -144,6 +144,14 @@ def test_what_an_option_saves():
     assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
+
+
+def test_an_optimizer_without_moments_is_planned_without_them(monkeypatch):
+    """The plan asks the optimizer that a run builds, as docs/carry_on.md says, not for AdamW's two moments."""
+    monkeypatch.setattr("minivlmrl.adapters.adamw8bit.empty_state", lambda parameter: {})
+    run = run_config(optimizer=OptimizerSection("adamw_8bit"))
+    phases = plan(run, "grpo", Costs(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
+    assert phases["train"]["optimizer"] == 0 < phases["train"]["weights"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hub_configs import real_config
 from minivlmrl.__main__ import main as start
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.config import load_config
-from minivlmrl.run.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, most, plan
+from minivlmrl.run.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, peak_bytes, plan
 from minivlmrl.tools.plan import table
 
 import tiny
@@ -51,7 +51,7 @@ def test_recipes_fit_the_cards_that_their_heads_name():
         for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
             run = load_config(path, options)
             [stage] = run.stages
-            needed = most(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+            needed = peak_bytes(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
             assert round(needed) == expected <= card, (path, options)
     assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
 
@@ -72,7 +72,7 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
     head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl plan`", head).groups())
     phases = [plan(load_config(path, o), "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS) for o in ([], options)]
-    found = [most(phase) / GB for phase in phases]
+    found = [peak_bytes(phase) / GB for phase in phases]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
     if model.startswith("Qwen3"):  # docs/memory.md has a line of it
@@ -91,7 +91,7 @@ def test_the_readme_and_the_table_of_one_card(what, model):
     *cells, options = (cell.strip(" |") for cell in row.split(" | "))
     config = load_config("own_data.yaml", options.replace("`", "").replace(", ", ",").split())
     costs = Costs(ModelConfig.from_dict(real_config(f"Qwen2.5-VL-{model}")))
-    size = most(plan(config, "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+    size = peak_bytes(plan(config, "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
     fits = ", ".join(str(card) for card in (24, 48, 80) if size <= card)
     assert cells[1 if model == "3B" else 2] == f"{size:.1f}: {fits}"
     assert f"{size:.1f} GB" in Path("README.md").read_text()

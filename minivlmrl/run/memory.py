@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minivlmrl.adapters.adamw8bit import empty_state
 from minivlmrl.adapters.lora import adapter_parameters, dropout
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.table import find_algorithm
@@ -32,12 +31,13 @@ from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig
+from minivlmrl.run.optimizer import build_optimizer, empty_state
 from minivlmrl.run.resume import KEPT
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import recompute_blocks
+from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -57,42 +57,51 @@ class Work:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors created in this context that still exist, and the most (.most)."""
+    """Count the bytes of tensors created in this context that still exist, and the most (.peak)."""
 
     def __init__(self, known: list[Tensor]):  # they and their views are not counted
         super().__init__()
         self.counted = {tensor.untyped_storage()._cdata for tensor in known}
-        self.now = self.most = 0
+        self.now = 0
+        self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for storage in [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]:
-            if storage._cdata not in self.counted:
-                self.counted.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
         return result
 
-    def _forget(self, storage: int, size: int):
-        self.counted.discard(storage)
+    def _count(self, storage: torch.UntypedStorage):
+        address = storage._cdata
+        if address in self.counted:
+            return
+        self.counted.add(address)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, address, storage.nbytes())
+
+    def _forget(self, address: int, size: int):
+        self.counted.discard(address)
         self.now -= size
 
 
 def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
     merge = config.vision_config.spatial_merge_size
-    of_frame = work.image_tokens // work.frames
-    rows = max(math.isqrt(of_frame), 1)
-    columns = math.ceil(of_frame / rows)
-    grids = [[1, rows * merge, columns * merge]] * work.frames if of_frame else []
+    frame_tokens = work.image_tokens // work.frames
+    rows = max(math.isqrt(frame_tokens), 1)
+    columns = math.ceil(frame_tokens / rows)
+    grids = [[1, rows * merge, columns * merge]] * work.frames if frame_tokens else []
     grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-    image = torch.full((columns * rows * len(grids),), config.image_token_id)
-    ids = torch.cat([image, torch.zeros(work.text_tokens, dtype=torch.long)])
-    patches = torch.empty(int(grid.prod(1).sum()), config.vision_config.patch_dim, device="meta")
-    completion = torch.zeros(work.completion_tokens, dtype=torch.long)
-    prompts = [Prompt(ids, patches, grid)] * work.prompts
-    return pack(prompts, [[completion] * work.num_generations] * work.prompts, config, "meta")
+    image_ids = torch.full((columns * rows * len(grids),), config.image_token_id)
+    prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
+    num_patches = int(grid.prod(1).sum())
+    patches = torch.empty(num_patches, config.vision_config.patch_dim, device="meta")
+    completion_ids = torch.zeros(work.completion_tokens, dtype=torch.long)
+    prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
+    completions = [[completion_ids] * work.num_generations] * work.prompts
+    return pack(prompts, completions, config, "meta")
 
 
 class Costs:
@@ -105,7 +114,7 @@ class Costs:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         head = 0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
         self.backbone = self.parameters - head
-        self.known = {}
+        self.counted = {}  # activations that were asked for before
 
     def build(self, run: RunConfig) -> nn.Module:
         """Make the model of a run on the meta device."""
@@ -117,25 +126,21 @@ class Costs:
     def activations(self, run: RunConfig, work: Work, train: bool) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
         key = repr((run.model, run.adapter, work, train))
-        if key in self.known:
-            return self.known[key]
+        if key not in self.counted:
+            self.counted[key] = self._count_activations(run, work, train)
+        return self.counted[key]
+
+    def _count_activations(self, run: RunConfig, work: Work, train: bool) -> int:
         model = self.build(run)
         batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
             recompute_blocks(model)
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            # gradients have a row of their own in the plan
-            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        # the memory of a fused kernel: the meta device would write the formula out
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        name = "scaled_dot_product_attention"
-
-        def kernel(q, k, v, **_):
-            return attention(q, k, v)[0]
-
-        fused = mock.patch.object(F, name, kernel)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
+        fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
         live = LiveBytes([*model.parameters(), *model.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
@@ -145,21 +150,23 @@ class Costs:
                 logps, _ = per_token_logps(model, batch)
                 if train:
                     logps.sum().backward()
-        self.known[key] = live.most + batch.pixel_values.nbytes
-        return self.known[key]
+        return live.peak + batch.pixel_values.nbytes
 
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
         """Bytes of a rollout's cache: a prompt's keys once, and those of each completion; of a
         recurrent layer a memory for each, whatever their lengths."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        layers = self.model.model.layers
-        recurrent = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
-        memory = bytes_of(x for layer in recurrent for x in layer.empty(rows))
-        heads = self.config.num_key_value_heads
-        attending = len(layers) - len(recurrent)
-        prompt = work.text_tokens + work.image_tokens
-        tokens = work.prompts * (prompt + work.num_generations * work.completion_tokens)
-        return memory + 2 * attending * heads * self.config.head_dim * dtype.itemsize * tokens
+        recurrent_bytes = 0
+        num_attending = 0
+        for layer in self.model.model.layers:
+            if hasattr(layer, "linear_attn"):
+                recurrent_bytes += bytes_of(layer.linear_attn.empty(rows))
+            else:
+                num_attending += 1
+        prompt_tokens = work.text_tokens + work.image_tokens
+        tokens = work.prompts * (prompt_tokens + work.num_generations * work.completion_tokens)
+        values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
+        return recurrent_bytes + values * dtype.itemsize
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
         """Bytes of a decode step's logits, float32 or wider, and what the sampler makes of them."""
@@ -172,108 +179,167 @@ class Costs:
             if sampling.filtered:
                 filter_logits(logits.float(), sampling, torch.empty_like(logits, dtype=torch.bool))
             choose(logits, index, 0)
-        return live.most + logits.nbytes
+        return live.peak + logits.nbytes
+
+
+def drop_gradient(parameter: nn.Parameter):
+    """Free a gradient as soon as it is there: gradients have a row of their own in the plan."""
+    parameter.grad = None
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_options) -> Tensor:
+    """Take the memory of a fused kernel: the meta device would write the formula out."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
 
 def bytes_of(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def plan(
+    run: RunConfig, stage: str, costs: Costs, gpus: int,
+    text_tokens: int, image_tokens: int, frames: int = 1,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Bytes on one GPU in each phase: {"train": {"weights": 1}}.
+
+    Args:
+        text_tokens, image_tokens, frames: of a prompt, see Work.
+    """
+    algorithm = find_algorithm(stage, run)
+    model = costs.build(run)
+    share = sharded_share(run.sharding, gpus)
+    micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
+    samples = not algorithm.answers
+    gathered = gathered_bytes(run, model)
+    rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
+    logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run), "cuda")
+    phases = {}
+    if samples:
+        phases["rollout"] = rollout_items(run, costs, model, drawn)
+    if samples or algorithm.has_reference(getattr(run, stage)):
+        forward = costs.activations(run, micro_batch, train=False)
+        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
+    gradients = bytes_of(trained_parameters(model)) * share
+    if gpus > 1 and not run.uses_fsdp:
+        gradients *= 2  # ranks sum a copy of them
+    phases["train"] = {
+        "gathered": 2 * gathered,  # weights and their gradients
+        "gradients": gradients,
+        "forward and backward": costs.activations(run, micro_batch, train=True),
+        "logits": logits,
+    }
+    always = {name: size * share for name, size in held(run, stage, model, costs).items()}
+    return {name: always | items for name, items in phases.items()}
+
+
+def sizes(
+    run: RunConfig, stage: str, gpus: int, text_tokens: int, image_tokens: int, frames: int
+) -> tuple[Work, Work]:
+    """Sizes of a micro-batch and of what one GPU draws together in a rollout."""
+    config = getattr(run, stage)
+    max_new_tokens = run.sampling.max_new_tokens
+    prompt_tokens = text_tokens + image_tokens
+    lengths = {
+        "text_tokens": text_tokens,
+        "image_tokens": image_tokens,
+        "completion_tokens": max_new_tokens,
+        "frames": frames,
+    }
+    G = len(find_algorithm(stage, run).answers) or config.num_generations
+    max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
+    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+    prompts, completions = largest_piece(prompts, prompt_tokens, [max_new_tokens] * G, max_tokens)
+    micro_batch = Work(prompts, completions, **lengths)
+    steps = getattr(config, "steps_per_generation", 1)
+    prompts = math.ceil(config.prompts_per_step * steps / gpus)
+    max_tokens = run.sampling.max_tokens_at_once
+    prompts, _ = largest_piece(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
+    return micro_batch, Work(prompts, G, **lengths)
+
+
+def sharded_share(sharding: ShardingSection, gpus: int) -> float:
+    """Share of the weights, gradients and optimizer state that is on one GPU."""
+    if gpus % sharding.replicas:
+        raise ValueError(
+            f"sharding.replicas is {sharding.replicas}, of which {gpus} is no multiple"
+        )
+    if sharding.cpu_offload:
+        return 0.0
+    return 1 / (gpus // sharding.replicas) if sharding.enabled else 1.0
+
+
+def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of weights in the dtype that computes; those of NF4 stay packed."""
+    total = 0
+    for parameter in module.parameters():
+        kept_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        total += parameter.numel() * kept_dtype.itemsize
+    return total
+
+
+def gathered_bytes(run: RunConfig, model: nn.Module) -> int:
+    """Bytes of full weights that FSDP holds while layer by layer runs."""
+    if not run.uses_fsdp:
+        return 0
+    dtype = compute_dtype(run)
+    blocks = [computed_bytes(block, dtype) for block in family_of(model).blocks(model)]
+    # one block runs while the next arrives
+    return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
+
+
+def rollout_items(run: RunConfig, costs: Costs, model: nn.Module, drawn: Work) -> dict[str, float]:
+    """Bytes of what is there only in a rollout."""
+    dtype = compute_dtype(run)
+    gathered = gathered_bytes(run, model)
+    if run.uses_fsdp and run.rollout.gather_weights:
+        gathered = computed_bytes(model, dtype)
+    prompts_alone = replace(drawn, num_generations=0)
+    items = {
+        "gathered": gathered,
+        "keys and values": costs.keys_and_values(dtype, drawn),
+        "prompts' forward": costs.activations(run, prompts_alone, train=False),
+        "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
+    }
+    if run.sampling.engine != "own":  # it sleeps in the other phases
+        engine_dtype = run.sampling.engine_dtype(dtype)
+        items["vLLM's weights"] = costs.parameters * engine_dtype.itemsize
+    return items
+
+
 def held(run: RunConfig, stage: str, model: nn.Module, costs: Costs) -> dict[str, float]:
     """Bytes of what is there all the time, before sharding."""
     algorithm = find_algorithm(stage, run)
     dtype = DTYPES[run.model.dtype]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    whole = bytes_of([*model.parameters(), *model.buffers()])
-    items = {"weights": whole, "optimizer": 2 * bytes_of(trained)}
-    if run.optimizer.name == "adamw_8bit":
-        items["optimizer"] = bytes_of(x for p in trained for x in empty_state(p).values())
+    weights = bytes_of([*model.parameters(), *model.buffers()])
     adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
+    items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, model)}
     if algorithm.has_reference(getattr(run, stage)):
-        items["reference"] = adapters or whole * compute_dtype(run).itemsize / dtype.itemsize
+        items["reference"] = adapters or weights * compute_dtype(run).itemsize / dtype.itemsize
     if not algorithm.trains_policy:  # in addition to the copy that is trained
-        items["policy"] = adapters or whole
+        items["policy"] = adapters or weights
     if not algorithm.answers and "reward_model" in run.rewards:
         items["reward model"] = costs.backbone * dtype.itemsize
     return items
 
 
-def sizes(run: RunConfig, stage: str, gpus: int, lengths: tuple[int, ...]) -> tuple[Work, Work]:
-    """Sizes of a micro-batch and of what one GPU draws together in a rollout.
-
-    Args:
-        lengths: tokens of a prompt's text and of its image, and of how many frames.
-    """
-    config = getattr(run, stage)
-    new = run.sampling.max_new_tokens
-    text, image, *frames = lengths
-    of = text, image, new, *frames
-    G = len(find_algorithm(stage, run).answers) or config.num_generations
-    budget = getattr(config, "max_tokens_per_micro_batch", None)
-    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
-    micro = largest_piece(prompts, text + image, [new] * G, budget)
-    steps = getattr(config, "steps_per_generation", 1)
-    prompts = math.ceil(config.prompts_per_step * steps / gpus)
-    prompts, _ = largest_piece(prompts, text + image, [G * new], run.sampling.max_tokens_at_once)
-    return Work(*micro, *of), Work(prompts, G, *of)
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def plan(
-    run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int
-) -> dict[str, dict[str, float]]:
-    """Bytes on one GPU in each phase, for prompts of these `sizes`: {"train": {"weights": 1}}."""
-    sharding = run.sharding
-    algorithm = find_algorithm(stage, run)
-    if gpus % sharding.replicas:
-        count = f"sharding.replicas is {sharding.replicas}"
-        raise ValueError(f"{count}, of which {gpus} is no multiple")
-    part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)
-    model = costs.build(run)
-    dtype = compute_dtype(run)
-    fsdp = run.uses_fsdp
-    micro, drawn = sizes(run, stage, gpus, lengths)
-
-    def in_use(module: nn.Module) -> int:
-        kinds = {p: dtype if p.is_floating_point() else p.dtype for p in module.parameters()}
-        return sum(p.numel() * kind.itemsize for p, kind in kinds.items())
-
-    every = in_use(model)
-    blocks = [in_use(block) for block in family_of(model).blocks(model)]
-    # one block runs while the next arrives
-    gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0
-    rows = micro.prompts * micro.num_generations * micro.completion_tokens
-    logits = piece_bytes(rows, costs.config.vocab_size, dtype, "cuda")
-    phases = {}
-    if not algorithm.answers:
-        phases["rollout"] = {
-            "gathered": every if fsdp and run.rollout.gather_weights else gathered,
-            "keys and values": costs.keys_and_values(dtype, drawn),
-            "prompts' forward": costs.activations(run, replace(drawn, num_generations=0), False),
-            "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
-        }
-        if run.sampling.engine != "own":  # it sleeps in the other phases
-            engine_dtype = run.sampling.engine_dtype(dtype)
-            phases["rollout"]["vLLM's weights"] = costs.parameters * engine_dtype.itemsize
-    if not algorithm.answers or algorithm.has_reference(getattr(run, stage)):
-        forward = costs.activations(run, micro, False)
-        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
-    gradients = bytes_of(parameter for parameter in model.parameters() if parameter.requires_grad)
-    phases["train"] = {
-        "gathered": 2 * gathered,  # weights and their gradients
-        # without FSDP ranks sum a copy of them
-        "gradients": gradients * part * (1 + (gpus > 1 and not fsdp)),
-        "forward and backward": costs.activations(run, micro, True),
-        "logits": logits,
-    }
-    always = {name: size * part for name, size in held(run, stage, model, costs).items()}
-    return {name: always | items for name, items in phases.items()}
+def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
+    """Bytes of what the optimizer of a run keeps of the weights of a model that it trains."""
+    parameters = trained_parameters(model)
+    if not parameters:  # of a value model the head alone is trained
+        return 0
+    optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
+    return sum(bytes_of(empty_state(optimizer, p).values()) for p in parameters)
 
 
 def compute_dtype(run: RunConfig) -> torch.dtype:
     return DTYPES[run.model.compute_dtype or run.model.dtype]
 
 
-def most(phases: dict[str, dict]) -> float:
+def peak_bytes(phases: dict[str, dict]) -> float:
     """Bytes of the largest phase."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
@@ -288,15 +354,19 @@ def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
 
 def check_disk(run: RunConfig, stage: str, costs: Costs):
     """Refuse a run (ValueError) whose states do not fit the disk, where earlier ones will go."""
+    if not run.state_steps and not run.state_minutes:
+        return
     folder = Path(run.output_dir).absolute()
     earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(there).free + earlier
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free + earlier
     size = state_bytes(run, stage, costs)
-    if (run.state_steps or run.state_minutes) and (KEPT + 1) * size > free:
-        sizes = f"{KEPT + 1} states of {size / GB:.2g} GB, and {free / GB:.2g} GB are free for"
-        cure = "make room, or take another output_dir; --check_memory=false starts it as it is"
-        raise ValueError(f"{stage} saves {sizes} {run.output_dir}: {cure}")
+    if (KEPT + 1) * size > free:
+        raise ValueError(
+            f"{stage} saves {KEPT + 1} states of {size / GB:.2g} GB, and {free / GB:.2g} GB are "
+            f"free for {run.output_dir}: make room, or take another output_dir; "
+            "--check_memory=false starts it as it is"
+        )
 
 
 def check_memory(run: RunConfig, world: World):
@@ -308,14 +378,17 @@ def check_memory(run: RunConfig, world: World):
         check_disk(run, stage, costs)
     if world.device.type != "cuda":
         return
-    gpus, memory = world.size, torch.cuda.get_device_properties(world.device).total_memory
+    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
     vision = costs.config.vision_config
-    token = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of it
-    image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // token)
+    token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
+    image_tokens = IMAGE_TOKENS
+    if run.data.max_pixels:
+        image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
     for stage in run.stages:
-        needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
-        if needed > memory:
-            sizes = f"{needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
-            cure = "docs/memory.md lists what saves memory, `python -m minivlmrl plan` adds it up"
-            cure = f"{cure}; --check_memory=false starts it as it is"
-            raise ValueError(f"{stage} needs about {sizes}: {cure}")
+        needed = peak_bytes(plan(run, stage, costs, world.size, TEXT_TOKENS, image_tokens))
+        if needed > gpu_bytes:
+            raise ValueError(
+                f"{stage} needs about {needed / GB:.1f} GB on each of {world.size} GPUs, and one "
+                f"has {gpu_bytes / GB:.1f}: docs/memory.md lists what saves memory, `python -m "
+                "minivlmrl plan` adds it up; --check_memory=false starts it as it is"
+            )

@@ -13,7 +13,7 @@ from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.run.memory import GB, IMAGE_TOKENS, RESERVE, TEXT_TOKENS, Costs, most, plan
+from minivlmrl.run.memory import GB, IMAGE_TOKENS, RESERVE, TEXT_TOKENS, Costs, peak_bytes, plan
 
 
 def main(arguments: list[str]):
@@ -32,7 +32,7 @@ def main(arguments: list[str]):
         find_algorithm(stage, run)  # refuses an unknown one
         phases = plan(run, stage, costs, options.gpus, *lengths)
         print(f"\n{stage}\n{table(phases, gpu_bytes)}")
-        if most(phases) > gpu_bytes:
+        if peak_bytes(phases) > gpu_bytes:
             print("does not fit: docs/memory.md says what saves memory, and what fits one card")
 
 
@@ -69,7 +69,7 @@ def table(phases: dict[str, dict], gpu_bytes: float) -> str:
     lines.append(table_row("in reserve", [f"{RESERVE / GB:.1f}"] * len(phases)))
     totals = []
     for name in phases:
-        total = most({name: phases[name]})
+        total = peak_bytes({name: phases[name]})
         mark = " (too much)" if total > gpu_bytes else ""
         totals.append(f"{total / GB:.1f}{mark}")
     lines.append(table_row("all", totals))
