@@ -10,10 +10,13 @@ rounded one. Rounding to the nearest could cross the bound again: which way must
 growing? And what if a very thin image shrinks to less than one factor?
 """
 
+SIZE = """new_height = round(height / factor) * factor
+new_width = round(width / factor) * factor"""
+
 WRONG = {
     "the area has no bounds: compare it with max_pixels and min_pixels": (
         "if new_height * new_width > max_pixels:",
-        "min_pixels, max_pixels = 0, math.inf\nif new_height * new_width > max_pixels:",
+        "min_pixels = 0\nmax_pixels = math.inf\nif new_height * new_width > max_pixels:",
     ),
     "you scale the rounded size; scale that of the file": (
         "if new_height * new_width > max_pixels:",
@@ -21,21 +24,18 @@ WRONG = {
         "if new_height * new_width > max_pixels:",
     ),
     "a half goes to the even multiple, as Python's round has it; yours goes up": (
-        "round(height / factor) * factor, round(width / factor) * factor",
-        "math.floor(height / factor + 0.5) * factor, math.floor(width / factor + 0.5) * factor",
+        SIZE,
+        SIZE.replace("round(", "math.floor(0.5 + "),
     ),
     "a half goes to the even multiple, as Python's round has it; yours goes down": (
-        "round(height / factor) * factor, round(width / factor) * factor",
-        "math.ceil(height / factor - 0.5) * factor, math.ceil(width / factor - 0.5) * factor",
+        SIZE,
+        SIZE.replace("round(", "math.ceil(-0.5 + "),
     ),
     "you round up; the nearest multiple is asked for, as long as the area fits": (
-        "round(height / factor) * factor, round(width / factor) * factor",
-        "math.ceil(height / factor) * factor, math.ceil(width / factor) * factor",
+        SIZE,
+        SIZE.replace("round(", "math.ceil("),
     ),
-    "you cut off to the multiple below; the nearest one is asked for": (
-        "round(height / factor) * factor, round(width / factor) * factor",
-        "height // factor * factor, width // factor * factor",
-    ),
+    "you cut off to the multiple below; the nearest one is asked for": (SIZE, SIZE.replace("round(", "math.floor(")),
     "you scale sides by the ratio of areas: the square root is missing": (
         "math.sqrt(height * width / max_pixels)",
         "(height * width / max_pixels)",

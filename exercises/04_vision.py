@@ -12,11 +12,11 @@ merge x merge of them for each token. Every frame of a video has windows of its 
 """
 
 WRONG = {
-    "the last, narrower window of a row is missing: round cols / side up": ("-(-cols // side)", "cols // side"),
+    "the last, narrower window of a row is missing: round cols / side up": ("math.ceil(cols / side)", "cols // side"),
     "lengths are in patches: merge x merge for each token": ("bincount() * merge**2)", "bincount())"),
     "windows go along rows first, as text does": (
-        "(torch.arange(rows) // side)[:, None] * windows_a_row + torch.arange(cols) // side",
-        "(torch.arange(rows) // side)[:, None] + torch.arange(cols) // side * -(-rows // side)",
+        "window_row * windows_a_row + window_col",
+        "window_row + window_col * math.ceil(rows / side)",
     ),
     "you left the tokens in raster order": ("window.flatten().argsort(stable=True)", "torch.arange(rows * cols)"),
     "you say where each token goes; asked is which token comes": (

@@ -1,61 +1,64 @@
 TASK = """
-Inside the loop, for one prompt and its completions: add their ids to `ids`, and the completions' (3, n) positions to
-`positions`, whose last ones are the prompt's. Add to `masked` the ids too, but -1 for what the policy wrote (c.written,
-bool for each token of c.ids): image tokens are looked for there. The last token of a completion is predicted but
-predicts nothing: it is not in the run. What the book does with pictures of completions may be left out.
+Lay out one prompt and its completions: make `spans`, a Span of each, whose fields are in batch.py. A prompt's ids,
+position_ids and grids are there. A completion's ids are completion.ids, its position_ids are (3, n). image_ids are the
+ids too, but -1 for what the policy wrote (completion.written, bool for each token of completion.ids): image tokens are
+looked for there. The last token of a completion is predicted but predicts nothing: it is not in the run. What the book
+does with pictures of completions may be left out.
 """
 
 HINT = """
 An image takes fewer positions than tokens, so a completion's first position is one past the largest of its prompt, and
-all completions of a prompt begin at the same one. A completion is text, which counts up on all three axes.
+all completions of a prompt begin at the same one. A completion is text, which counts up on all three axes. The prompt's
+Span is Span(ids, ids, position_ids, [prompt.pixel_values], [grids]).
 """
 
 COMPLETION = """
-    ids.append(c.ids[:-1])
-    masked.append(c.ids.masked_fill(c.written, -1)[:-1])  # a written <|image_pad|> is text
-    offsets = torch.arange(len(c.ids) - 1).expand(3, -1)
+        ids=completion.ids[:-1],
+        # a written <|image_pad|> is text
+        image_ids=completion.ids.masked_fill(completion.written, -1)[:-1],
+        position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
 """
 WHOLE = COMPLETION.replace("[:-1]", "").replace(" - 1", "")
 
 WRONG = {
     "the last token of a completion predicts nothing: it is not in the run": (COMPLETION, WHOLE),
     "you left out the first token of each completion; it is the last one that goes": (
-        "ids.append(c.ids[:-1])",
-        "ids.append(c.ids[1:])",
+        " ids=completion.ids[:-1]",
+        " ids=completion.ids[1:]",
     ),
     "positions are not token counts: an image takes fewer, so look for the largest position": (
-        "int(positions[-1].max()) + 1",
-        "len(prompt.input_ids)",
+        "int(position_ids.max()) + 1",
+        "len(ids)",
     ),
     "a completion begins one past its prompt's largest position": (
-        "int(positions[-1].max()) + 1",
-        "int(positions[-1].max())",
+        "int(position_ids.max()) + 1",
+        "int(position_ids.max())",
     ),
     "all completions of a prompt begin at the same position; yours follow one another": (
-        "positions.append(next_position + offsets)",
-        "positions.append(next_position + offsets)\n    next_position += len(offsets[0])",
+        "spans.append(span)",
+        "spans.append(span)\n    next_position += len(span.ids)",
     ),
-    "what the policy wrote is text, also where it is spelled like an image: `masked` has -1 there": (
-        "c.ids.masked_fill(c.written, -1)[:-1]",
-        "c.ids[:-1]",
+    "what the policy wrote is text, also where it is spelled like an image: image_ids have -1 there": (
+        "completion.ids.masked_fill(completion.written, -1)[:-1]",
+        "completion.ids[:-1]",
     ),
-    "images of a prompt are looked for in `masked`: add its ids there as they are": [
-        ("masked.append(prompt.input_ids)", "masked.append(torch.full_like(prompt.input_ids, -1))"),
-        ("masked.append(prompt.input_ids)\n", ""),
+    "images of a prompt are looked for in image_ids: there they are its ids as they are": [
+        ("Span(ids, ids, position_ids", "Span(ids, torch.full_like(ids, -1), position_ids"),
+        ("Span(ids, ids, position_ids", "Span(ids, ids[:0], position_ids"),
     ],
-    "`masked` is as long as `ids`: a completion's last token is in neither": (
-        "masked_fill(c.written, -1)[:-1]",
-        "masked_fill(c.written, -1)",
+    "image_ids are as long as the ids: a completion's last token is in neither": (
+        "masked_fill(completion.written, -1)[:-1]",
+        "masked_fill(completion.written, -1)",
     ),
 }
 
 
-def tries(pack):
+def tries(lay_group):
     from types import SimpleNamespace
 
     import torch
 
-    from minivlmrl.rows import Prompt
+    from minivlmrl.rows import Completion, Prompt
 
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     config = SimpleNamespace(image_token_id=1, video_token_id=2, vision_config=vision)
@@ -65,12 +68,21 @@ def tries(pack):
         grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
         return Prompt(torch.tensor(ids), torch.zeros(patches, 1176), grids)
 
-    image, text = prompt(7, *[1] * 6, 8, grids=[(1, 4, 6)]), prompt(7, 8, 9, grids=[])
-    completions = [torch.tensor([11, 12, 13]), torch.tensor([21, 1, 22])]
-    video = prompt(7, *[2] * 4, 8, grids=[(2, 4, 2)])
-    pairs = {"text, then text": [text, text], "an image, then text": [image, text], "two images": [image, image]}
-    pairs["an image, then a video"] = [image, video]
-    for what, prompts in pairs.items():
-        batch = pack(prompts, [completions] * 2, config)
-        made = {"ids": batch.input_ids, "positions": batch.position_ids}
-        yield what, {**made, "where the image tokens are": batch.vision_index}
+    written = Completion(torch.tensor([11, 1, 13]))
+    answered = Completion(torch.tensor([21, 1, 22]), written=torch.tensor([True, False, True]))
+    group = [written, answered]
+    prompts = {
+        "text": prompt(7, 8, 9, grids=[]),
+        "an image": prompt(7, *[1] * 6, 8, grids=[(1, 4, 6)]),
+        "a video": prompt(7, *[2] * 4, 8, grids=[(2, 4, 2)]),
+    }
+    for what, asked in prompts.items():
+        spans = lay_group(asked, group, config)
+        image_ids = torch.cat([span.image_ids for span in spans])
+        image_tokens = (image_ids == config.image_token_id) | (image_ids == config.video_token_id)
+        answer = {
+            "ids": torch.cat([span.ids for span in spans]),
+            "positions": torch.cat([span.position_ids for span in spans], dim=1),
+            "where the image tokens are": image_tokens.nonzero()[:, 0],
+        }
+        yield what, answer

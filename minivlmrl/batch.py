@@ -5,6 +5,7 @@ SFT is a prompt with one completion, GRPO a prompt with G of them, a prefill a p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ class GroupBatch:
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) where images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    written: Tensor  # (M,) float32: 1 for those that the policy wrote, 0 for those that were forced
+    written: (
+        Tensor  # (M,) float32: 1 if the policy wrote it, 0 if a tool or another turn inserted it
+    )
     sampling_mask: Tensor  # (2, K) int64: a token, an id that filters kept; (2, 0): no filters
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
@@ -38,9 +41,10 @@ class GroupBatch:
 
     def pad(self, per_token: Tensor) -> Tensor:
         """(M,) -> (R, T), T tokens of the longest completion, zeros on the right: for losses."""
-        rows = len(self.layout.row_lengths), max(self.layout.row_lengths, default=0)
-        padded = per_token.new_zeros(rows[0] * rows[1])
-        return padded.index_copy(0, self.layout.row_index, per_token).view(rows)
+        R = len(self.layout.row_lengths)
+        T = max(self.layout.row_lengths, default=0)
+        padded = per_token.new_zeros(R * T)
+        return padded.index_copy(0, self.layout.row_index, per_token).view(R, T)
 
     @property
     def completion_mask(self) -> Tensor:
@@ -62,54 +66,85 @@ def pack(
         completions: for each prompt its Completions, maybe none; ids (C,) alone are written whole.
         config: the ModelConfig.
     """
-    groups = [[Completion(c.cpu()) if isinstance(c, Tensor) else c for c in g] for g in completions]
-    lengths = [[len(c.ids) for c in group] for group in groups]
-    if any(length == 0 for group in lengths for length in group):
+    groups = [as_completions(group) for group in completions]
+    all_completions = list(chain(*groups))
+    if not all(len(completion.ids) for completion in all_completions):
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
-    layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
-    placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    # in the order of the run
-    ids = []
-    masked = []
-    positions = []
-    pixels = []
-    grids = []
+    prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
+    completion_lengths = [[len(completion.ids) for completion in group] for group in groups]
+    spans = []  # in the order of the run
     for prompt, group in zip(prompts, groups, strict=True):
-        pixels.append(prompt.pixel_values)
-        grids.append(prompt.image_grid_thw)
-        seconds = prompt.second_per_grid_ts
-        positions.append(get_rope_index(prompt.input_ids, grids[-1], config, seconds))  # (3, P)
-        next_position = int(positions[-1].max()) + 1
-        ids.append(prompt.input_ids)
-        masked.append(prompt.input_ids)
-        for c in group:
-            ids.append(c.ids[:-1])
-            masked.append(c.ids.masked_fill(c.written, -1)[:-1])  # a written <|image_pad|> is text
-            offsets = torch.arange(len(c.ids) - 1).expand(3, -1)
-            if c.pictures:
-                pixels += [patches for _, patches, _ in c.pictures]
-                grids.append(torch.tensor([grid for *_, grid in c.pictures]))
-                offsets = get_rope_index(masked[-1], grids[-1], config)
-            positions.append(next_position + offsets)
-    vision_index = torch.isin(torch.cat(masked), placeholders).nonzero()[:, 0]
-    flat = [completion for group in groups for completion in group]
-    embeds = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
+        spans += lay_group(prompt, group, config)
+    placeholders = torch.tensor([config.image_token_id, config.video_token_id])
+    looked_through = torch.cat([span.image_ids for span in spans])  # (N,)
+    vision_index = torch.isin(looked_through, placeholders).nonzero()[:, 0]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
-    scored = torch.cat([nothing, *(c.ids for c in flat)])
-    mask = join_masks(scored, [c.sampling_mask for c in flat if c.sampling_mask])
+    scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
+    written = torch.cat([nothing, *(completion.written for completion in all_completions)]).float()
+    masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
+    pixel_values = torch.cat([patches for span in spans for patches in span.pixel_values])
     return GroupBatch(
-        input_ids=to_device(torch.cat(ids), device),
-        position_ids=to_device(torch.cat(positions, dim=1), device),
-        pixel_values=to_device(torch.cat(pixels), device),
-        image_grid_thw=torch.cat(grids),
+        input_ids=to_device(torch.cat([span.ids for span in spans]), device),
+        position_ids=to_device(torch.cat([span.position_ids for span in spans], dim=1), device),
+        pixel_values=to_device(pixel_values, device),
+        image_grid_thw=torch.cat([grids for span in spans for grids in span.grids]),
         vision_index=to_device(vision_index, device),
         completion_ids=to_device(scored, device),
-        written=to_device(torch.cat([nothing, *(c.written for c in flat)]).float(), device),
-        sampling_mask=to_device(mask, device),
-        layout=layout,
+        written=to_device(written, device),
+        sampling_mask=to_device(join_masks(scored, masks), device),
+        layout=GroupLayout(prompt_lengths, completion_lengths, device),
         prompts=prompts,
-        vision_embeds=torch.cat(embeds) if len(embeds) == len(pixels) else None,
+        vision_embeds=join_vision_embeds(prompts, all_completions),
     )
+
+
+def as_completions(group: Sequence[Completion | Tensor]) -> list[Completion]:
+    """Return the completions of a prompt; of ids (C,) that stand alone the policy wrote all."""
+    return [Completion(x.cpu()) if isinstance(x, Tensor) else x for x in group]
+
+
+@dataclass
+class Span:
+    """A prompt or a completion in the run: n tokens."""
+
+    ids: Tensor  # (n,)
+    image_ids: Tensor  # (n,): where images are looked for. The ids, but -1 for what is text
+    position_ids: Tensor  # (3, n)
+    pixel_values: Sequence[Tensor] = ()  # of its images and videos: each (patches, patch_dim)
+    grids: Sequence[Tensor] = ()  # each (images and videos, 3)
+
+
+def lay_group(prompt: Prompt, group: Sequence[Completion], config) -> list[Span]:
+    """Lay out a prompt and each of its completions, which go on from the prompt's last position."""
+    ids = prompt.input_ids
+    grids = prompt.image_grid_thw
+    position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
+    spans = [Span(ids, ids, position_ids, [prompt.pixel_values], [grids])]
+    next_position = int(position_ids.max()) + 1
+    for completion in group:
+        span = Span(
+            ids=completion.ids[:-1],
+            # a written <|image_pad|> is text
+            image_ids=completion.ids.masked_fill(completion.written, -1)[:-1],
+            position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
+        )
+        if completion.pictures:
+            span.pixel_values = [patches for _, patches, _ in completion.pictures]
+            grids = torch.tensor([grid for *_, grid in completion.pictures])
+            span.grids = [grids]
+            span.position_ids = next_position + get_rope_index(span.image_ids, grids, config)
+        spans.append(span)
+    return spans
+
+
+def join_vision_embeds(
+    prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> Tensor | None:
+    """Join what a frozen tower made of all images of a batch; None: it has not run for some."""
+    embeds = [prompt.vision_embeds for prompt in prompts]
+    if any(x is None for x in embeds) or any(completion.pictures for completion in completions):
+        return None
+    return torch.cat(embeds)
 
 
 @dataclass

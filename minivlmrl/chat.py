@@ -81,6 +81,6 @@ def join_text(pieces: list[str]) -> list[str]:
     """Join neighbouring text, and leave out empty text."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, Control)):
-        pieces = list(run)
-        joined += pieces if is_control else ["".join(pieces)]
+        neighbours = list(run)
+        joined += neighbours if is_control else ["".join(neighbours)]
     return joined

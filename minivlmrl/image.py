@@ -39,11 +39,14 @@ def smart_resize(
     Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
     """
     if max(height, width) > 200 * min(height, width):
-        size = f"image of {width} x {height} pixels"
-        raise ValueError(f"{size}: its aspect ratio is over 200; crop or drop it")
+        raise ValueError(
+            f"image of {width} x {height} pixels: its aspect ratio is over 200; crop or drop it"
+        )
     if max_pixels < max(min_pixels, factor**2):
-        needed = f"min_pixels {min_pixels}, and one token of {factor} x {factor} pixels"
-        raise ValueError(f"max_pixels {max_pixels} must be at least {needed}; give both bounds")
+        raise ValueError(
+            f"max_pixels {max_pixels} must be at least min_pixels {min_pixels}, and one token of "
+            f"{factor} x {factor} pixels; give both bounds"
+        )
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -70,16 +73,19 @@ def patchify(
         blocks of merge_size x merge_size patches in raster order, in each block its patches in
         raster order, in a patch (channel, frame, y, x).
     """
-    n, m, p = temporal_patch_size, merge_size, patch_size
-    frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % n)])
-    t = len(frames) // n
-    h = frames.shape[2] // p
-    w = frames.shape[3] // p
-    # time, frame; channel; block row, row in the block, y; block column, column in the block, x
-    cut = frames.reshape(t, n, 3, h // m, m, p, w // m, m, p)
+    missing = -len(frames) % temporal_patch_size
+    frames = np.concatenate([frames] + [frames[-1:]] * missing)
+    t = len(frames) // temporal_patch_size
+    h = frames.shape[2] // patch_size
+    w = frames.shape[3] // patch_size
+    axes = frames.reshape(
+        t, temporal_patch_size, 3,  # axes 0 to 2: time, frame, channel
+        h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
+        w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
+    )  # fmt: skip
     # -> time, block row, block column, row in the block, column in the block; channel, frame, y, x
-    patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3 * n * p * p)
-    return patches, (t, h, w)
+    patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return patches.reshape(t * h * w, -1), (t, h, w)
 
 
 def resize_frames(
@@ -95,8 +101,12 @@ def resize_frames(
 
 
 def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Replace grey levels (T, H, W, 3) by each channel's `normalised` (3, 256): (T, 3, H, W)."""
-    return np.stack([normalised[c].take(pixels[..., c]) for c in range(3)], axis=1)
+    """Map uint8 pixels (T, H, W, 3) through a table of normalised values (3, 256) per channel.
+
+    Returns (T, 3, H, W).
+    """
+    channels = [normalised[c].take(pixels[..., c]) for c in range(3)]
+    return np.stack(channels, axis=1)
 
 
 @dataclass
@@ -111,7 +121,7 @@ class ImageProcessor:
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames  # or that of hub/preprocessor.py
-    videos: object = None  # hub/qwen3_vl.Videos, sizes of frames; None: those of data/video.py
+    videos: object = None  # hub/qwen3_vl.Videos sizes and lays out frames; None: data/video.py
 
     @property
     def factor(self) -> int:
@@ -138,15 +148,20 @@ class ImageProcessor:
         """
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "resized_height" in options:
-            size = options["resized_height"], options["resized_width"]
+            height = options["resized_height"]
+            width = options["resized_width"]
         else:
-            size, bounds = image.size[::-1], bounds | options
-        return self.patches([to_rgb(image)], *smart_resize(*size, self.factor, **bounds))
+            width, height = image.size
+            bounds = bounds | options
+        new_height, new_width = smart_resize(height, width, self.factor, **bounds)
+        return self.patches([to_rgb(image)], new_height, new_width)
 
     def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
         """Resize RGB frames to one size; return their normalised patches and image_grid_thw."""
-        mean, std = (np.array(x, np.float32)[:, None] for x in (self.image_mean, self.image_std))
-        values = self.resize(frames, height, width, mean, std)
-        sizes = self.patch_size, self.temporal_patch_size, self.merge_size
-        patches, image_grid_thw = patchify(values, *sizes)
+        mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
+        std = np.array(self.image_std, np.float32)[:, None]
+        resized = self.resize(frames, height, width, mean, std)
+        patches, image_grid_thw = patchify(
+            resized, self.patch_size, self.temporal_patch_size, self.merge_size
+        )
         return torch.from_numpy(patches), image_grid_thw

@@ -39,16 +39,19 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
-    # positions of ids[:done]; `position`: of the next token
-    pieces = []
+    pieces = []  # positions of ids[:done]
     done = 0
-    position = 0
+    position = 0  # of the next token
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
-        begin = next((i for i in range(done, len(ids)) if ids[i] in placeholders), len(ids))
+        begin = done
+        while begin < len(ids) and ids[begin] not in placeholders:
+            begin += 1
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
-            needed = f"the {length} image or video tokens that grid {(t, h, w)} needs at {begin}"
-            raise ValueError(f"input_ids lack {needed}")
+            raise ValueError(
+                f"input_ids lack the {length} image or video tokens that grid {(t, h, w)} needs "
+                f"at {begin}"
+            )
         pieces.append(torch.arange(position, position + begin - done).expand(3, -1))  # text
         position += begin - done
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
@@ -83,7 +86,8 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
     axes = _tensor(config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
     angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
-    return tuple(x.to(dtype) for x in _cos_sin(angles))
+    cos, sin = _cos_sin(angles)
+    return cos.to(dtype), sin.to(dtype)
 
 
 def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor, Tensor]:
@@ -102,7 +106,8 @@ def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor,
     for t, h, w in image_grid_thw.tolist():
         row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)
         blocks = row_col.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-        frames.append((blocks.reshape(h * w, 2, 1) * inv_freq).flatten(1).repeat(t, 1))
+        angles = blocks.reshape(h * w, 2, 1) * inv_freq  # (h * w, 2, D/4)
+        frames.append(angles.flatten(1).repeat(t, 1))
     return _cos_sin(to_device(torch.cat(frames), device))
 
 

@@ -24,7 +24,9 @@ class Prompt:
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
     vision_embeds: Tensor | None = None  # what a frozen tower returned for its images
-    row = None  # the Row it was made from, for environments; no field: FSDP2 traverses those
+    # the Row it was made from, for environments: set by Row.prompt. Not a dataclass field, because
+    # FSDP2's hooks walk through all fields of what a model is called with.
+    row = None
 
 
 @dataclass
@@ -35,10 +37,13 @@ class Completion:
     logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature (greedy: 1)
     stopped: bool = True  # by a stop token or stop string; False: cut at max_new_tokens
     written: Tensor | None = None  # (C,) bool: by the policy; others are forced; None: all are
-    sampling_mask: tuple[Tensor, Tensor] | None = None  # how many ids filters kept, (C,), and which
+    # for top_k, top_p and min_p: the ids that each token was drawn from, as (number of ids per
+    # token (C,), all ids end to end); None: from all
+    sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # forced ones in order: PIL image, its patches, image_grid_thw
     environment: object = None  # what forced them, see environments/
-    calls: tuple = (0, 0, False)  # of tools, how many failed, whether an answer did not fit
+    # tool calls: (made, failed, cut off because an answer did not fit)
+    calls: tuple[int, int, bool] = (0, 0, False)
 
     def __post_init__(self):
         if self.written is None:
@@ -71,7 +76,7 @@ class Processor:
                 ImageProcessor or Video.patches takes, such as {"type": "image", "max_pixels": n}.
             images, videos: one PIL image or data.video.Video for each part of its kind, in order.
         """
-        pieces = (render if self.template is None else self.template.render)(messages)
+        pieces = render(messages) if self.template is None else self.template.render(messages)
         pixel_values = []
         grids = []
         seconds = []
@@ -88,7 +93,7 @@ class Processor:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         no_patches = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs a tensor
         return Prompt(
-            input_ids=torch.tensor([*chain(*self.encode(pieces, grids))]),
+            input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
             pixel_values=torch.cat([no_patches, *pixel_values]),
             image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
             second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
@@ -96,17 +101,21 @@ class Processor:
 
     def encode(self, pieces: list[str], grids: Sequence) -> list[list[int]]:
         """Return the ids of each piece, a placeholder's as often as its grid of patches needs."""
-        lengths = map(self.image_processor.num_tokens, grids)
+        remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
-            placeholder = piece is IMAGE or piece is VIDEO  # not ==: text may spell the same
-            ids.append(self.tokenizer.encode(piece) * (next(lengths) if placeholder else 1))
+            piece_ids = self.tokenizer.encode(piece)
+            if piece is IMAGE or piece is VIDEO:  # not ==: text may spell the same
+                piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
+            ids.append(piece_ids)
         return ids
 
     def decode(self, ids: Tensor) -> str:
         """Return the text of a completion without its stop token."""
         ids = ids.tolist()
-        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids)
 
     def turn(self, completion: Completion) -> str:
         """Return the assistant's turn: the thought that the prompt opens, and what was written."""
@@ -118,23 +127,30 @@ def shown_parts(
     messages: list[dict], images: Sequence, videos: Sequence
 ) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield what each image or video part of a prompt shows, and the options it has."""
-    parts = [part for message in messages for part in content_parts(message)]
-    parts = [part for part in parts if part_kind(part) != "text"]
-    kinds = [part_kind(part) for part in parts]
+    parts = []
+    kinds = []
+    for part in chain(*map(content_parts, messages)):
+        kind = part_kind(part)
+        if kind != "text":
+            parts.append(part)
+            kinds.append(kind)
     check_counts(kinds, {"image": images, "video": videos})
-    next_of = {"image": iter(images), "video": iter(videos)}
+    media = {"image": iter(images), "video": iter(videos)}
     for kind, part in zip(kinds, parts, strict=True):  # one is decoded at a time
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
-        yield next(next_of[kind]), options
+        yield next(media[kind]), options
 
 
 def check_counts(kinds: Sequence[str], media: dict[str, Sequence]):
     """Refuse another number of placeholders of a kind than of images or videos with a prompt."""
     for kind in ("image", "video"):
-        if kinds.count(kind) != len(media.get(kind, ())):
-            count = f"{kinds.count(kind)} {kind} placeholder(s) but {len(media.get(kind, ()))}"
-            cure = f"put one where each {kind} belongs and name as many {kind}s"
-            raise ValueError(f"the prompt has {count} {kind}(s) came with it; {cure}")
+        placeholders = kinds.count(kind)
+        given = len(media.get(kind, ()))
+        if placeholders != given:
+            raise ValueError(
+                f"the prompt has {placeholders} {kind} placeholder(s) but {given} {kind}(s) came "
+                f"with it; put one where each {kind} belongs and name as many {kind}s"
+            )
 
 
 @dataclass
@@ -168,7 +184,8 @@ Dataset = Sequence[Row]  # has a length, and rows by number
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """(keys * num_generations, max_new_tokens) float64 in [0, 1), by the key of each prompt."""
     shape = num_generations, max_new_tokens
-    return torch.from_numpy(numpy.concatenate([random_numbers(key).random(shape) for key in keys]))
+    numbers = [random_numbers(key).random(shape) for key in keys]
+    return torch.from_numpy(numpy.concatenate(numbers))
 
 
 def random_numbers(key: str) -> numpy.random.Generator:

@@ -7,6 +7,7 @@ Dimension letters: P patches of all images together, E hidden_size, H heads, D h
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,8 +64,10 @@ def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], lis
         side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
         if config.window_size:
             side = config.window_size // merge // config.patch_size
-        windows_a_row = -(-cols // side)
-        window = (torch.arange(rows) // side)[:, None] * windows_a_row + torch.arange(cols) // side
+        windows_a_row = math.ceil(cols / side)
+        window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
+        window_col = torch.arange(cols) // side  # (cols,)
+        window = window_row * windows_a_row + window_col  # (rows, cols): each token's window
         in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
         frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
@@ -87,7 +90,7 @@ class Layout:
 
 
 @lru_cache(maxsize=8)  # policy and reference see the same images
-@torch.inference_mode(False)  # what is made while sampling serves training, which needs gradients
+@torch.inference_mode(False)  # tensors made in inference mode could not be used in training later
 def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.device) -> Layout:
     """Compute the Layout of images and videos of these sizes, patches in (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
