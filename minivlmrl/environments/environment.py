@@ -33,11 +33,7 @@ def get_environment(name: str) -> Callable[[], object]:
     kind, options = find_named("sampling.environment", name, {})
     with naming(f"sampling.environment {name}"):
         if not inspect.isclass(kind):
-            functions = kind if isinstance(kind, list) else [kind]
-            if not all(map(inspect.isfunction, functions)):
-                raise ValueError(f"it is {kind!r:.60}, no class, function or list of functions")
-            members = {function.__name__: staticmethod(function) for function in functions}
-            kind = type("Functions", (), {"reset": lambda self, **columns: None, **members})
+            kind = class_of(kind)
         make = with_options(kind, options)
         environment = guarded("__init__", make)
         settings_of(environment)
@@ -47,6 +43,15 @@ def get_environment(name: str) -> Callable[[], object]:
         for tool in tools.values():
             arguments_of(tool)
     return make
+
+
+def class_of(functions: object) -> type:
+    """Make a class whose tools are these functions, or this one."""
+    listed = functions if isinstance(functions, list) else [functions]
+    if not all(map(inspect.isfunction, listed)):
+        raise ValueError(f"it is {functions!r:.60}, no class, function or list of functions")
+    members = {function.__name__: staticmethod(function) for function in listed}
+    return type("Functions", (), {"reset": lambda self, **columns: None, **members})
 
 
 def with_tools(processor: Processor, name: str | None) -> Processor:
@@ -75,10 +80,11 @@ def earned(environments: list, **columns) -> list[float | None]:
 
 def check_reward(name: str | None, rewards: Iterable[str]):
     """Refuse a get_reward that no reward asks, and a reward without it (ValueError)."""
-    has = name is not None and hasattr(get_environment(name)(), "get_reward")
-    if has != ("environment" in rewards):
-        verb = "has" if has else "lacks"
-        raise ValueError(f"{name} {verb} get_reward, which rewards: {{environment: 1}} asks")
+    has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
+    if has_reward and "environment" not in rewards:
+        raise ValueError(f"{name} has get_reward, which rewards: {{environment: 1}} asks")
+    if "environment" in rewards and not has_reward:
+        raise ValueError(f"{name} lacks get_reward, which rewards: {{environment: 1}} asks")
 
 
 def settings_of(environment: object) -> Settings:
@@ -90,9 +96,11 @@ def settings_of(environment: object) -> Settings:
 
 def tools_of(environment: object) -> dict[str, Callable]:
     """List the tools of an environment by name: public methods but TRL's reset and get_reward."""
-    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-    names = [name for name in names if name not in ("reset", "get_reward") and name[0] != "_"]
-    return {name: getattr(environment, name) for name in names}
+    tools = {}
+    for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
+        if name not in ("reset", "get_reward") and name[0] != "_":
+            tools[name] = getattr(environment, name)
+    return tools
 
 
 def arguments_of(tool: Callable) -> type:
@@ -104,6 +112,8 @@ def arguments_of(tool: Callable) -> type:
             if name not in hints:
                 raise ValueError(f"its argument {name!r} needs a type")
             type_schema(hints[name])
-            default = [] if parameter.default is parameter.empty else [parameter.default]
-            arguments.append((name, hints[name], *default))
+            field = [name, hints[name]]
+            if parameter.default is not parameter.empty:
+                field.append(parameter.default)
+            arguments.append(field)
         return make_dataclass(tool.__name__, arguments)

@@ -11,35 +11,55 @@ from typing import Annotated, Any, Literal
 
 from PIL.Image import Image
 
-TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", types.NoneType: "null"}
-TYPES |= {list: "array", dict: "object"}
+TYPES = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    types.NoneType: "null",
+    list: "array",
+    dict: "object",
+}
 # an argument of a docstring in Google's form: its indentation, its name, and what is said of it
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
+
+
+CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
     """Describe a tool by its signature and docstring; what the docstring lacks is left out."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
-    about, *rest = re.split(r"\s*\b(Args|Returns|Raises):", inspect.getdoc(tool) or "")
+    docstring = inspect.getdoc(tool) or ""
+    description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", docstring)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     properties = {name: type_schema(hints[name]) for name in parameters}
-    for _, name, words in ARGUMENT.findall(re.sub(r"\n\s*\n", "\n", sections.get("Args", ""))):
-        words = re.sub(r"\s*\n\s*", " ", words.strip())
-        if name not in properties:
-            continue
-        if choices := re.search(r"\s*\(choices:\s*(.*?)\)\s*$", words, re.IGNORECASE):
-            properties[name]["enum"], words = json.loads(choices[1]), words[: choices.start()]
-        properties[name]["description"] = words
-    described = {"name": tool.__name__, "description": about.strip()}
-    described["parameters"] = {"type": "object", "properties": properties}
-    if required := [name for name, one in parameters.items() if one.default is one.empty]:
-        described["parameters"]["required"] = required
+    describe(properties, sections.get("Args", ""))
+    arguments = {"type": "object", "properties": properties}
+    required = [name for name, one in parameters.items() if one.default is one.empty]
+    if required:
+        arguments["required"] = required
+    function = {"name": tool.__name__, "description": description.strip(), "parameters": arguments}
     with suppress(KeyError, ValueError):
         returned = hints["return"]
-        described["return"] = {"type": "image"} if returned is Image else type_schema(returned)
-        described["return"]["description"] = sections["Returns"].strip()
-    return {"type": "function", "function": described}
+        function["return"] = {"type": "image"} if returned is Image else type_schema(returned)
+        function["return"]["description"] = sections["Returns"].strip()
+    return {"type": "function", "function": function}
+
+
+def describe(properties: dict[str, dict], section: str):
+    """Add to the schema of each argument what the section Args of a docstring says of it."""
+    without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
+    for _, name, text in ARGUMENT.findall(without_blank_lines):
+        if name not in properties:
+            continue
+        text = re.sub(r"\s*\n\s*", " ", text.strip())
+        choices = CHOICES.search(text)
+        if choices:
+            properties[name]["enum"] = json.loads(choices[1])
+            text = text[: choices.start()]
+        properties[name]["description"] = text
 
 
 def type_schema(hint) -> dict:
@@ -54,18 +74,28 @@ def type_schema(hint) -> dict:
         return type_schema(inside[0])
     if origin is Literal and {*map(type, inside)} <= TYPES.keys():
         kinds = list(dict.fromkeys(TYPES[type(value)] for value in inside))
-        return {"type": kinds if len(kinds) > 1 else kinds[0], "enum": list(inside)}
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(inside)}
     if origin in (typing.Union, types.UnionType):
-        some = [type_schema(one) for one in inside if one is not types.NoneType]
-        kinds = sorted({str(one.get("type")) for one in some})
-        joined = {"type": kinds if len(kinds) > 1 else kinds[0]}
-        if any({"type": one.get("type")} != one for one in some):
-            joined = {"anyOf": some} if len(some) > 1 else some[0]
-        return joined | ({"nullable": True} if types.NoneType in inside else {})
+        return union_schema(inside)
     if origin is dict and inside[0] is str:
         return {"type": "object", "additionalProperties": type_schema(inside[1])}
     if origin is tuple and ... not in inside:
-        return {"type": "array", "prefixItems": [type_schema(one) for one in inside]}
+        return {"type": "array", "prefixItems": [type_schema(part) for part in inside]}
     if origin in (list, tuple):
         return {"type": "array", "items": type_schema(inside[0])}
     raise ValueError(f"{hint!r:.80} is no type of JSON, as int or list[str]")
+
+
+def union_schema(hints: tuple) -> dict:
+    """Describe a union: names of types in a list if that says all, else a list of schemas."""
+    schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
+    kinds = sorted({str(schema.get("type")) for schema in schemas})
+    if len(schemas) == 1:
+        union = schemas[0]
+    elif all(schema == {"type": schema.get("type")} for schema in schemas):
+        union = {"type": kinds[0] if len(kinds) == 1 else kinds}
+    else:
+        union = {"anyOf": schemas}
+    if types.NoneType in hints:
+        return union | {"nullable": True}
+    return union

@@ -32,13 +32,15 @@ def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
 
     A call in tags is answered at once. Qwen's are when the turn has ended; their name is "" here.
     """
-    opened = {}  # tool: where its arguments begin
+    begins = {}  # tool: where its arguments begin
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
+        name = tag[2]
         if not tag[1]:
-            opened[tag[2]] = tag.end()
-        elif tag[2] in opened:
-            return [(tag[2], text[opened[tag[2]] : tag.start()])]
-    calls = [part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1] if ended]
+            begins[name] = tag.end()
+        elif name in begins:
+            return [(name, text[begins[name] : tag.start()])]
+    parts = text.split("</tool_call>")[:-1] if ended else []
+    calls = [part.partition("<tool_call>") for part in parts]
     return [("", inside) for _, tag, inside in calls if tag]
 
 
@@ -49,13 +51,16 @@ def answer(
     try:
         with time_limit(settings.max_tool_seconds):
             result = call(tools, name, inside)
-            parts = [part(one) for one in (result if isinstance(result, list) else [result])]
+            results = result if isinstance(result, list) else [result]
+            parts = [part(one) for one in results]
         images = [one["image"] for one in parts if "image" in one]
-        sizes = {"characters": sum(len(one.get("text", "")) for one in parts)}
-        sizes["pixels"] = sum(image.width * image.height for image in images)
+        sizes = {
+            "characters": sum(len(one.get("text", "")) for one in parts),
+            "pixels": sum(image.width * image.height for image in images),
+        }
         for unit, size in sizes.items():
-            most = getattr(settings, f"max_tool_{unit}")
-            require(size <= most, f"the answer's number of {unit}", size, f"{most} or less")
+            limit = getattr(settings, f"max_tool_{unit}")
+            require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
         return parts, [(image, *processor.image_processor(image)) for image in images], True
     except FAILURES as error:  # the model reads it
         text = f"error: {str(error) or type(error).__name__}"
@@ -69,51 +74,61 @@ def time_limit(seconds: float) -> Iterator[None]:
     def stop(*_):
         raise Overtime(f"it took over {seconds:g} seconds")
 
-    main = threading.current_thread() is threading.main_thread()
-    can = main and hasattr(signal, "SIGALRM")
-    if can:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    has_alarm = in_main_thread and hasattr(signal, "SIGALRM")
+    if has_alarm:
         signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        if can:
+        if has_alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def call(tools: dict[str, Callable], name: str, inside: str) -> object:
     """Call a tool with arguments that fit its types (ValueError: they do not)."""
     if name:
-        known = fields(arguments_of(tools[name]))
-        values = [inside.strip()]  # bare text is a str
-        if [one.type for one in known] != [str]:
-            with suppress(ValueError):
-                values = json.loads(f"[{inside}]")
-        arguments = {one.name: value for one, value in zip(known, values, strict=False)}
-        if len(values) > len(known):
-            raise ValueError(f"{name} takes {len(known)} argument(s), not {len(values)}")
+        arguments = read_values(name, inside, tools)
     else:
-        asked = read_parameters(inside, tools) or json.loads(inside)
-        if not isinstance(asked, dict) or "name" not in asked:
-            raise ValueError('a call is {"name": ..., "arguments": {...}}')
-        if asked["name"] not in tools:
-            raise ValueError(f"no tool {asked['name']!r}; there are {', '.join(tools)}")
-        name = asked["name"]
-        arguments = asked.get("arguments", {})
+        name, arguments = read_call(inside, tools)
     return tools[name](**vars(build(arguments_of(tools[name]), arguments, name)))
+
+
+def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
+    """Read what is in the tags of a tool: its arguments in order, as JSON; bare text is a str."""
+    expected = fields(arguments_of(tools[name]))
+    values = [inside.strip()]
+    if [field.type for field in expected] != [str]:
+        with suppress(ValueError):
+            values = json.loads(f"[{inside}]")
+    if len(values) > len(expected):
+        raise ValueError(f"{name} takes {len(expected)} argument(s), not {len(values)}")
+    return {field.name: value for field, value in zip(expected, values, strict=False)}
+
+
+def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
+    """Read a call as Qwen writes it: the tool's name, and its arguments."""
+    asked = read_parameters(inside, tools) or json.loads(inside)
+    if not isinstance(asked, dict) or "name" not in asked:
+        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+    if asked["name"] not in tools:
+        raise ValueError(f"no tool {asked['name']!r}; there are {', '.join(tools)}")
+    return asked["name"], asked.get("arguments", {})
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
     """Read a call as Qwen3.5 writes it, values that are no text as JSON; None: it is another."""
-    before, is_so, call = inside.partition("<function=")
-    name, _, body = call.partition(">")
-    if before.strip() or not is_so:
+    before, tag, call = inside.partition("<function=")
+    if before.strip() or not tag:
         return None
+    name, _, body = call.partition(">")
     hints = typing.get_type_hints(tools[name]) if name in tools else {}
     arguments = {}
-    for one in body.split("</parameter>")[:-1]:
-        key, _, value = one.partition("<parameter=")[2].partition(">")
-        arguments[key] = value = value.removeprefix("\n").removesuffix("\n")
+    for parameter in body.split("</parameter>")[:-1]:
+        key, _, value = parameter.partition("<parameter=")[2].partition(">")
+        value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = value
         if type_schema(hints.get(key, str)).get("type") != "string":
             with suppress(ValueError):
                 arguments[key] = json.loads(CONSTANTS.get(value, value))
@@ -135,9 +150,10 @@ def part(result: object) -> dict:
 
 def turn_opening(processor: Processor) -> list[str]:
     """Lay out what leads from the <|im_end|> of a turn into the assistant's next one."""
-    template = processor.template
-    pieces = (render if template is None else template.render)([{"role": "user", "content": "?"}])
-    return pieces[len(pieces) - pieces[::-1].index(END) :]
+    lay = render if processor.template is None else processor.template.render
+    pieces = lay([{"role": "user", "content": "?"}])
+    last_end = len(pieces) - pieces[::-1].index(END)
+    return pieces[last_end:]
 
 
 def lay_out(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
@@ -145,7 +161,8 @@ def lay_out(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
         return join_text(layout_turn({"role": "user", "content": parts})[2:-2])
-    tags = part("\n<tool_response>\n"), part("\n</tool_response>")
-    parts = [p for some in answers for p in (tags[0], *some, tags[1])]
-    start, role, _, *inside, _ = layout_turn({"role": "user", "content": parts})
-    return join_text(["\n", start, role, tags[0]["text"][1:], *inside, *opening])
+    parts = []
+    for answer_parts in answers:
+        parts += [part("\n<tool_response>\n"), *answer_parts, part("\n</tool_response>")]
+    start, role, first, *inside, _ = layout_turn({"role": "user", "content": parts})
+    return join_text(["\n", start, role, first.removeprefix("\n"), *inside, *opening])

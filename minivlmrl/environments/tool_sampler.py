@@ -5,6 +5,7 @@ Draws still go by key; what is trained on are the ids, positions and patches of 
 
 import re
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -22,7 +23,7 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.reward_functions.names import guarded
-from minivlmrl.rows import Completion, Prompt
+from minivlmrl.rows import Completion, Processor, Prompt
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
 
@@ -40,16 +41,17 @@ class Play:
         self.environment = environment
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
-        self.called = self.failed = 0  # tools
-        # longer than what it finds
-        self.closing = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # since the last answer
-        # of all tokens
-        self.ids = []
-        self.written = []
+        self.num_calls = 0
+        self.num_failed = 0
+        # the pattern is longer than any tag that it finds
+        self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
+        self.text = b""  # what was written since the last answer
+        self.ids = []  # all tokens
+        self.written = []  # for each of them, whether the policy wrote it
         self.pictures = []
-        self.unread = []  # an answer that is not read yet
-        self.cut = self.ended = False
+        self.unread = []  # an answer that the model has not read yet
+        self.cut = False  # an answer did not fit
+        self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: "ToolSampler") -> bool:
         """Take a drawn token, with which a turn ends or a stop string; say whether the row ends."""
@@ -57,50 +59,62 @@ class Play:
             return True
         self.written.append(True)
         self.ids.append(token)
-        left = sampler.sampling.max_new_tokens - len(self.written)
-        before = max(0, len(self.text) - len(self.closing.pattern))
-        self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
-        calls = []
-        ends = turn_ends or text_ends
-        if not text_ends and (ends or self.closing.search(self.text, before)):
-            calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
-            calls = calls[: self.settings.max_tool_calls - self.called]
-        ends = self.answer(calls, ends, left, sampler) if calls else ends
-        self.ended = ends or left == 0
-        return ends
+        tokens_left = sampler.sampling.max_new_tokens - len(self.written)
+        drawn_bytes = token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
+        calls = self.new_calls(drawn_bytes, turn_ends, text_ends)
+        if calls:
+            self.answer(calls, turn_ends, tokens_left, sampler.processor)
+            row_ends = self.cut
+        else:
+            row_ends = turn_ends or text_ends
+        self.ended = row_ends or tokens_left == 0
+        return row_ends
 
-    def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
-        """Answer calls; True: the answers do not fit, and the row ends."""
-        processor = sampler.processor
-        answers = [answer(self.tools, *one, processor, self.settings) for one in calls]
-        self.called += len(calls)
-        self.failed += sum(not done for *_, done in answers)
-        pictures = [picture for _, shown, _ in answers for picture in shown]
-        grids = [grid for *_, grid in pictures]
-        opening = turn_opening(processor) if ended else ()
-        pieces = processor.encode(lay_out([parts for parts, *_ in answers], opening), grids)
-        ids = torch.tensor([*chain(*pieces)])
-        self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
-        if not self.cut:
-            patches = [torch.zeros(0, processor.image_processor.patch_dim)]
-            patches += [patches for _, patches, _ in pictures]
-            grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-            self.unread.append(Prompt(ids, torch.cat(patches), grids))
-            self.written += [False] * len(ids)
-            self.ids += ids.tolist()
-            self.pictures += pictures
-            self.text = b""
-        return self.cut
+    def new_calls(self, drawn: bytes, turn_ends: bool, text_ends: bool) -> list[tuple[str, str]]:
+        """Add a token to the text; find the calls that it completes, as many as are allowed."""
+        searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
+        self.text += drawn
+        if text_ends or not (turn_ends or self.closing_tag.search(self.text, searched_from)):
+            return []
+        calls = find_calls(self.text.decode(errors="replace"), self.tools, turn_ends)
+        return calls[: self.settings.max_tool_calls - self.num_calls]
+
+    def answer(self, calls: list, turn_ended: bool, tokens_left: int, processor: Processor):
+        """Answer calls, for the model to read; if the answers do not fit, the completion is cut."""
+        messages = []
+        pictures = []
+        for name, inside in calls:
+            parts, shown, succeeded = answer(self.tools, name, inside, processor, self.settings)
+            messages.append(parts)
+            pictures += shown
+            self.num_failed += not succeeded
+        self.num_calls += len(calls)
+        grids = [grid for _, _, grid in pictures]
+        opening = turn_opening(processor) if turn_ended else ()
+        ids = list(chain(*processor.encode(lay_out(messages, opening), grids)))
+        self.cut = len(ids) >= tokens_left  # a picture is never cut, and something has to follow
+        if self.cut:
+            return
+        no_patches = torch.zeros(0, processor.image_processor.patch_dim)
+        patches = torch.cat([no_patches, *(patches for _, patches, _ in pictures)])
+        grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+        self.unread.append(Prompt(torch.tensor(ids), patches, grids))
+        self.written += [False] * len(ids)
+        self.ids += ids
+        self.pictures += pictures
+        self.text = b""
 
     def insert_answers(self, completion: Completion):
         """Put what was answered between the drawn tokens of a completion."""
-        written = completion.written = torch.tensor(self.written)
+        written = torch.tensor(self.written)
         completion.ids = torch.tensor(self.ids)
+        completion.written = written
         completion.pictures = self.pictures
         completion.logps = torch.zeros(len(written)).masked_scatter(written, completion.logps)
         if completion.sampling_mask:
-            counts, kept = completion.sampling_mask
-            completion.sampling_mask = written.long().masked_scatter(written, counts), kept
+            counts, kept_ids = completion.sampling_mask
+            counts = written.long().masked_scatter(written, counts)
+            completion.sampling_mask = counts, kept_ids
 
 
 def shared(image: Image) -> Image:
@@ -111,6 +125,18 @@ def shared(image: Image) -> Image:
     return image
 
 
+@dataclass
+class AnswerSpan:
+    """Where the tokens of one answer are, and which keys they see."""
+
+    row: slice  # their row of the decoding
+    tokens: slice  # among all tokens that are read at once
+    prompt: slice  # their prompt in the decoding
+    prompt_length: int
+    begin: int  # of the row's own tokens these are begin to end
+    end: int
+
+
 class AnswerAttention(DecodeAttention):
     """The attention of answers: tokens that some rows of a decoding read at once, end to end.
 
@@ -118,69 +144,88 @@ class AnswerAttention(DecodeAttention):
     tokens of their row then.
     """
 
-    def __init__(self, decoding: DecodeAttention, rows: list[int], counts: list[int]):
-        self.decoding, self.memory = decoding, decoding.memory
-        lengths = (decoding.prompt_bias == 0).sum(1).tolist()
-        newest = decoding.newest.tolist()
-        added = [0] * len(newest)
+    def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
+        self.decoding = decoding
+        self.memory = decoding.memory
+        self.answer_spans = []
+        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # B of them
+        newest = decoding.newest.tolist()  # R of them
+        new_tokens = [0] * len(newest)
         longest = max(newest)
-        self.spans = []
-        self.keys = []
         end = 0
-        for row, count in zip(rows, counts, strict=True):
-            self.spans.append((slice(row, row + 1), slice(end, end + count)))
-            end += count
+        for row, length in zip(rows, lengths, strict=True):
+            tokens = slice(end, end + length)
+            end += length
             prompt = int(decoding.prompt_index[row])
-            before = newest[row] + 1
-            # the prompt and its tokens, own tokens before and after
-            self.keys.append((prompt, lengths[prompt], before, before + count))
-            added[row] = count
-            longest = max(longest, newest[row] + count)
-        tokens = to_device(torch.tensor(added), decoding.device)
-        decoding.advance(tokens, longest - max(newest))
+            begin = newest[row] + 1
+            self.answer_spans.append(
+                AnswerSpan(
+                    row=slice(row, row + 1),
+                    tokens=tokens,
+                    prompt=slice(prompt, prompt + 1),
+                    prompt_length=prompt_lengths[prompt],
+                    begin=begin,
+                    end=begin + length,
+                )
+            )
+            new_tokens[row] = length
+            longest = max(longest, newest[row] + length)
+        self.spans = [(span.row, span.tokens) for span in self.answer_spans]
+        new_tokens = to_device(torch.tensor(new_tokens), decoding.device)
+        decoding.advance(new_tokens, longest - max(newest))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own = self.decoding.row_kv[layer_index]
-        shared = self.decoding.prompt_kv[layer_index]
+        row_k, row_v = self.decoding.row_kv[layer_index]  # (R, K, C, D)
+        prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]  # (B, K, P, D)
         out = []
-        for (row, tokens), known in zip(self.spans, self.keys, strict=True):
-            (prompt, length, before, after) = known
-            keys = []
-            for of_rows, of_prompts, new in zip(own, shared, (k, v), strict=True):
-                of_rows[row, :, before:after] = new[tokens].transpose(0, 1)
-                seen = of_prompts[prompt : prompt + 1, :, :length]
-                keys.append(torch.cat([seen, of_rows[row, :, :after]], dim=2))
-            queries = q[tokens].transpose(0, 1)[None]  # (1, H, tokens, D)
-            out.append(dense_attention(queries, *keys, is_causal=True)[0].transpose(0, 1))
+        for span in self.answer_spans:
+            queries = q[span.tokens].transpose(0, 1)[None]  # (1, H, tokens, D)
+            keys = extend(row_k, prompt_k, k, span)
+            values = extend(row_v, prompt_v, v, span)
+            attended = dense_attention(queries, keys, values, is_causal=True)
+            out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
+
+
+def extend(own: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
+    """Add an answer's keys, or values, to those of its row: all that it sees, (1, K, P + C, D)."""
+    own[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
+    seen_prompt = prompts[span.prompt, :, : span.prompt_length]
+    return torch.cat([seen_prompt, own[span.row, :, : span.end]], dim=2)
 
 
 class ReadingDecode(Decode):
     """A decode step, after which rows read what their tools have answered, in one forward."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
-        self.decode, self.sampler = decode, sampler
+        self.decode = decode
+        self.sampler = sampler
         self.attention_type = decode.attention_type
 
     def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
         logits = self.decode(model, ids, attention)
-        device = attention.device
         plays = [self.sampler.plays[row] for row in attention.rows.tolist()]
         rows = [i for i, play in enumerate(plays) if play.unread]
-        if not rows:
-            return logits
-        answers = [plays[i].unread.pop() for i in rows]
-        batch = pack(answers, [[] for _ in answers], model.config, device)
-        counts, last = batch.layout.prompt_lengths, batch.layout.last_index
-        index, lengths = (to_device(torch.tensor(x), device) for x in (rows, counts))
-        start = attention.start[index] + attention.newest[index] + 1
-        batch.position_ids += start.repeat_interleave(lengths)
-        hidden = model(batch, AnswerAttention(attention, rows, counts), last)
-        ends = torch.stack([p.max() for p in batch.position_ids.split(counts, dim=1)])
-        attention.start[index] = ends - attention.newest[index]  # pictures are few positions wide
-        self.sampler.hear(attention.rows[index].repeat_interleave(lengths), batch.input_ids)
-        logits[index] = float32_matmul(hidden, model.lm_head.weight.T)
+        if rows:
+            answers = [plays[i].unread.pop() for i in rows]
+            index = to_device(torch.tensor(rows), attention.device)
+            logits[index] = self.read(model, attention, rows, index, answers)
         return logits
+
+    def read(self, model, attention, rows: list, index: Tensor, answers: list[Prompt]) -> Tensor:
+        """Read answers of rows, also given as a tensor; returns logits (rows, V) of what follows."""
+        batch = pack(answers, [[] for _ in answers], model.config, attention.device)
+        lengths = batch.layout.prompt_lengths
+        repeats = to_device(torch.tensor(lengths), attention.device)
+        start = attention.start[index] + attention.newest[index] + 1
+        batch.position_ids += start.repeat_interleave(repeats)
+        answer_attention = AnswerAttention(attention, rows, lengths)
+        hidden = model(batch, answer_attention, batch.layout.last_index)
+        # pictures take fewer positions than tokens
+        last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
+        attention.start[index] = torch.stack(last_positions) - attention.newest[index]
+        self.sampler.hear(attention.rows[index].repeat_interleave(repeats), batch.input_ids)
+        return float32_matmul(hidden, model.lm_head.weight.T)
 
 
 class ToolSampler(RunSampler):
@@ -202,38 +247,52 @@ class ToolSampler(RunSampler):
             play.insert_answers(completion)
             completion.stopped &= not play.cut
             completion.environment = play.environment
-            completion.calls = play.called, play.failed, play.cut
+            completion.calls = play.num_calls, play.num_failed, play.cut
         return groups
 
     def begin(self, prompt: Prompt, count: int) -> list[Play]:
-        """Tell as many environments of the row of a prompt."""
+        """Make environments for the completions of a prompt, and tell them its row."""
         if prompt.row is None:
             raise ValueError("environments are told a prompt's row: make it with Row.prompt")
-        row, patch = prompt.row, self.processor.image_processor.patch_size
-        grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
-        space = row.columns.get("box_space") or self.processor.box_space
-        images = list(row.images)  # they may be decoded only now
-        resized = [(patch * w, patch * h) for _, h, w in grids]
-        extents = [extent(space, *of) for of in zip((i.size for i in images), resized, strict=True)]
-        columns = row.columns | {"images": images, "extents": extents, "prompt": row.messages}
+        row = prompt.row
+        columns = self.columns(prompt)
+        plays = []
         where = row.where or f"row {row.index}"
         with naming(f"{where}: sampling.environment {self.sampling.environment}"):
-            plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
+            for _ in range(count):
+                plays.append(Play(guarded("__init__", self.make)))
             for play in plays:
-                reset = play.environment.reset
-                own = {id(image): shared(image) for image in images}
-                if (text := guarded("reset", reset, **deepcopy(columns, own))) is not None:
+                copies = {id(image): shared(image) for image in columns["images"]}
+                own_columns = deepcopy(columns, copies)
+                text = guarded("reset", play.environment.reset, **own_columns)
+                if text is not None:
                     raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
         return plays
+
+    def columns(self, prompt: Prompt) -> dict:
+        """Collect what `reset` is told of a row; an image's extent is the scale of its boxes."""
+        row = prompt.row
+        images = list(row.images)  # they may be decoded only now
+        space = row.columns.get("box_space") or self.processor.box_space
+        patch_size = self.processor.image_processor.patch_size
+        grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()  # not of videos
+        extents = []
+        for image, (_, rows, columns) in zip(images, grids, strict=True):
+            resized = (patch_size * columns, patch_size * rows)
+            extents.append(extent(space, image.size, resized))
+        return row.columns | {"images": images, "extents": extents, "prompt": row.messages}
 
     def decode(self) -> Decode:
         return ReadingDecode(super().decode(), self)
 
     def telling(self, choose: Choose) -> Choose:
         def choose_and_call(logits: Tensor, rows: Tensor, counts: Tensor):
-            ids, logps, ends = choose(logits, rows, counts)
-            drawn = (x.tolist() for x in (rows, ids, ends, self.hear(rows, ids)))
-            ended = [self.plays[row].step(*of, self) for row, *of in zip(*drawn, strict=True)]
-            return ids, logps, to_device(torch.tensor(ended), rows.device)
+            ids, logps, turn_ends = choose(logits, rows, counts)
+            text_ends = self.hear(rows, ids)
+            drawn = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
+            row_ends = []
+            for row, token, turn_end, text_end in zip(*drawn, strict=True):
+                row_ends.append(self.plays[row].step(token, turn_end, text_end, self))
+            return ids, logps, to_device(torch.tensor(row_ends), rows.device)
 
         return choose_and_call
