@@ -28,13 +28,14 @@ def difference(file: Path, other: Path) -> str:
     """Say in which lines two files differ, and the most by which numbers do; "" if nowhere."""
     if filecmp.cmp(file, other, shallow=False):
         return ""
-    pairs = enumerate(zip_longest(content(file), content(other)), 1)
-    gaps = {number: distance(*pair) for number, pair in pairs}
+    pairs = zip_longest(content(file), content(other))
+    gaps = {number: distance(*pair) for number, pair in enumerate(pairs, 1)}
     lines = [str(number) for number, gap in gaps.items() if gap != 0]
     if not lines:  # tensors may be equal, and their dtype not
         return "" if file.name in UNEQUAL else "other bytes"
-    by = "" if math.inf in gaps.values() else f", by {max(gaps.values()):.3g}"
-    return f"line {', '.join(lines[:5])}{by}"
+    says = f"line {', '.join(lines[:5])}"
+    largest = max(gaps.values())
+    return says if largest == math.inf else f"{says}, by {largest:.3g}"
 
 
 def content(file: Path) -> list:
@@ -45,13 +46,16 @@ def content(file: Path) -> list:
     if file.suffix == ".safetensors":
         return [load_file(file)]
     text = file.read_bytes() if file.is_file() else b""
-    skip = UNEQUAL.get(file.name, set())
     if file.suffix not in READERS:
         return [text]
+    skipped = UNEQUAL.get(file.name, set())
+    texts = text.splitlines() if file.suffix == ".jsonl" else [text]
+    lines = []
     with naming(file):
-        texts = text.splitlines() if file.suffix == ".jsonl" else [text]
-        lines = [dict(READERS[file.suffix](text)) for text in texts]
-        return [{key: line[key] for key in line if key not in skip} for line in lines]
+        for text in texts:
+            line = dict(READERS[file.suffix](text))
+            lines.append({key: value for key, value in line.items() if key not in skipped})
+    return lines
 
 
 def distance(one, two) -> float:
@@ -59,8 +63,9 @@ def distance(one, two) -> float:
     if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
         return max((distance(one[key], two[key]) for key in one), default=0.0)
     if isinstance(one, Tensor) and isinstance(two, Tensor):
-        alike = one.shape == two.shape and one.isfinite().all() and two.isfinite().all()
-        return (one.double() - two.double()).abs().max().item() if alike else math.inf
+        if one.shape != two.shape or not (one.isfinite().all() and two.isfinite().all()):
+            return math.inf
+        return (one.double() - two.double()).abs().max().item()
     if isinstance(one, float) and isinstance(two, float):
         return abs(one - two)
     return 0.0 if one == two else math.inf

@@ -16,19 +16,24 @@ TIED = 4  # names that give the same numbers: as many are printed
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Make a step of a case, with the loss and the gradient that someone's function gave."""
     kind = options["kind"]
-    tensors = batch | {"logps_gradient": gradient}
-    rows = {name: x.detach().flatten(0, -2) if x.dim() > 1 else x for name, x in tensors.items()}
-    rows["completion_mask"] = mask = rows.pop("mask")
-    rows |= dict.fromkeys(("input_ids", "prompt_mask"), torch.zeros_like(mask, dtype=torch.long))
-    number = torch.arange(len(mask))
-    rows |= {"pair": number // 2, "chosen": 1 - number % 2} if kind == "dpo" else {}
-    rows["loss"] = value.view(1)
-    known = OPTIONS[kind].__dataclass_fields__ if kind in OPTIONS else ["loss_type"]
-    about = {"kind": kind, "loss": {name: options[name] for name in known if name in options}}
+    tensors = {}
+    for name, x in {**batch, "logps_gradient": gradient}.items():
+        tensors[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
+    mask = tensors.pop("mask")
+    tensors["completion_mask"] = mask
+    tensors["input_ids"] = torch.zeros_like(mask, dtype=torch.long)
+    tensors["prompt_mask"] = torch.zeros_like(mask, dtype=torch.long)
+    tensors["loss"] = value.view(1)
+    if kind == "dpo":
+        number = torch.arange(len(mask))
+        tensors["pair"] = number // 2
+        tensors["chosen"] = 1 - number % 2
+    names = OPTIONS[kind].__dataclass_fields__ if kind in OPTIONS else ["loss_type"]
+    about = {"kind": kind, "loss": {name: options[name] for name in names if name in options}}
     if kind == "grpo":
         about["max_completion_length"] = options["max_completion_length"]
         about["rollout_tokens"] = options["tokens"]
-    return Dump(about, rows)
+    return Dump(about, tensors)
 
 
 def mistakes(cases: list[tuple]) -> list[str]:
@@ -37,11 +42,13 @@ def mistakes(cases: list[tuple]) -> list[str]:
     lines = []
     while steps and len(lines) < SEARCHES:
         explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        hits = [[explains(causes, step) for step in steps] for causes in explanations]
-        most = max(map(sum, hits))
-        tied = [some for some, hit in zip(explanations, hits, strict=True) if sum(hit) == most]
+        hits = [sum(explains(causes, step) for step in steps) for causes in explanations]
+        most_hits = max(hits)
+        tied = [causes for causes, hit in zip(explanations, hits, strict=True) if hit == most_hits]
         rest = [step for step in steps[1:] if not explains(tied[0], step)]
-        names = [" and ".join(f"{of.says} ({of.name})" for of in some) for some in tied[:TIED]]
+        names = []
+        for causes in tied[:TIED]:
+            names.append(" and ".join(f"{cause.says} ({cause.name})" for cause in causes))
         says = "; or ".join(dict.fromkeys(names)) or "no known mistake"
         lines.append(f"{len(steps) - len(rest)} of them: {says}")
         if not tied[0]:  # where it differs first
@@ -53,6 +60,5 @@ def mistakes(cases: list[tuple]) -> list[str]:
 def explains(causes: list[Cause], step: Dump) -> bool:
     """Tell whether causes, with a factor if one of them is that, give the numbers of a step."""
     changes = [cause for cause in causes if cause.change]
-    return (
-        bool(causes) and fits("loss", step, changes, scaled=len(changes) < len(causes)) is not None
-    )
+    is_scaled = len(changes) < len(causes)
+    return bool(causes) and fits("loss", step, changes, is_scaled) is not None
