@@ -21,20 +21,28 @@ from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.moves import TABLE, formula
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
-LOGPS = {
-    "logps": ("per_token_logps", "model"),
-    "logps of old": ("old_per_token_logps", "old_model"),
-    "logps of sampler": ("sampler_logps", "old_model"),
-    "logps of reference": ("ref_per_token_logps", "ref_model"),
+STAGES = {
+    "advantages": stages.advantages,
+    "rows": stages.rows,
+    "tokens": stages.tokens,
+    "pictures": stages.pictures,
+    "mask": stages.mask,
+    "logps": partial(updates.logps, "per_token_logps", "model"),
+    "logps of old": partial(updates.logps, "old_per_token_logps", "old_model"),
+    "logps of sampler": partial(updates.logps, "sampler_logps", "old_model"),
+    "logps of reference": partial(updates.logps, "ref_per_token_logps", "ref_model"),
+    "loss": stages.loss,
+    "gradients": updates.gradients,
+    "clip": updates.clip,
+    "update": updates.update,
+    "schedule": updates.schedule,
 }
-BEFORE = ("advantages", "rows", "tokens", "pictures", "mask")
-STAGES = {name: getattr(stages, name) for name in BEFORE}
-STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
-STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}
+LOGPS = ("logps", "logps of old", "logps of sampler", "logps of reference")
+THROUGH_A_MODEL = (*LOGPS, "gradients")
 # what may be off by a factor
 FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
-THROUGH_A_MODEL = ("gradients", *LOGPS)
-EVALUATIONS = 1000, 50  # of pairs at most; through a model
+EVALUATIONS = 1000  # of pairs at most
+MODEL_EVALUATIONS = 50  # where each needs a model
 NUMBERS = 4096  # of a stage, by which pairs are judged before they are tried
 
 
@@ -51,34 +59,7 @@ class Cause:
     about: str = ""  # what a step needs to show it
 
 
-CAUSES = [
-    Cause(**{name: x for name, x in (group | row).items() if name != "list"})
-    for group in TABLE["causes"]
-    for row in group["list"]
-]
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
-
-
-def causes(name: str, d: Dump) -> list[Cause]:
-    """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
-    names = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
-    known = [cause for cause in CAUSES if names & set(cause.stages.split())]
-    for row in TABLE["things"]:
-        if names & set(row["stages"].split()) and row.get("needs", "input_ids") in d.tensors:
-            about = {name: row[name] for name in ("source", "costs", "about") if name in row}
-            changes = {} if "of" in row else TABLE["terms"]
-            for kind in row.get("of", "").split():
-                units = TABLE[kind] if kind == "pictures" else getattr(d, kind)
-                if "mask" in names:  # what is compared is no unit for itself
-                    units = [text for text in units if "counted tokens" not in text]
-                for how, change in row.get("changes", {"{}": None}).items():
-                    of = ((kind, text, *filter(None, [change])) for text in units)
-                    changes = changes | {how.format(x[1]): x for x in of}
-            for text, change in changes.items():
-                says = f"{row['says']} {text}"
-                name = f"{row['thing']}: {text}"
-                known.append(Cause(name, says, change={row["thing"]: change}, **about))
-    return known
 
 
 @dataclass
@@ -99,56 +80,123 @@ class Finding:
         return self.error <= TOLERANCE
 
 
+def causes_of_table() -> list[Cause]:
+    """Read the rows of causes.yaml: what one does not say, its list says."""
+    result = []
+    for group in TABLE["causes"]:
+        shared = {name: value for name, value in group.items() if name != "list"}
+        result += [Cause(**shared | row) for row in group["list"]]
+    return result
+
+
+CAUSES = causes_of_table()
+
+
+def possible_causes(name: str, d: Dump) -> list[Cause]:
+    """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
+    names = {name, name.partition(" ")[0]}
+    if name == "loss":
+        names.add(d.about["kind"])
+    result = [cause for cause in CAUSES if names & set(cause.stages.split())]
+    for thing in TABLE["things"]:
+        if names & set(thing["stages"].split()) and thing.get("needs", "input_ids") in d.tensors:
+            result += composed(thing, d, "mask" in names)
+    return result
+
+
+def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
+    """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
+    changes = {}
+    for kind in thing.get("units", "").split():
+        units = TABLE[kind] if kind == "pictures" else getattr(d, kind)
+        for says, text in thing.get("changes", {"{}": None}).items():
+            for unit in units:
+                # the mask that is compared is no unit for itself
+                if not (in_mask and "counted tokens" in unit):
+                    changes[says.format(unit)] = (
+                        (kind, unit) if text is None else (kind, unit, text)
+                    )
+    if "units" not in thing:
+        changes = TABLE["terms"]
+    about = {name: thing[name] for name in ("source", "costs", "about") if name in thing}
+    result = []
+    for text, change in changes.items():
+        name = f"{thing['thing']}: {text}"
+        says = f"{thing['says']} {text}"
+        result.append(Cause(name, says, change={thing["thing"]: change}, **about))
+    return result
+
+
 def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
     findings = []
-    named = []
+    named = []  # what explains earlier stages, lists of causes
     for name, stage in STAGES.items():
         if name == "mask" and d.ids is None:
             continue  # it is of ids that nothing explains
+        differing = {finding.stage: finding for finding in findings if not finding.ok}
         try:
-            if (answer := stage(d, {})) is None:
+            answer = stage(d, {})
+            if answer is None:
                 continue
-            count = sum(has.numel() for has, _, _ in answer.values())
-            findings.append(f := Finding(name, error(answer), count))
+            count = sum(theirs.numel() for theirs, _, _ in answer.values())
+            finding = Finding(name, error(answer), count)
         except (ValueError, *DAMAGES) as cause:
-            if name in THROUGH_A_MODEL and "pictures" in {f.stage for f in findings if not f.ok}:
+            if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
                 continue  # these pictures do not fit the ids
-            what = f"{type(cause).__name__} {cause}: a tensor or a field is not as in docs/audit.md"
-            raise ValueError(f"{name} cannot be computed again: {what}") from cause
-        if f.ok:
-            f.unseen = unseen(name, d, answer)
+            raise ValueError(
+                f"{name} cannot be computed again: {type(cause).__name__} {cause}: "
+                "a tensor or a field is not as in docs/audit.md"
+            ) from cause
+        findings.append(finding)
+        if finding.ok:
+            finding.unseen = unseen(name, d, answer)
             continue
-        again = [fit for one in named if (fit := fits(name, d, one))]
-        f.where = where(answer, d)
-        f.again = bool(again)
-        f.explained = again or explain(name, d)
-        ids = next((other for other in findings if other.stage == "tokens" and not other.ok), None)
-        if name == "mask" and ids and not f.explained:  # it is of these ids
-            f.again, f.explained = True, ids.explained
-        named += [one for one, _ in f.explained[:1] if all(cause.change for cause in one)]
-        change = merged(f.explained[0][0]) if f.explained else None
-        if name == "logps":  # gradients are then those of the forward that is known
-            d.forward = change
-        if name == "tokens":  # as masks are of the ids
-            d.ids = change
-            for kind in ("regions", "edges"):
-                d.__dict__.pop(kind, None)
+        finding.where = where(answer, d)
+        look_for_causes(finding, d, named, differing)
+        for causes, _ in finding.explained[:1]:
+            if all(cause.change for cause in causes):
+                named.append(causes)
     return findings
+
+
+def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str, Finding]):
+    """Explain a stage that differs, and let the stages after it know."""
+    fitting = [fits(finding.stage, d, causes) for causes in named]
+    fitting = [fit for fit in fitting if fit]
+    finding.again = bool(fitting)
+    finding.explained = fitting or explain(finding.stage, d)
+    if finding.stage == "mask" and "tokens" in differing and not finding.explained:
+        finding.again = True  # it is of these ids
+        finding.explained = differing["tokens"].explained
+    change = merged(finding.explained[0][0]) if finding.explained else None
+    if finding.stage == "logps":  # gradients are then those of the forward that is known
+        d.forward = change
+    if finding.stage == "tokens":  # as masks are of the ids
+        d.ids = change
+        for kind in ("regions", "edges"):
+            d.__dict__.pop(kind, None)
 
 
 def error(answer: dict, factor: float = 1.0) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
-    gaps = [(x - factor * should, unit) for x, should, unit in answer.values() if x.numel()]
-    sizes = [(gap.abs() / unit).max().item() for gap, unit in gaps]
-    return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
+    largest = 0.0
+    for theirs, ours, unit in answer.values():
+        if theirs.numel():
+            size = ((theirs - factor * ours).abs() / unit).max().item()
+            largest = max(largest, size if math.isfinite(size) else math.inf)
+    return largest
 
 
-def merged(some: list[Cause]) -> dict | None:
+def merged(causes: list[Cause]) -> dict | None:
     """Join the deviations of several causes; None: two values for one."""
-    change = dict(pair for cause in some for pair in cause.change.items())
-    return change if len(change) == sum(len(cause.change) for cause in some) else None
+    change = {}
+    for cause in causes:
+        if change.keys() & cause.change.keys():
+            return None
+        change |= cause.change
+    return change
 
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
@@ -162,8 +210,11 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 def unseen(name: str, d: Dump, answer: dict) -> Counter:
     """Count the causes of each topic, and those that change no number and need no model."""
     topics = Counter()
-    for cause in causes(name, d) if name not in THROUGH_A_MODEL else ():
-        if cause.about and (other := computed(name, d, cause.change)):
+    if name in THROUGH_A_MODEL:
+        return topics
+    for cause in possible_causes(name, d):
+        other = computed(name, d, cause.change) if cause.about else None
+        if other:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other.items()}
             topics[cause.about, "all"] += 1
             topics[cause.about, "unseen"] += error(pairs) <= TOLERANCE
@@ -172,158 +223,229 @@ def unseen(name: str, d: Dump, answer: dict) -> Counter:
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
-    d.known, base = {}, computed(name, d, {})
+    d.cache = {}
+    base = computed(name, d, {})
     if name in LOGPS:  # two rows tell enough; what explains them has to explain all
-        [(has, should, unit)] = base.values()
-        d.part = ((has - should).abs() / unit).amax(1).topk(min(2, len(has))).indices
+        [(theirs, ours, unit)] = base.values()
+        errors = ((theirs - ours).abs() / unit).amax(1)
+        d.part = errors.topk(min(2, len(theirs))).indices
         base = computed(name, d, {})
-    # causes; a factor is one
-    one = []
-    two = []
-    known = []
-    gives = [numbers(base, base)]
-    for cause in causes(name, d):
-        if (answer := computed(name, d, cause.change)) is None:
-            continue
-        one.append(fit(answer, [cause], d))
-        two.append(fit(answer, [cause], d, scaled=name in FACTORS))
-        changed = numbers(answer, base)
-        if not any(torch.equal(changed, other) for other in gives):
-            known.append(cause)
-            gives.append(changed)
-    one.append(fit(base, [], d, scaled=name in FACTORS))
-    if not any(one):
-        pairs = promising(numbers(base, base, of=0), *gives)
-        for number, pair in enumerate(pairs[: EVALUATIONS[name in THROUGH_A_MODEL]]):
-            if number % 100 == 0 and any(two):
-                break
-            two.append(fits(name, d, [known[i] for i in pair]))
-    d.known = d.part = None
-    fitting = list(filter(None, one if any(one) else two))
+    fitting = search(name, d, base)
+    d.cache = None
+    d.part = None
     if name in LOGPS:
-        fitting = list(filter(None, (fits(name, d, some) for some, _ in fitting)))
+        fitting = [fits(name, d, causes) for causes, _ in fitting]
+        fitting = [fit for fit in fitting if fit]
     limit = max(10 * min((left for _, left in fitting), default=0.0), TOLERANCE / 100)
-    return [(some, left) for some, left in fitting if left <= limit]
+    return [(causes, left) for causes, left in fitting if left <= limit]
 
 
-def numbers(answer: dict, base: dict, of: int = 1) -> Tensor:
-    """Sample numbers of a stage, theirs (0) or ours (1), in the units of its definition."""
-    every = [(answer[name][of] / unit).flatten() for name, (_, _, unit) in base.items()]
-    every = torch.cat(every).nan_to_num(0.0, 0.0, 0.0)
-    return every[:: 1 + len(every) // NUMBERS]
+def search(name: str, d: Dump, base: dict) -> list[Fit]:
+    """Find single causes that give a stage's numbers, or else pairs of them; a factor is one."""
+    scaled = name in FACTORS
+    single = []
+    pairs = []
+    different = []  # causes that do something else than those before them, and what they give
+    given = [numbers(base, base, OURS)]
+    for cause in possible_causes(name, d):
+        answer = computed(name, d, cause.change)
+        if answer is None:
+            continue
+        single.append(fit(answer, [cause], d))
+        pairs.append(fit(answer, [cause], d, scaled))
+        changed = numbers(answer, base, OURS)
+        if not any(torch.equal(changed, other) for other in given):
+            different.append(cause)
+            given.append(changed)
+    single.append(fit(base, [], d, scaled))
+    if any(single):
+        return list(filter(None, single))
+    ranked = promising(numbers(base, base, THEIRS), *given)
+    limit = MODEL_EVALUATIONS if name in THROUGH_A_MODEL else EVALUATIONS
+    for number, (i, j) in enumerate(ranked[:limit]):
+        if number % 100 == 0 and any(pairs):
+            break
+        pairs.append(fits(name, d, [different[i], different[j]]))
+    return list(filter(None, pairs))
 
 
-def promising(theirs: Tensor, right: Tensor, *gives: Tensor) -> list[tuple[int, int]]:
+THEIRS, OURS = 0, 1  # places in what a stage gives
+
+
+def numbers(answer: dict, base: dict, side: int) -> Tensor:
+    """Sample numbers of a stage, THEIRS or OURS, in the units of its definition."""
+    parts = [(answer[name][side] / unit).flatten() for name, (_, _, unit) in base.items()]
+    values = torch.cat(parts).nan_to_num(0.0, 0.0, 0.0)
+    return values[:: 1 + len(values) // NUMBERS]
+
+
+def promising(theirs: Tensor, right: Tensor, *given: Tensor) -> list[tuple[int, int]]:
     """Rank pairs of causes that may explain a stage, by what each gives alone.
 
     What one leaves wrong the other must change. Those come first whose changes, added or
     multiplied, come closest.
     """
-    gives = torch.stack(gives) if gives else right.new_zeros(0, len(right))
-    wrong = ((gives - theirs).abs() > 10 * TOLERANCE).float()
-    same = ((gives - right).abs() < TOLERANCE / 10).float()
-    hopeless = wrong @ same.T
+    given = torch.stack(given) if given else right.new_zeros(0, len(right))
+    wrong = ((given - theirs).abs() > 10 * TOLERANCE).float()
+    same = ((given - right).abs() < TOLERANCE / 10).float()
+    hopeless = wrong @ same.T  # how many numbers are wrong with one, and the same with the other
+    hopeless = hopeless + hopeless.T
+    divisor = torch.where(right == 0, 1.0, right)
     ranked = []
-    for i, x in enumerate(gives):
-        others = ((hopeless + hopeless.T)[i, i + 1 :] == 0).nonzero()[:, 0] + i + 1
-        y = gives[others]
-        for both in (x + y - right, x * y / torch.where(right == 0, 1.0, right)):
-            gaps = (both - theirs).abs().clamp(max=1).mean(1)
+    for i, x in enumerate(given):
+        others = (hopeless[i, i + 1 :] == 0).nonzero()[:, 0] + i + 1
+        y = given[others]
+        for joined in (x + y - right, x * y / divisor):
+            gaps = (joined - theirs).abs().clamp(max=1).mean(1)
             ranked += [(gap, i, j) for gap, j in zip(gaps.tolist(), others.tolist(), strict=True)]
     return list(dict.fromkeys((i, j) for _, i, j in sorted(ranked)))
 
 
-def fits(name: str, d: Dump, some: list[Cause], scaled: bool = False) -> Fit | None:
+def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> Fit | None:
     """Return the causes and what they leave if they explain the stage, `scaled`: with a factor."""
-    answer = computed(name, d, merged(some))
-    return answer and fit(answer, some, d, scaled)
+    answer = computed(name, d, merged(causes))
+    return answer and fit(answer, causes, d, scaled)
 
 
-def fit(answer: dict, some: list[Cause], d: Dump, scaled: bool = False) -> Fit | None:
+def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> Fit | None:
     """Compare an answer as `fits` does."""
     factor = 1.0
     if scaled:
-        parts = [(x / unit, y / unit) for x, y, unit in answer.values()]
-        has, should = (torch.cat([x.flatten() for x in of]) for of in zip(*parts, strict=True))
-        power = should.square().sum().item()
-        factor = (has @ should).item() / power if power else math.nan
+        theirs = torch.cat([(x / unit).flatten() for x, _, unit in answer.values()])
+        ours = torch.cat([(x / unit).flatten() for _, x, unit in answer.values()])
+        power = ours.square().sum().item()
+        factor = (theirs @ ours).item() / power if power else math.nan
         # any number is another times a factor
-        some = [*some, why(factor, d, few=should.count_nonzero() < 3)]
+        cause = why(factor, d, few=ours.count_nonzero() < 3)
+        if cause is None:
+            return None
+        causes = [*causes, cause]
     left = error(answer, factor)
-    return (some, left) if left <= TOLERANCE and None not in some else None
+    return (causes, left) if left <= TOLERANCE else None
 
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """Name what a factor may come from; None: nothing that is known, and any number is one."""
-    counts = {what: formula(how, d=d, of=d.about.get) for what, how in TABLE["counts"].items()}
-    known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
-    known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
-    known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
-    near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
-    sources = [text for value, text in known if value != 1 and near(value)]
+    sources = []
+    if is_near(factor, 0.0):
+        sources.append("it is exactly zero")
+    if is_near(factor, -1.0):
+        sources.append("the sign is wrong")
+    counts = {}
+    for what, text in TABLE["counts"].items():
+        count = formula(text, step=d, about=d.about)
+        if count != 1:
+            counts[what] = count
+    for what, count in counts.items():
+        if is_near(factor, count):
+            sources.append(f"not divided by the {count:g} {what}")
+    for what, count in counts.items():
+        if is_near(factor, 1 / count):
+            sources.append(f"divided once more by the {count:g} {what}")
+    if not sources and (few or not math.isfinite(factor)):
+        return None
     says = " or ".join(sources) or f"all of it is {factor:.6g} times"
-    costs = "the learning rate means something else"
-    unknown = not sources and (few or not math.isfinite(factor))
-    return None if unknown else Cause(f"factor {factor:.6g}", says, costs=costs)
+    return Cause(f"factor {factor:.6g}", says, costs="the learning rate means something else")
+
+
+def is_near(factor: float, number: float) -> bool:
+    """Tell whether a measured factor is this number."""
+    return math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7)
 
 
 def where(answer: dict, d: Dump) -> list[str]:
-    """Say which pairs differ, in a few words; then of some tensors the first that differ, theirs
-    over ours, and on what that ratio depends."""
-    wrong = {name: (x - y).abs() / unit > TOLERANCE for name, (x, y, unit) in answer.items()}
-    counts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
-    counts[3:] = [f"and {len(counts) - 3} more"] * (len(counts) > 3)
+    """Say which numbers differ, and of three tensors the first that do, theirs over ours."""
+    counts = []
     lines = []
-    n = len(d["micro_batch"])
-    for name, (x, y, unit) in answer.items():
-        at = [(f"{i}", x[tuple(i)], y[tuple(i)]) for i in wrong[name].nonzero()[:4].tolist()]
-        of = {"is one number": x * 0}
-        if 0 < x.dim() < 3 and len(x) == n:
-            column = (n,) + (1,) * (x.dim() - 1)
-            of["depends on the micro-batch alone"] = x * 0 + d["micro_batch"].view(column)
-            of["depends on the row alone"] = x * 0 + torch.arange(n).view(column)
-        if x.dim() == 2:
-            of["depends on the column alone"] = x * 0 + torch.arange(x.shape[1])
-        real = y.abs() / unit > 100 * TOLERANCE
-        ratio = x / y
-        depends = next((says for says, by in of.items() if steady(ratio[real], by[real])), "varies")
-        pairs = ", ".join(f"{i}: {theirs:.4g} over {ours:.4g}" for i, theirs, ours in at)
-        lines += [f"{name} at {pairs}; theirs over ours {depends}"] * bool(at)
+    for name, (theirs, ours, unit) in answer.items():
+        wrong = ~((theirs - ours).abs() / unit <= TOLERANCE)  # NaN too
+        if not wrong.any():
+            continue
+        counts.append(f"{name}: {int(wrong.sum())} of {wrong.numel()}")
+        places = []
+        for place in wrong.nonzero()[:4].tolist():
+            index = tuple(place)
+            places.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
+        depends = dependence(theirs, ours, unit, d)
+        lines.append(f"{name} at {', '.join(places)}; theirs over ours {depends}")
+    if len(counts) > 3:
+        counts[3:] = [f"and {len(counts) - 3} more"]
     return [", ".join(counts), *lines[:3]]
 
 
-def steady(x: Tensor, by: Tensor) -> bool:
-    """Tell whether x (N,) is one number wherever `by` is."""
-    parts = [x[by == value] for value in by.unique()]
+def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
+    """Say on what the ratio of theirs to ours depends."""
+    n = len(d["micro_batch"])
+    zeros = torch.zeros_like(theirs)
+    indices = {"is one number": zeros}
+    if 0 < theirs.dim() < 3 and len(theirs) == n:
+        column = (n,) + (1,) * (theirs.dim() - 1)
+        indices["depends on the micro-batch alone"] = zeros + d["micro_batch"].view(column)
+        indices["depends on the row alone"] = zeros + torch.arange(n).view(column)
+    if theirs.dim() == 2:
+        indices["depends on the column alone"] = zeros + torch.arange(theirs.shape[1])
+    real = ours.abs() / unit > 100 * TOLERANCE
+    ratio = (theirs / ours)[real]
+    for says, index in indices.items():
+        if steady(ratio, index[real]):
+            return says
+    return "varies"
+
+
+def steady(x: Tensor, index: Tensor) -> bool:
+    """Tell whether x (N,) is one number wherever `index` is."""
+    parts = [x[index == value] for value in index.unique()]
     return all((part - part[0]).abs().max() <= 1e-3 * part[0].abs() for part in parts)
 
 
 def report(findings: list[Finding], d: Dump) -> str:
     """Write the lines that the tool prints."""
     lines = []
-    unseen = Counter()
-    for f in findings:
-        unseen += f.unseen
-        word = "agrees" if f.ok else "DIFFERS"
-        numbers = f"{f.numbers:9} numbers, error {f.error:.0e}  {'; '.join(f.where[:1])}".rstrip()
-        lines.append(f"{f.stage:20} {word:8}{numbers}")
-        for number, (some, left) in enumerate(f.explained[: 1 if f.again else 4]):
-            word = "or" if number else "again" if f.again else "explained by"
-            names = " and ".join(cause.name for cause in some)
-            lines.append(f"{'':12}{word}: {names} (to {left:.0e})")
-            for cause in () if f.again else some:
-                about = cause.says, cause.source, cause.costs and f"costs: {cause.costs}"
-                lines.append(f"{'':16}{'; '.join(filter(None, about))}")
-        if not (f.ok or f.explained):
-            lines += [f"{'':12}no known cause explains it", *(f"{'':16}{x}" for x in f.where[1:])]
-    left = [name for name in STAGES if name not in {f.stage for f in findings}]
-    lines.append(f"not in this step: {', '.join(left) or 'nothing'}")
-    for about in (about for about, kind in unseen if kind == "all"):
-        count = unseen[about, "all"]
-        hidden = unseen[about, "unseen"]
-        if 2 * hidden >= count:
+    topics = Counter()
+    for finding in findings:
+        lines += finding_lines(finding)
+        topics += finding.unseen
+    lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
+    for about, kind in topics:
+        count = topics[about, "all"]
+        hidden = topics[about, "unseen"]
+        if kind == "all" and 2 * hidden >= count:
             lines.append(f"cannot show: {hidden} of {count} mistakes of {about}")
     return "\n".join(lines)
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """Write a stage's lines: whether it agrees, and up to four explanations."""
+    margin = " " * 12
+    inside = " " * 16
+    word = "agrees" if finding.ok else "DIFFERS"
+    numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
+    line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
+    lines = [line.rstrip()]
+    if not (finding.ok or finding.explained):
+        lines.append(f"{margin}no known cause explains it")
+        return lines + [f"{inside}{text}" for text in finding.where[1:]]
+    if finding.again:
+        return lines + [f"{margin}again: {fit_line(*fit)}" for fit in finding.explained[:1]]
+    word = "explained by"
+    for causes, left in finding.explained[:4]:
+        lines.append(f"{margin}{word}: {fit_line(causes, left)}")
+        word = "or"
+        for cause in causes:
+            about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
+            lines.append(f"{inside}{'; '.join(filter(None, about))}")
+    return lines
+
+
+def fit_line(causes: list[Cause], left: float) -> str:
+    """Name causes and the error that they leave."""
+    return f"{' and '.join(cause.name for cause in causes)} (to {left:.0e})"
+
+
+def not_in_step(findings: list[Finding]) -> list[str]:
+    """Name the stages that were not compared."""
+    compared = {finding.stage for finding in findings}
+    return [name for name in STAGES if name not in compared]
 
 
 def checked(folder) -> tuple[list[Finding], Dump]:
@@ -331,8 +453,8 @@ def checked(folder) -> tuple[list[Finding], Dump]:
     d = read(folder)
     with naming(folder):
         findings = audit(d)
-        some = sum(f.numbers for f in findings) and d["completion_mask"].any()
-        if all(f.ok for f in findings) and not some:
+        compared = sum(finding.numbers for finding in findings) and d["completion_mask"].any()
+        if all(finding.ok for finding in findings) and not compared:
             why = "no token counts" if findings else "each stage lacks a tensor or a field"
             raise ValueError(f"nothing was compared: {why}; docs/audit.md says what a step has")
     return findings, d
@@ -340,18 +462,29 @@ def checked(folder) -> tuple[list[Finding], Dump]:
 
 def as_json(findings: list[Finding]) -> dict:
     """Return what `report` says as an object; fields may come, none of these goes."""
-    stages = []
-    for f in findings:
-        fits = [
-            (left, [{"name": of.name, "says": of.says} for of in some])
-            for some, left in f.explained
-        ]
-        own = {name: getattr(f, name) for name in ("stage", "numbers", "again", "where")}
-        own |= {"agrees": f.ok, "error": f.error if math.isfinite(f.error) else None}
-        stages.append(own | {"explained": [{"error": left, "causes": of} for left, of in fits]})
-    left = [name for name in STAGES if name not in {f.stage for f in findings}]
-    agrees = all(f.ok for f in findings)
-    return {"schema": 1, "agrees": agrees, "stages": stages, "not_in_this_step": left}
+    return {
+        "schema": 1,
+        "agrees": all(finding.ok for finding in findings),
+        "stages": [stage_json(finding) for finding in findings],
+        "not_in_this_step": not_in_step(findings),
+    }
+
+
+def stage_json(finding: Finding) -> dict:
+    """Return what is known of a stage as an object."""
+    explained = []
+    for causes, left in finding.explained:
+        named = [{"name": cause.name, "says": cause.says} for cause in causes]
+        explained.append({"error": left, "causes": named})
+    return {
+        "stage": finding.stage,
+        "numbers": finding.numbers,
+        "again": finding.again,
+        "where": finding.where,
+        "agrees": finding.ok,
+        "error": finding.error if math.isfinite(finding.error) else None,
+        "explained": explained,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -361,6 +494,6 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print one object, as docs/audit.md has it")
     options = p.parse_args(arguments)
     findings, d = checked(options.step)
-    said = as_json(findings)
-    print(json.dumps(said, indent=1) if options.json else report(findings, d))
-    return int(not said["agrees"])
+    result = as_json(findings)
+    print(json.dumps(result, indent=1) if options.json else report(findings, d))
+    return int(not result["agrees"])

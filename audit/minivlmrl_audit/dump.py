@@ -20,51 +20,62 @@ from minivlmrl_audit import moves
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError
 NEEDED = ("input_ids", "completion_mask", "per_token_logps")
-LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampler_logps"
-OUTPUTS = "entropies", "log_sum_sq_probs", "logps_gradient", "entropies_gradient"
-BY_TOKEN = (*NEEDED, "attention_mask", "prompt_mask", "tool_mask", *LOGPS, *OUTPUTS)
-NUMBERED = "advantages", "micro_batch", "row", "pair", "chosen", "importance_sampling_ratio"
-BY_ROW = (*BY_TOKEN, *NUMBERED)
+BY_TOKEN = (
+    *NEEDED,
+    "attention_mask",
+    "prompt_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampler_logps",
+    "entropies",
+    "log_sum_sq_probs",
+    "logps_gradient",
+    "entropies_gradient",
+)
+BY_ROW = (
+    *BY_TOKEN,
+    "advantages",
+    "micro_batch",
+    "row",
+    "pair",
+    "chosen",
+    "importance_sampling_ratio",
+)
 
 
 class Dump:
     """A step in memory: `about` is step.json; tensors by name, floats in float64."""
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
-        missing = [name for name in NEEDED if name not in tensors]
-        if missing or about.get("kind") not in ("grpo", "dpo", "sft"):
-            what = f"{missing[0]} is missing" if missing else f"kind is {about.get('kind')!r}"
-            kinds = "and a kind: grpo, dpo or sft"
-            raise ValueError(f"{what}; a step has {', '.join(NEEDED)}, {kinds}")
-        n, self.width = tensors["input_ids"].shape
-        for name in tensors.keys() & BY_ROW:
-            x = tensors[name]
-            by_token = x.dim() == 2 and x.shape[1] <= self.width
-            if len(x) != n or (name in BY_TOKEN and not by_token):
-                ids = f"input_ids are {(n, self.width)}: one row for each"
-                raise ValueError(f"{name} is {tuple(x.shape)}, but {ids}")
-        # what is known to be different in the forward and in ids, None: something unknown; and
-        # during a search what was computed already, and of which rows
+        check_step(about, tensors)
         self.about = about
+        # which deviations the forward and the ids of this step are known to have; ids are None
+        # where something unknown is wrong with them
         self.forward = {}
         self.ids = {}
-        self.known = None
+        # during a search: what was computed already, and of which rows log-probabilities are
+        self.cache = None
         self.part = None
-        floats = {name for name, x in tensors.items() if x.is_floating_point()}
-        self.eps = {name: torch.finfo(tensors[name].dtype).eps for name in floats}
-        self.tensors = {name: x.double() if name in floats else x for name, x in tensors.items()}
-        for name in self.tensors.keys() & BY_TOKEN:
-            self.tensors[name] = self.align(self.tensors[name])
+        n, self.width = tensors["input_ids"].shape
+        self.eps = {}  # of the types in which floats were written
+        self.tensors = {}
+        for name, x in tensors.items():
+            if x.is_floating_point():
+                self.eps[name] = torch.finfo(x.dtype).eps
+                x = x.double()
+            self.tensors[name] = self.align(x) if name in BY_TOKEN else x
         self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
-        parts = self["micro_batch"]
-        self.micro_batches = [(parts == m).nonzero()[:, 0] for m in parts.unique()]
-        other = self["attention_mask"] * (1 - self["completion_mask"].long())
-        prompt = self.get("prompt_mask", other)
+        numbers = self["micro_batch"]
+        self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
+        prompt = self.get("prompt_mask")
+        if prompt is None:
+            prompt = self["attention_mask"] * (1 - self["completion_mask"].long())
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
+        self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
-        self.starts = ends[:, 0].tolist()
 
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
@@ -85,33 +96,42 @@ class Dump:
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""
-        if (sampled := None if self.ids is None else self.sampled(self.ids)) is not None:
+        sampled = None if self.ids is None else self.sampled(self.ids)
+        if sampled is not None:
             ids, drawn = sampled[..., : self.width]
             return ids, drawn == 1, drawn == 0
-        tool = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
-        return self["input_ids"], self.completion & tool, self.completion & ~tool
+        tool_mask = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
+        return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict) -> Tensor | None:
         """Lay out what the sampler had after the prompt; with a deviation `ids`.
 
         (2, n, S + L): ids, and whether it drew them; -1 where it had none.
         """
-        if (ids := self.get("sampler_ids")) is None:
+        if self.get("sampler_ids") is None:
             return None
-        kind, text, *how = change.get("ids", ("", ""))
-        row = self.get("row", torch.arange(len(ids)))
-        ids, drawn = (self[name][row] for name in ("sampler_ids", "sampler_mask"))
+        kind, text, *formulas = change.get("ids", ("", ""))
+        row = self.get("row", torch.arange(len(self["sampler_ids"])))
         if kind == "rows":
-            ids, drawn = (x[self.rows[text]] for x in (ids, drawn))
+            row = row[self.rows[text]]
+        ids = self["sampler_ids"][row]
+        drawn = self["sampler_mask"][row]
         real = ids >= 0
-        regions = moves.token_regions(self, ids, drawn == 1, drawn == 0) if how else {}
-        region = regions[text] if how else ~real
+        if formulas:
+            region = moves.token_regions(self, ids, drawn == 1, drawn == 0)[text]
         laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
         for i, begin in enumerate(self.starts):
-            lists = (x[i][real[i]].tolist() for x in (ids, drawn, region))
-            parts = moves.edited(*lists, *(how or ("x",)), again=self.again)
-            for out, x in zip(laid, parts, strict=True):
-                out[i, begin : begin + len(x)] = torch.tensor(x)[: len(out[i]) - begin]
+            row_ids = ids[i][real[i]].tolist()
+            row_drawn = drawn[i][real[i]].tolist()
+            if formulas:
+                inside = region[i][real[i]].tolist()
+                row_ids, row_drawn = moves.edited(
+                    row_ids, row_drawn, inside, formulas[0], again=self.again
+                )
+            room = laid.shape[2] - begin
+            end = begin + len(row_ids)
+            laid[0, i, begin:end] = torch.tensor(row_ids)[:room]
+            laid[1, i, begin:end] = torch.tensor(row_drawn)[:room]
         return laid
 
     def again(self, ids: list[int]) -> list[int]:
@@ -122,8 +142,26 @@ class Dump:
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Select tensors kind.NAME, by NAME."""
-        split = ((name.partition("."), x) for name, x in self.tensors.items())
-        return {name: x for (of, _, name), x in split if of == kind}
+        prefix = f"{kind}."
+        names = [name for name in self.tensors if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.tensors[name] for name in names}
+
+
+def check_step(about: dict, tensors: dict[str, Tensor]):
+    """Check that a step has what each needs, in one shape (ValueError: what is wrong)."""
+    missing = [f"{name} is missing" for name in NEEDED if name not in tensors]
+    if about.get("kind") not in ("grpo", "dpo", "sft"):
+        missing.append(f"kind is {about.get('kind')!r}")
+    if missing:
+        raise ValueError(
+            f"{missing[0]}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft"
+        )
+    n, width = tensors["input_ids"].shape
+    for name in tensors.keys() & BY_ROW:
+        shape = tuple(tensors[name].shape)
+        by_token = len(shape) == 2 and shape[1] <= width
+        if shape[0] != n or (name in BY_TOKEN and not by_token):
+            raise ValueError(f"{name} is {shape}, but input_ids are {(n, width)}: one row for each")
 
 
 def read(folder: str | Path) -> Dump:
@@ -134,8 +172,9 @@ def read(folder: str | Path) -> Dump:
         with safe_open(folder / "step.safetensors", framework="pt") as file:
             names = list(file.keys())  # a handle is no dict
             tensors = {name: file.get_tensor(name) for name in names}
-        folders = {name: of for name, of in about.items() if name.endswith("model") and of}
-        about |= {name: str(folder / of) for name, of in folders.items()}
+        for name, model_folder in about.items():
+            if name.endswith("model") and model_folder:
+                about[name] = str(folder / model_folder)
         return Dump(about, tensors)
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
         raise ValueError(f"{folder} is no step: {error}") from error
@@ -145,17 +184,19 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join tensors of micro-batches: rows are padded on the left."""
     tensors = {}
     for name, first in parts[0].items():
-        x = [part[name] for part in parts]
-        width = max(part[name].shape[-1] for part in parts)
-        by_token = name in BY_ROW and first.dim() == 2
-        tensors[name] = torch.cat([pad(y, (width - y.shape[1], 0)) for y in x] if by_token else x)
+        values = [part[name] for part in parts]
+        if name in BY_ROW and first.dim() == 2:
+            width = max(x.shape[1] for x in values)
+            values = [pad(x, (width - x.shape[1], 0)) for x in values]
+        tensors[name] = torch.cat(values)
     return tensors
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """Write a step that `read` reads (ValueError: it would not)."""
     Dump(about, tensors)
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    save_tensors(copies, Path(folder) / "step.safetensors")
-    (Path(folder) / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    save_tensors(copies, folder / "step.safetensors")
+    (folder / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

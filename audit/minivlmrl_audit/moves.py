@@ -20,53 +20,62 @@ class FormulaError(Exception):
     """What the text of a cause did: causes.yaml has to be repaired, not the step."""
 
 
-def formula(how: str, **names):
-    """Compute a formula of causes.yaml."""
+def formula(text: str, **names):
+    """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
-        return eval(how, {"torch": torch, **names})
+        return eval(text, {"torch": torch, **names})
     except Exception as error:
-        raise FormulaError(f"causes.yaml: {how!r}: {type(error).__name__} {error}") from error
+        raise FormulaError(f"causes.yaml: {text!r}: {type(error).__name__} {error}") from error
 
 
 def piece(d, change: dict, name: str, x, at=(), **names):
-    """Return x, or what a deviation has instead: a value; a formula of x and `names`; a (kind,
-    text) of the orders of a Dump; or a (kind, text, formula) of some tokens or pictures,
-    `region`, of which x is `at`."""
-    how = change.get(name)
-    if isinstance(how, str):
-        return formula(how, x=x, **names)
-    if not isinstance(how, tuple):
-        return x if how is None else how
-    kind, text, *of = how
-    if of:
-        shows = kind == "pictures" and TABLE[kind][text]
-        region = formula(shows, **names) if shows else getattr(d, kind)[text]
-        for index in at:
-            region = region[index]
-        return formula(*of, x=x, region=region, **names)
-    order = getattr(d, kind)[text]
-    return pad(x, (0, 1)).gather(1, order) if kind == "columns" else x[order]
+    """Return the piece x of a definition, or what a deviation has in its place.
+
+    That is a value; or a formula of x and `names`; or (kind, text), one of the orders of a Dump in
+    which x is taken; or (kind, text, formula), which also knows `region`: the tokens or pictures
+    that the text names, at the indices `at` of which x is.
+    """
+    deviation = change.get(name)
+    if deviation is None:
+        return x
+    if isinstance(deviation, str):
+        return formula(deviation, x=x, **names)
+    if not isinstance(deviation, tuple):
+        return deviation
+    kind, text, *formulas = deviation
+    if not formulas:
+        order = getattr(d, kind)[text]
+        return pad(x, (0, 1)).gather(1, order) if kind == "columns" else x[order]
+    region = formula(TABLE[kind][text], **names) if kind == "pictures" else getattr(d, kind)[text]
+    for index in at:
+        region = region[index]
+    return formula(formulas[0], x=x, region=region, **names)
 
 
-def edited(x: list, flags: list, region: list, how: str, **names) -> tuple[list, list]:
+def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:
     """Apply a formula to the runs of a list in the region, of one flag each; and to the flags."""
-    result = [], []
-    for (flag, inside), run in groupby(zip(flags, region, x, strict=True), lambda one: one[:2]):
-        part = [one for *_, one in run]
-        part = formula(how, x=part, **names) if inside else part
-        result[0].extend(part)
-        result[1].extend([flag] * len(part))
-    return result
+    new_items = []
+    new_flags = []
+    triples = zip(flags, region, x, strict=True)
+    for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
+        items = [item for _, _, item in run]
+        if inside:
+            items = formula(text, x=items, **names)
+        new_items.extend(items)
+        new_flags.extend([flag] * len(items))
+    return new_items, new_flags
 
 
-def shown_as(change: dict, pictures: list, given: int) -> list:
-    """Edit a row's pictures, `given` of them in its prompt, as a deviation has them."""
-    kind, text, *how = change.get("pictures", ("", ""))
+def shown_as(change: dict, pictures: list, num_given: int) -> list:
+    """Edit a row's pictures, `num_given` of them in its prompt, as a deviation has them."""
+    kind, text, *formulas = change.get("pictures", ("", ""))
     if kind != "pictures":
         return pictures
-    names = {"i": torch.arange(len(pictures)), "count": len(pictures), "given": given}
+    count = len(pictures)
+    names = {"number": torch.arange(count), "num_pictures": count, "num_given": num_given}
     region = formula(TABLE["pictures"][text], **names).tolist()
-    return edited(pictures, [0] * len(region), region, *how)[0]
+    edited_pictures, _ = edited(pictures, [0] * count, region, *formulas)
+    return edited_pictures
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
@@ -82,61 +91,86 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
     group = d.get("group")
-    row = d.get("row")
-    every = torch.arange(len(group) if of_rollout else len(d["input_ids"]))
-    orders, units, row = {}, {}, every if of_rollout or row is None else row
-    if torch.equal(row.sort().values, every):  # the step is the rollout
+    all_rows = torch.arange(len(group) if of_rollout else len(d["input_ids"]))
+    row = all_rows if of_rollout else d.get("row", all_rows)
+    orders = {}
+    units = {}
+    if torch.equal(row.sort().values, all_rows):  # the step is the rollout
         rollout = row.argsort()
-        groups = every * 0 if group is None else group[row]
+        groups = all_rows * 0 if group is None else group[row]
         units["its group"] = [rollout[groups[rollout] == g] for g in groups.unique()]
         units["the rollout"] = [rollout]
         orders["what had its place before the shuffle"] = rollout
         orders["what a second shuffle puts there"] = row
         orders["what the shuffle's inverse puts there"] = rollout[rollout]
-    units |= {} if of_rollout else {"its micro-batch": d.micro_batches, "the step": [every]}
+    if not of_rollout:
+        units["its micro-batch"] = d.micro_batches
+        units["the step"] = [all_rows]
     for unit, blocks in units.items():
-        changes = [(f"{text} in {unit}", how, blocks) for text, how in TABLE["rows"].items()]
-        if len(set(map(len, blocks))) == 1:
-            whole = torch.stack(blocks)
-            one = unit.split()[-1]
-            changes += [(text.format(one), how, [whole]) for text, how in TABLE["blocks"].items()]
-        for text, how, parts in changes:
-            of = torch.cat([formula(how, x=part).flatten() for part in parts])
-            orders[text] = every.index_copy(0, torch.cat(blocks), of)
-    return different(orders, every)
+        orders |= orders_in_unit(unit, blocks, all_rows)
+    return different(orders, all_rows)
+
+
+def orders_in_unit(unit: str, blocks: list[Tensor], all_rows: Tensor) -> dict[str, Tensor]:
+    """Name orders of all rows in which each block, such as a group, is ordered alike."""
+    indices = torch.cat(blocks)
+    orders = {}
+    for text, order in TABLE["rows"].items():
+        sources = torch.cat([formula(order, x=block) for block in blocks])
+        orders[f"{text} in {unit}"] = all_rows.index_copy(0, indices, sources)
+    if len(set(map(len, blocks))) == 1:
+        block_name = unit.split()[-1]
+        for text, order in TABLE["blocks"].items():
+            sources = formula(order, x=torch.stack(blocks)).flatten()
+            orders[text.format(block_name)] = all_rows.index_copy(0, indices, sources)
+    return orders
 
 
 def token_orders(d) -> dict[str, Tensor]:
     """Name columns (n, S) from which each token takes, S: from none."""
     counted = d["completion_mask"].bool()
-    orders = {}
+    no_token = torch.tensor([d.width])
     units = {
-        "its row": counted | True,
+        "its row": torch.ones_like(counted),
         "its completion": d.completion,
         "its counted tokens": counted,
     }
-    for unit, where in units.items():
-        for text, how in TABLE["tokens"].items():
-            columns = torch.arange(d.width).repeat(len(where), 1)
-            for row, real in zip(columns, where, strict=True):
-                x = real.nonzero()[:, 0]
-                row[x] = formula(how, x=x, none=torch.tensor([d.width]))
+    orders = {}
+    for unit, mask in units.items():
+        for text, order in TABLE["tokens"].items():
+            columns = torch.arange(d.width).repeat(len(mask), 1)
+            for row_columns, row_mask in zip(columns, mask, strict=True):
+                x = row_mask.nonzero()[:, 0]
+                row_columns[x] = formula(order, x=x, no_token=no_token)
             orders[f"{text} in {unit}"] = columns
     return different(orders, torch.arange(d.width))
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions") -> dict:
     """Name tokens (n, S) of which a mistake may be; none where no tool answered."""
-    names = {"drawn": drawn, "forced": forced, "first": first}
-    names["last"] = lambda x, k=1: first(x.flip(1), k).flip(1)
-    names |= {"turn": first(drawn).cumsum(1), "answer": first(forced).cumsum(1)}
-    names["stop"] = torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or []))
-    names["image"] = ids == d.about.get("image_token_id", -1)
-    regions = {text: formula(how, **names) for text, how in TABLE[table].items()}
-    return different(regions, torch.tensor(False)) if forced.any() else {}
+    if not forced.any():
+        return {}
+    names = {
+        "drawn": drawn,
+        "forced": forced,
+        "first": first,
+        "last": last,
+        "turn": first(drawn).cumsum(1),
+        "answer": first(forced).cumsum(1),
+        "stop": torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or [])),
+        "image": ids == d.about.get("image_token_id", -1),
+    }
+    regions = {text: formula(tokens, **names) for text, tokens in TABLE[table].items()}
+    return different(regions, torch.tensor(False))
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:
     """Mark the first k of each run of a mask (..., S)."""
     begin = x & ~pad(x, (1, -1))
-    return x & torch.stack([pad(begin, (i, -i)) for i in range(min(k, x.shape[-1]))]).any(0)
+    shifted = [pad(begin, (i, -i)) for i in range(min(k, x.shape[-1]))]
+    return x & torch.stack(shifted).any(0)
+
+
+def last(x: Tensor, k: int = 1) -> Tensor:
+    """Mark the last k of each run of a mask (n, S)."""
+    return first(x.flip(1), k).flip(1)

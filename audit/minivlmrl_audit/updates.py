@@ -2,6 +2,8 @@
 
 import math
 import re
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,41 @@ from minivlmrl_audit.moves import first, piece, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
+Tensors = dict[str, Tensor]  # by the names of parameters
+
+
+class RowTokens(NamedTuple):
+    """The columns (S,) of a row."""
+
+    row: int
+    ids: Tensor
+    real: Tensor  # no padding
+    completion: Tensor  # after the prompt, and counted
+    attended: Tensor  # what the model gets
+
+
+class RowPictures(NamedTuple):
+    """The pictures of a row."""
+
+    of_token: Tensor  # (T,): the number of each attended token's picture, their count for text
+    grids: Tensor  # (pictures, 3)
+    patches: list[Tensor]
+    placed: Tensor  # (pictures,): these have M-RoPE positions
+    seen: Tensor  # (pictures,): of these the model gets patches
+
+    def tokens_of(self, chosen: Tensor) -> Tensor:
+        """Mark the tokens (T,) of the chosen pictures; text is of none."""
+        return pad(chosen, (0, 1))[self.of_token]
+
+
+class Settings(NamedTuple):
+    """What AdamW does with each parameter."""
+
+    rate: float
+    betas: tuple[float, float]
+    eps: float
+    steps: range
+    coupled: bool  # Adam with L2: the decay goes through the moments
 
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
@@ -25,95 +62,103 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
     Returns that model too. A search computes a row once for each deviation and picture.
     """
     kind, text, *_ = change.get("pictures", ("", ""))
-    apart = ("logps", "pictures") if kind == "rows" else ("logps",)
-    how = {name: x for name, x in change.items() if name not in apart}
+    of_others = kind == "rows"  # each row shows another one's picture, and nothing else changes
+    beside = ("logps", "pictures") if of_others else ("logps",)
+    deviations = str({name: value for name, value in change.items() if name not in beside})
     rows = torch.arange(len(d["input_ids"]))
+    picture_rows = rows[d.rows[text]] if of_others else rows
     images = shown(d)
     model = None
+    cache = {} if grad or d.cache is None else d.cache
     value = torch.zeros(2, len(rows), d.width, dtype=torch.float64)
-    known = {} if grad or d.known is None else d.known
-    shows = rows[d.rows[text]] if kind == "rows" else rows
-    for row, image in zip(part.tolist(), shows[part].tolist(), strict=True):
-        if (key := (folder, row, image, str(how))) not in known:
-            dtype = getattr(torch, change.get("dtype", "float64"))
-            model = model or load_model(folder, dtype).requires_grad_(grad)
+    for row, picture_row in zip(part.tolist(), picture_rows[part].tolist(), strict=True):
+        key = (folder, row, picture_row, deviations)
+        if key not in cache:
+            if model is None:
+                dtype = getattr(torch, change.get("dtype", "float64"))
+                model = load_model(folder, dtype).requires_grad_(grad)
             with torch.set_grad_enabled(grad):
-                known[key] = of_row(d, change, model, row, images[image])
-        value = value.index_copy(1, rows[row : row + 1], known[key][:, None])
+                cache[key] = row_logps(d, change, model, row, images[picture_row])
+        value = value.index_copy(1, rows[row : row + 1], cache[key][:, None])
     return torch.stack([piece(d, change, "logps", x) for x in value]), model
 
 
-def of_row(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
+def row_logps(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
     """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
     counted = d["completion_mask"][row].bool()
     real = d["attention_mask"][row].bool() | counted
-    after_prompt = d.completion[row] | counted
+    completion = d.completion[row] | counted
     attended = piece(d, change, "attended", real, at=(row,))
+    tokens = RowTokens(row, d["input_ids"][row], real, completion, attended)
+    number = attended.cumsum(0)  # of each token among those that the model gets, from 1
     # nothing predicts the first token
-    scored = (attended & after_prompt & (attended.cumsum(0) > 1)).nonzero()[:, 0]
+    scored = (attended & completion & (number > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored):
         return value
-    batch = batch_of_row(d, change, model, row, images, real, after_prompt, attended)
-    states = model(batch, select=attended.cumsum(0)[scored] - 2)  # that of the token before
+    batch = batch_of_row(d, change, model, tokens, images)
+    states = model(batch, select=number[scored] - 2)  # of the token before
     temperature = piece(d, change, "temperature", d.about.get("temperature", 1.0))
     log_probs = (model.lm_head(states) / temperature).log_softmax(-1)
-    logps = log_probs.gather(1, d["input_ids"][row][scored][:, None])[:, 0]
-    both = torch.stack([logps, -(log_probs.exp() * log_probs).sum(-1)])
-    return value.index_copy(1, scored, both.double())
+    logps = log_probs.gather(1, tokens.ids[scored][:, None])[:, 0]
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    return value.index_copy(1, scored, torch.stack([logps, entropies]).double())
 
 
-def batch_of_row(
-    d: Dump,
-    change: dict,
-    model,
-    row: int,
-    images: list,
-    real: Tensor,
-    after_prompt: Tensor,
-    attended: Tensor,
-) -> GroupBatch:
-    """Pack a row's attended tokens and its pictures, as a deviation shows and counts them.
+def batch_of_row(d: Dump, change: dict, model, tokens: RowTokens, images: list) -> GroupBatch:
+    """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
+    shows = pictures_of_row(d, change, model.config, tokens, images)
+    no_patches = d.get("pixel_values", torch.zeros(0, 0))[:0]
 
-    Args:
-        images: (patches, grid) of each picture.
-        real: (S,) which columns are no padding; after_prompt, attended: (S,) as well.
-    """
-    ids = d["input_ids"][row]
-    config = model.config
-    placeholders = (
-        torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id])) & real
-    )
-    names = {"given": int((first(placeholders) & ~after_prompt).sum())}
-    images = shown_as(change, images, **names)
-    grids = torch.stack([torch.zeros(3).long(), *(grid for _, grid in images)])[1:]
-    numbers = torch.arange(len(grids))
-    names |= {"i": numbers, "count": len(numbers)}
-    merge = config.vision_config.spatial_merge_size
-    picture = picture_of_tokens(placeholders, grids.prod(1) // merge**2)[attended]
-    ids, after_prompt = ids[attended], after_prompt[attended]
-    shown = torch.isin(numbers, picture)
-    placed = shown & ~piece(d, change, "as text", ~shown, **names)  # these have M-RoPE positions
-    seen = shown & ~piece(d, change, "blind", ~shown, **names)  # of these the model gets patches
-    patches = [piece(d, change, "pixels", images[k][0], **names | {"i": k}) for k in numbers]
-    none = d.get("pixel_values", torch.zeros(0, 0))[:0]
+    def patches_of(chosen: Tensor) -> Tensor:
+        parts = [shows.patches[i] for i in chosen.nonzero()[:, 0]]
+        return torch.cat([no_patches, *parts]).to(model.lm_head.weight)
 
-    def patches_of(some: Tensor) -> Tensor:
-        return torch.cat([none, *(patches[k] for k in numbers[some])]).to(model.lm_head.weight)
-
-    placed_tokens, seen_tokens = (pad(some, (0, 1))[picture] for some in (placed, seen))
-    as_placed = ids.where(placed_tokens, -1)
-    prompt = Prompt(as_placed, patches_of(placed), grids[placed], torch.ones(len(numbers)))
-    batch = pack([prompt], [[]], config)
+    ids = tokens.ids[tokens.attended]
+    placed_ids = ids.where(shows.tokens_of(shows.placed), -1)
+    grids = shows.grids[shows.placed]
+    prompt = Prompt(placed_ids, patches_of(shows.placed), grids, torch.ones(len(shows.grids)))
+    batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
-    batch.vision_index = seen_tokens.nonzero()[:, 0]
-    batch.pixel_values = patches_of(seen)
-    batch.image_grid_thw = grids[seen]
-    names = {"count": torch.arange(len(ids)).expand(3, -1), "after": after_prompt.long()}
-    names["prompt"] = int((~after_prompt).sum())
-    x = batch.position_ids
-    batch.position_ids = piece(d, change, "positions", x, at=(row, attended), **names)
+    batch.vision_index = shows.tokens_of(shows.seen).nonzero()[:, 0]
+    batch.pixel_values = patches_of(shows.seen)
+    batch.image_grid_thw = shows.grids[shows.seen]
+    batch.position_ids = positions(d, change, tokens, batch.position_ids)
     return batch
+
+
+def pictures_of_row(d: Dump, change: dict, config, tokens: RowTokens, images: list) -> RowPictures:
+    """Change a row's pictures (patches, grid) as a deviation has them, and find their tokens."""
+    deviated = partial(piece, d, change)
+    image_ids = torch.tensor([config.image_token_id, config.video_token_id])
+    placeholders = torch.isin(tokens.ids, image_ids) & tokens.real
+    num_given = int((first(placeholders) & ~tokens.completion).sum())  # in the prompt
+    images = shown_as(change, images, num_given)
+    numbers = torch.arange(len(images))
+    names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
+    no_grid = torch.zeros(3, dtype=torch.long)  # as nothing cannot be stacked
+    grids = torch.stack([no_grid, *(grid for _, grid in images)])[1:]
+    sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
+    picture = picture_of_tokens(placeholders, sizes)[tokens.attended]
+    present = torch.isin(numbers, picture)
+    as_text = deviated("as text", ~present, **names)
+    blind = deviated("blind", ~present, **names)
+    patches = []
+    for number, (pixels, _) in zip(numbers, images, strict=True):
+        patches.append(deviated("pixels", pixels, **names | {"number": number}))
+    return RowPictures(picture, grids, patches, present & ~as_text, present & ~blind)
+
+
+def positions(d: Dump, change: dict, tokens: RowTokens, position_ids: Tensor) -> Tensor:
+    """Change the positions (3, T) of a row's attended tokens as a deviation has them."""
+    completion = tokens.completion[tokens.attended]
+    names = {
+        "indices": torch.arange(len(completion)).expand(3, -1),
+        "completion": completion.long(),
+        "prompt_length": int((~completion).sum()),
+    }
+    at = (tokens.row, tokens.attended)
+    return piece(d, change, "positions", position_ids, at=at, **names)
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
@@ -125,12 +170,12 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
     """
     picture = torch.full(placeholders.shape, len(sizes))
     owners = torch.arange(len(sizes)).repeat_interleave(sizes)
-    at = placeholders.nonzero()[: len(owners), 0]
-    picture[at] = owners[: len(at)]
+    columns = placeholders.nonzero()[: len(owners), 0]
+    picture[columns] = owners[: len(columns)]
     return picture
 
 
-def of_hidden(d: Dump) -> Tensor:
+def of_unattended(d: Dump) -> Tensor:
     """Find the tokens (n, S) that come from the state of one that is known not to be attended to.
 
     The packed run has no such state.
@@ -144,135 +189,187 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     if d.get(name) is None or not d.about.get(folder):
         return None
     weights = d.about.get(change.get("weights")) or d.about[folder]
-    every = torch.arange(len(d["input_ids"]))
-    part = every if d.part is None else d.part
-    (value, _), _ = forward(d, change, weights, every if "logps" in change else part)
+    rows = torch.arange(len(d["input_ids"]))
+    part = rows if d.part is None else d.part
+    (value, _), _ = forward(d, change, weights, rows if "logps" in change else part)
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
-    counted = d["completion_mask"] * ~of_hidden(d)
-    return {name: ((d[name].nan_to_num() * counted)[part], (value * counted)[part], unit)}
+    counted = d["completion_mask"] * ~of_unattended(d)
+    theirs = (d[name].nan_to_num() * counted)[part]
+    return {name: (theirs, (value * counted)[part], unit)}
 
 
 def gradients(d: Dump, change: dict) -> Answer:
     """Compute the gradients of all micro-batches of the step, through the model."""
-    has = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("grad").items()}
+    written = d.parameters("grad")
+    theirs = {hub_name(name.removeprefix("module.")): x for name, x in written.items()}
     slopes = d.get("logps_gradient")
-    if not has or not d.about.get("model") or slopes is None or d.forward is None:
+    if not theirs or not d.about.get("model") or slopes is None or d.forward is None:
         return None
-    if (d["completion_mask"] * of_hidden(d)).any():
+    if (d["completion_mask"] * of_unattended(d)).any():
         return None
-    slopes, total = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)]), {}
+    slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
+    ours = accumulate(d, change, slopes)
+    if "without" in change:
+        ours = without(ours, theirs, change["without"])
+    largest = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
+    unit = largest * THROUGH_A_MODEL + 1e-30
+    answer = {}
+    for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
+        zero = x * 0
+        answer[f"grad.{name}"] = theirs.get(name, zero), ours.get(name, zero), unit
+    return answer
+
+
+def accumulate(d: Dump, change: dict, slopes: Tensor) -> Tensors:
+    """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
     shares = piece(d, change, "micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
-    for number, (part, share) in enumerate(zip(d.micro_batches, shares.tolist(), strict=True)):
-        grads = of_part(d, number, part, slopes)
+    total = {}
+    for number, share in enumerate(shares.tolist()):
+        part = micro_batch_gradients(d, number, slopes)
         if change.get("clipped parts"):
-            share *= clip_share(grads, d.about["optimizer"]["max_grad_norm"])
-        for name, x in grads.items():
+            part = clipped(part, d.about["optimizer"]["max_grad_norm"])
+        for name, x in part.items():
             total[name] = total.get(name, 0) + x * share
         if change.get("clipped so far"):
-            share = clip_share(total, d.about["optimizer"]["max_grad_norm"])
-            total = {name: x * share for name, x in total.items()}
-    if "without" in change:
-        lacks = (name for name in total if not has.get(name, torch.zeros(1)).any())
-        lacks = "|".join(f"^{re.escape(name)}$" for name in lacks)
-        without = re.compile(change["without"] or lacks or "$^")
-        total = {name: x * (not without.search(name)) for name, x in total.items()}
-    unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
-    none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
-    return {
-        f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit)
-        for name, zero in sorted(none.items())
-    }
+            total = clipped(total, d.about["optimizer"]["max_grad_norm"])
+    return total
 
 
-def of_part(d: Dump, number: int, part: Tensor, slopes: Tensor) -> dict[str, Tensor]:
+def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> Tensors:
     """Compute gradients of a micro-batch; a search does so once."""
-    known = {} if d.known is None else d.known
-    if number not in known:
+    cache = {} if d.cache is None else d.cache
+    if number not in cache:
+        part = d.micro_batches[number]
         value, model = forward(d, d.forward, d.about["model"], part, grad=True)
         if value.requires_grad:  # some row has tokens
             (value * slopes).sum().backward()
-        named = model.named_parameters()
-        known[number] = {name: p.grad.double() for name, p in named if p.grad is not None}
-    return known[number]
+        parameters = model.named_parameters()
+        cache[number] = {name: p.grad.double() for name, p in parameters if p.grad is not None}
+    return cache[number]
 
 
-def clip_share(grads: dict[str, Tensor], largest: float) -> float:
+def without(gradients: Tensors, theirs: Tensors, pattern: str) -> Tensors:
+    """Leave out the gradients whose names have a pattern; "": those that the trainer lacks."""
+    lacking = [name for name in gradients if not theirs.get(name, torch.zeros(1)).any()]
+    if pattern:
+        lacking = [name for name in gradients if re.search(pattern, name)]
+    return {name: x * (name not in lacking) for name, x in gradients.items()}
+
+
+def clip_share(gradients: Tensors, max_norm: float) -> float:
     """Compute what clipping multiplies gradients with."""
-    return min(1.0, largest / (get_total_norm(grads.values()).item() + 1e-6)) if largest else 1.0
+    if not max_norm:
+        return 1.0
+    return min(1.0, max_norm / (get_total_norm(gradients.values()).item() + 1e-6))
+
+
+def clipped(gradients: Tensors, max_norm: float) -> Tensors:
+    """Clip gradients by their norm."""
+    share = clip_share(gradients, max_norm)
+    return {name: x * share for name, x in gradients.items()}
 
 
 def clip(d: Dump, change: dict) -> Answer:
     """Compute the norm that is logged, and what clipping leaves of the gradients."""
-    grads = d.parameters("grad")
-    clipped = d.parameters("clipped")
-    if not grads or not (clipped or d.get("grad_norm") is not None):
+    gradients = d.parameters("grad")
+    theirs = d.parameters("clipped")
+    if not gradients or not (theirs or d.get("grad_norm") is not None):
         return None
-    bound = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
-    length = get_total_norm(grads.values()).item()
-    share = clip_share(grads, bound)
-    names = {"grads": grads, "bound": bound, "length": length, "clip_share": clip_share}
-    value = {name: x * share for name, x in grads.items()}
-    value = piece(d, change, "clip", value, **names)
-    unit = max(x.abs().max() for x in grads.values()) + 1e-30
-    answer = {f"clipped.{name}": (x, value[name], unit) for name, x in clipped.items()}
+    max_norm = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
+    norm = get_total_norm(gradients.values()).item()
+    names = {"gradients": gradients, "max_norm": max_norm, "norm": norm, "clip_share": clip_share}
+    ours = piece(d, change, "clip", clipped(gradients, max_norm), **names)
+    unit = max(x.abs().max() for x in gradients.values()) + 1e-30
+    answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.get("grad_norm") is not None and not d.about.get("some"):
-        after = get_total_norm(value.values()).item()
-        logged = torch.tensor([piece(d, change, "norm", length, after=after)])
-        answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * length + 1e-30
+        norm_after = get_total_norm(ours.values()).item()
+        logged = torch.tensor([piece(d, change, "norm", norm, norm_after=norm_after)])
+        answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * norm + 1e-30
     return answer
 
 
 def update(d: Dump, change: dict) -> Answer:
     """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
-    o = d.about.get("optimizer", {})
+    options = d.about.get("optimizer", {})
     before = d.parameters("before")
     after = d.parameters("after")
-    grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
-    if o.get("name") != "adamw" or not before or not after or not grads:
+    clipped = {} if change.get("unclipped") else d.parameters("clipped")
+    gradients = clipped or d.parameters("grad")
+    if options.get("name") != "adamw" or not before or not after or not gradients:
         return None
-    rate = o["learning_rate"]
-    (b1, b2) = piece(d, change, "betas", o["betas"])
+    deviated = partial(piece, d, change)
+    reset = change.get("reset")  # moments begin anew in this step
+    first_step = deviated("first step", 1 if reset else options["step"])
+    settings = Settings(
+        rate=options["learning_rate"],
+        betas=deviated("betas", options["betas"]),
+        eps=deviated("eps", options["eps"]),
+        steps=range(first_step, first_step + change.get("times", 1)),
+        coupled=change.get("coupled", False),
+    )
+    moments = {} if reset else d.parameters("exp_avg")
+    squares = {} if reset else d.parameters("exp_avg_sq")
+    decays = {"weight_decay": options["weight_decay"], "learning_rate": settings.rate}
     answer = {}
-    eps = piece(d, change, "eps", o["eps"])
-    kinds = ("exp_avg", "exp_avg_sq")
-    states = [{} if change.get("reset") else d.parameters(kind) for kind in kinds]
-    first = piece(d, change, "first", 1 if change.get("reset") else o["step"])
-    for name, w in before.items():
-        g, m, v = (x.get(name, w * 0) for x in (grads, *states))
-        decay = 0.0 if name in o.get("no_decay", ()) else o["weight_decay"]
-        names = {"every": o["weight_decay"], "rate": rate}
-        decay, value = piece(d, change, "decay", decay, **names), w
-        for t in range(first, first + change.get("times", 1)):
-            slope = g
-            if change.get("coupled"):
-                slope = g + decay * value
-            else:
-                value = value * (1 - rate * decay)
-            m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope.square()
-            c1, c2 = piece(d, change, "correction", (1 - b1**t, 1 - b2**t))
-            root = piece(d, change, "root", (v / c2).sqrt() + eps, v=v / c2, eps=eps)
-            value = value - rate * piece(d, change, "move", m / c1 / root, slope=slope)
-        value = w if change.get("frozen") and re.search(change["frozen"], name) else value
-        unit = (value - w).abs().max() + 2e5 * d.eps[f"before.{name}"] * w.abs() + 1e-30
-        answer[f"after.{name}"] = after.get(name, w) - w, value - w, unit
+    for name, weight in before.items():
+        zero = weight * 0
+        decay = 0.0 if name in options.get("no_decay", ()) else options["weight_decay"]
+        decay = deviated("decay", decay, **decays)
+        state = moments.get(name, zero), squares.get(name, zero)
+        ours = adamw(deviated, settings, weight, gradients.get(name, zero), state, decay)
+        if change.get("frozen") and re.search(change["frozen"], name):
+            ours = weight
+        rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
+        unit = (ours - weight).abs().max() + rounding + 1e-30
+        answer[f"after.{name}"] = after.get(name, weight) - weight, ours - weight, unit
     return answer
+
+
+def adamw(deviated, settings: Settings, weight, gradient, state, decay) -> Tensor:
+    """Move a weight by AdamW's steps; `state` is its first and second moment.
+
+    deviated: (name, piece of the definition, names) -> what a deviation has in its place.
+    """
+    beta1, beta2 = settings.betas
+    m, v = state
+    for t in settings.steps:
+        slope = gradient
+        if settings.coupled:
+            slope = gradient + decay * weight
+        else:
+            weight = weight * (1 - settings.rate * decay)
+        m = beta1 * m + (1 - beta1) * slope
+        v = beta2 * v + (1 - beta2) * slope.square()
+        corrections = (1 - beta1**t, 1 - beta2**t)
+        correction1, correction2 = deviated("correction", corrections)
+        variance = v / correction2
+        root = variance.sqrt() + settings.eps
+        root = deviated("root", root, variance=variance, eps=settings.eps)
+        move = deviated("move", m / correction1 / root, gradient=slope)
+        weight = weight - settings.rate * move
+    return weight
 
 
 def schedule(d: Dump, change: dict) -> Answer:
     """Compute the learning rate of step t = 0, 1, ... as transformers' schedules give it."""
-    s = d.about.get("schedule")
-    o = d.about.get("optimizer", {})
-    known = ("linear", "cosine", "constant", "constant_with_warmup")
-    if not s or "learning_rate" not in o or s["type"] not in known:
+    options = d.about.get("schedule")
+    optimizer = d.about.get("optimizer", {})
+    kinds = ("linear", "cosine", "constant", "constant_with_warmup")
+    if not options or "learning_rate" not in optimizer or options["type"] not in kinds:
         return None
-    t = max(0, piece(d, change, "step", s["step"], parts=len(d.micro_batches)))
-    configured = 0 if s["type"] == "constant" else s.get("warmup_steps", 0)
+    kind = change.get("type", options["type"])
+    t = max(0, piece(d, change, "step", options["step"], micro_batches=len(d.micro_batches)))
+    configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = piece(d, change, "warmup", configured)
-    kind = change.get("type", s["type"])
-    done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
-    falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    share = t / max(1, warmup) if t < warmup else falls.get(kind, 1.0)
-    both = [[o["learning_rate"]], [s["learning_rate"] * share]]
-    rate, should = torch.tensor(both, dtype=torch.float64)
-    return {"learning_rate": (rate, should, s["learning_rate"] + 1e-30)}
+    done = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
+    share = 1.0
+    if t < warmup:
+        share = t / max(1, warmup)
+    elif kind == "linear":
+        share = 1 - done
+    elif kind == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * done))
+    theirs = torch.tensor([optimizer["learning_rate"]], dtype=torch.float64)
+    ours = torch.tensor([options["learning_rate"] * share], dtype=torch.float64)
+    return {"learning_rate": (theirs, ours, options["learning_rate"] + 1e-30)}

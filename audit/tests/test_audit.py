@@ -14,7 +14,18 @@ from test_parity import DAPO, usual
 from minivlmrl.objectives import parity
 from minivlmrl_audit import audit as module
 from minivlmrl_audit import stages
-from minivlmrl_audit.audit import CAUSES, EVALUATIONS, TOLERANCE, audit, causes, computed, error, explain, main, report
+from minivlmrl_audit.audit import (
+    CAUSES,
+    EVALUATIONS,
+    TOLERANCE,
+    audit,
+    computed,
+    error,
+    explain,
+    main,
+    possible_causes,
+    report,
+)
 from minivlmrl_audit.checks import assert_step
 from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
@@ -87,7 +98,7 @@ def test_what_nothing_explains_is_located_after_a_bounded_search(monkeypatch):
     d, calls, loss = step(gradient=lambda x: x * rows), [], module.STAGES["loss"]
     monkeypatch.setitem(module.STAGES, "loss", lambda *given: (calls.append(given), loss(*given))[1])
     [finding] = [finding for finding in audit(d) if not finding.ok]
-    assert not finding.explained and len(calls) < EVALUATIONS[0] + 2 * len(causes("loss", d))
+    assert not finding.explained and len(calls) < EVALUATIONS + 2 * len(possible_causes("loss", d))
     said = report([finding], d)
     assert "no known cause explains it" in said and "theirs over ours depends on the row alone" in said
     assert "logps_gradient at [1, 0]: " in said
@@ -96,10 +107,16 @@ def test_what_nothing_explains_is_located_after_a_bounded_search(monkeypatch):
     assert "theirs over ours varies" in report([f for f in audit(d) if not f.ok], d)
 
 
+def test_a_gradient_that_is_no_number_is_located():
+    d = step(gradient=lambda x: x.index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(torch.nan).double()))
+    said = report(audit(d), d)
+    assert "logps_gradient: 1 of 30" in said and "logps_gradient at [2, 1]: nan over" in said
+
+
 def test_the_table_is_whole():
     """Names tell causes of a stage apart, sentences are written, and formulas are Python."""
     for cause in CAUSES:
-        assert cause.says and cause.stages and cause.change and "of: " not in cause.says
+        assert cause.says and cause.stages and cause.change and "units: " not in cause.says
         for name, how in cause.change.items():
             if isinstance(how, str) and name not in ("without", "frozen"):  # which are patterns
                 compile(how.removeprefix("="), cause.name, "eval")

@@ -24,7 +24,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.train import optimizer_step
-from minivlmrl_audit.audit import LOGPS, STAGES, audit, causes, main, report
+from minivlmrl_audit.audit import LOGPS, STAGES, audit, main, possible_causes, report
 from minivlmrl_audit.dump import read
 from minivlmrl_audit.stages import shown
 
@@ -203,8 +203,8 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     for kind, options in steps:
         d = dumped(folder, tmp_path / kind, kind, **options)
         for name, stage in STAGES.items():
-            d.part, d.known = torch.arange(1) if name in LOGPS else None, {}
-            for cause in causes(name, d) if stage(d, {}) else ():
+            d.part, d.cache = torch.arange(1) if name in LOGPS else None, {}
+            for cause in possible_causes(name, d) if stage(d, {}) else ():
                 answer = stage(d, cause.change) if never.get((name, cause.name), True) else True
                 never[name, cause.name] = answer is None
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
