@@ -36,7 +36,14 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
     """
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
-    return tuple(map(float, (original, resized, (1000, 1000), (1, 1))[SPACES.index(space)]))
+    extents = {
+        "original": original,
+        "resized": resized,
+        "thousandths": (1000, 1000),
+        "unit": (1, 1),
+    }
+    width, height = extents[space]
+    return float(width), float(height)
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,13 @@ class Box:
         """
         if extent == self.extent:
             return self
-        rows = zip((self.x1, self.y1, self.x2, self.y2), extent * 2, self.extent * 2, strict=True)
-        return Box(*(corner * new / old for corner, new, old in rows), extent)
+        numbers = zip(self.numbers, extent * 2, self.extent * 2, strict=True)
+        return Box(*(number * new / old for number, new, old in numbers), extent)
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """Return the corners, x1, y1, x2, y2."""
+        return self.x1, self.y1, self.x2, self.y2
 
     @property
     def area(self) -> float:
@@ -67,13 +79,13 @@ class Box:
     @property
     def valid(self) -> bool:
         """Tell whether the corners are finite and in order, with some area between them."""
-        finite = all(abs(c) < LIMIT for c in (self.x1, self.y1, self.x2, self.y2))  # False for NaN
-        return finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
+        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
+        return is_finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
 
     def inside(self) -> bool:
         """Tell whether all of it is in its image, but for a millionth of the image's sides."""
-        corners = zip((self.x1, self.y1, self.x2, self.y2), self.extent * 2, strict=True)
-        return all(-1e-6 * side <= corner <= side + 1e-6 * side for corner, side in corners)
+        numbers = zip(self.numbers, self.extent * 2, strict=True)
+        return all(-1e-6 * side <= number <= side + 1e-6 * side for number, side in numbers)
 
 
 def iou(a: Box, b: Box) -> float:
@@ -82,8 +94,8 @@ def iou(a: Box, b: Box) -> float:
     Example: (0, 0, 2, 2) and (1, 0, 3, 2) share 2 of 6: 1/3.
     Source: Jaccard's index; torchvision's box_iou.
     """
-    both, either = _areas(a, b)
-    return both / either if a.valid and b.valid else 0.0
+    intersection, union = _areas(a, b)
+    return intersection / union if a.valid and b.valid else 0.0
 
 
 def giou(a: Box, b: Box) -> float:
@@ -94,8 +106,11 @@ def giou(a: Box, b: Box) -> float:
     """
     if not (a.valid and b.valid):
         return -1.0
-    around = (max(a.x2, b.x2) - min(a.x1, b.x1)) * (max(a.y2, b.y2) - min(a.y1, b.y1))
-    empty = max(0.0, around - _areas(a, b)[1])  # rounding alone can make it negative
+    width = max(a.x2, b.x2) - min(a.x1, b.x1)
+    height = max(a.y2, b.y2) - min(a.y1, b.y1)
+    around = width * height
+    _, union = _areas(a, b)
+    empty = max(0.0, around - union)  # rounding alone can make it negative
     return iou(a, b) - empty / around
 
 
@@ -104,8 +119,8 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
     assert a.extent == b.extent, "boxes of different spaces: use to()"
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
-    both = max(0.0, width) * max(0.0, height)
-    return both, a.area + (b.area - both)
+    intersection = max(0.0, width) * max(0.0, height)
+    return intersection, a.area + (b.area - intersection)
 
 
 def match(
@@ -117,13 +132,16 @@ def match(
     """
     if not predicted or not truth:
         return []
-    table = np.array([[similarity(p, t) for t in truth] for p in predicted])
+    rows = []
+    for box in predicted:
+        rows.append([similarity(box, true_box) for true_box in truth])
+    table = np.array(rows)
     if 1 in table.shape:
         return [divmod(int(table.argmax()), len(truth))]
     with extra("boxes", "matching several boxes needs scipy"):
         from scipy.optimize import linear_sum_assignment
-    rows, columns = linear_sum_assignment(table, maximize=True)
-    return list(zip(rows.tolist(), columns.tolist(), strict=True))
+    chosen, true = linear_sum_assignment(table, maximize=True)
+    return list(zip(chosen.tolist(), true.tolist(), strict=True))
 
 
 def says_none(text: str) -> bool:
@@ -159,23 +177,34 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
     """Read groups of `count` numbers, in JSON maybe under one of the keys, or as plain text."""
     text = unfenced(QWEN2.sub(" ", text))
     try:
-        text = text if '"' in text else text.replace("'", '"')  # as Python writes it
-        value = json.loads(text, parse_int=float, object_pairs_hook=_object)
-        several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
-        items = value if several else [value]
-        groups = [value_of(item, keys) if isinstance(item, dict) else item for item in items]
+        groups = _groups_in_json(text, keys)
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
         groups = [numbers[i : i + count] for i in range(0, len(numbers), count)]
-    if not all(isinstance(group, list) and len(group) == count for group in groups):
-        return []
-    finite = all(isinstance(n, float) and math.isfinite(n) for group in groups for n in group)
-    return list(map(tuple, groups)) if finite else []
+    for group in groups:
+        if not isinstance(group, list) or len(group) != count:
+            return []
+        if not all(isinstance(number, float) and math.isfinite(number) for number in group):
+            return []
+    return list(map(tuple, groups))
+
+
+def _groups_in_json(text: str, keys: Sequence[str]) -> list[object]:
+    """Read what should be groups of numbers (ValueError, RecursionError: it is no JSON)."""
+    if '"' not in text:
+        text = text.replace("'", '"')  # as Python writes it
+    value = json.loads(text, parse_int=float, object_pairs_hook=_object)
+    is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
+    items = value if is_several else [value]
+    return [value_of(item, keys) if isinstance(item, dict) else item for item in items]
 
 
 def value_of(item: dict, keys: Sequence[str] = KEYS) -> object:
     """Return what an object in JSON says of its box, in the first of the keys; None: nothing."""
-    return next((item[key] for key in keys if key in item), None)
+    for key in keys:
+        if key in item:
+            return item[key]
+    return None
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -46,8 +46,10 @@ def open_image(source: Source | Image, folder: str | Path | None = None) -> Iter
     try:
         with contextlib.nullcontext(file) if file is source else PIL.Image.open(file) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
-                size = f"{image.width} x {image.height} pixels"
-                raise ValueError(f"{size} are over {MAX_IMAGE_PIXELS}; scale it down")
+                raise ValueError(
+                    f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; "
+                    "scale it down"
+                )
             if image.format in PROGRAMS:
                 raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image
@@ -75,8 +77,10 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
             with naming("not base64"):  # strictly: urllib's handler skips letters that are none
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
         if url.startswith(("http://", "https://")):
-            cure = "python recipes/download.py ROWS.jsonl does so once"
-            raise ValueError(f"download it, or a run sees another picture tomorrow: {cure}")
+            raise ValueError(
+                "download it, or a run sees another picture tomorrow: "
+                "python recipes/download.py ROWS.jsonl does so once"
+            )
     if url.startswith("file://"):
         text = url2pathname(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)

@@ -30,7 +30,8 @@ class Picked(Sequence):
     """Rows of one or more datasets, in the order of `picks`: (dataset, row), both as numbers."""
 
     def __init__(self, parts: Sequence, picks: list[tuple[int, int]]):
-        self.parts, self.picks = parts, picks
+        self.parts = parts
+        self.picks = picks
         if not picks:
             raise ValueError("data: no rows are left")
 
@@ -65,9 +66,11 @@ def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
     for number, (rows, section) in enumerate(zip(parts, files, strict=True)):
         with naming(section.file):
             chosen = sample(section.sampling, len(rows))
-        picks += [(number, row) for row in chosen for _ in range(int(section.weight))]
-        more = round(section.weight * len(chosen)) - int(section.weight) * len(chosen)
-        picks += [(number, chosen[i * len(chosen) // more]) for i in range(more)]
+        repeats = int(section.weight)
+        for row in chosen:
+            picks += [(number, row)] * repeats
+        num_more = round(section.weight * len(chosen)) - repeats * len(chosen)
+        picks += [(number, chosen[i * len(chosen) // num_more]) for i in range(num_more)]
     return Picked(parts, picks)
 
 
@@ -76,16 +79,18 @@ def sample(strategy: str, count: int) -> list[int]:
 
     Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
     """
-    found = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
-    if not found:
+    match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
+    if not match:
         raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
-    name, size, percent = found.groups(default="")
-    number = int(size or count)
-    number = min(math.ceil(number * count / 100) if percent else number, count)
+    name, size, percent = match.groups(default="")
+    num_rows = int(size or count)
+    if percent:
+        num_rows = math.ceil(num_rows * count / 100)
+    num_rows = min(num_rows, count)
     if name == "random":
-        return sorted(random.Random(0).sample(range(count), number))
-    first = count - number if name == "end" else 0
-    return list(range(first, first + number))
+        return sorted(random.Random(0).sample(range(count), num_rows))
+    first = count - num_rows if name == "end" else 0
+    return list(range(first, first + num_rows))
 
 
 @dataclass
@@ -107,7 +112,8 @@ def read_mix(path: Path) -> list[FileSection]:
         listed = parse_yaml(path.read_bytes())
     files = []
     for entry in build(_Mix, listed, str(path)).datasets:
-        here = Path(entry.json_path)
-        file = str(here if here.exists() else path.parent / here)
-        files.append(FileSection(file, sampling=entry.sampling_strategy))
+        file = Path(entry.json_path)
+        if not file.exists():
+            file = path.parent / file
+        files.append(FileSection(str(file), sampling=entry.sampling_strategy))
     return files

@@ -7,7 +7,6 @@ import bisect
 import csv
 import functools
 import io
-import itertools
 import json
 import re
 from datetime import date, time, timedelta
@@ -34,10 +33,13 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     if isdir(path):  # a name that is too long is none, and no OSError as with pathlib
         return _open_folder(path)
     if not isfile(path):
-        if (files := find_split(str(path))) is not None:
-            return Arrow(files)
-        cure = "data.train_file and data.eval_file (null: none) name them"
-        raise ValueError(f"{path}: no such file of rows; {cure}")
+        split_files = find_split(str(path))
+        if split_files is None:
+            raise ValueError(
+                f"{path}: no such file of rows; "
+                "data.train_file and data.eval_file (null: none) name them"
+            )
+        return Arrow(split_files)
     if path.suffix == ".parquet":
         return Arrow([path])
     return Cells(path) if path.suffix in (".csv", ".tsv") else Lines(path)
@@ -46,22 +48,27 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open a folder of parquet files, with one file of rows, or of classes."""
     if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
-        cure = 'datasets.load_from_disk(...).to_parquet("rows.parquet")'
-        raise ValueError(f"{folder}: a folder of save_to_disk; save it by {cure}")
+        raise ValueError(
+            f"{folder}: a folder of save_to_disk; "
+            'save it by datasets.load_from_disk(...).to_parquet("rows.parquet")'
+        )
     parquet = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     splits = sorted({path.name.partition("-")[0].removesuffix(".parquet") for path in parquet})
     if len(splits) > 1:
         raise ValueError(f"{folder}: has parquet files of {', '.join(splits)}; one a folder")
+    if parquet:
+        return Arrow(parquet)
     files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
     files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
+    if len(files) == 1:
+        return open_rows(files[0])
     images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE.fullmatch(path.name))
-    if parquet or len(files) == 1:
-        return Arrow(parquet) if parquet else open_rows(files[0])
     if images and not files:
         return Images(folder, images)
     names = ", ".join(path.name for path in sorted(files)[:5]) or "none"
-    needed = "a folder must hold a dataset or one file of rows"
-    raise ValueError(f"{folder}: {needed}; its files of rows: {names}")
+    raise ValueError(
+        f"{folder}: a folder must hold a dataset or one file of rows; its files of rows: {names}"
+    )
 
 
 class Lines:
@@ -88,22 +95,24 @@ class Lines:
     def split_values(self, content: str) -> list[tuple[int, str]]:
         """Cut a JSON list, or rows one after the other, with any line breaks."""
         rows = []
-        line = 1
-        done = 0
-        skip = re.compile(r"[\s,]*")
+        separator = re.compile(r"[\s,]*")
         decode = json.JSONDecoder().raw_decode
-        at = skip.match(content).end()
-        listed = content[at] == "["
-        at = skip.match(content, at + listed).end()
-        while at < len(content) and not (listed and content[at] == "]"):
-            line += content.count("\n", done, at)
+        start = separator.match(content).end()
+        is_list = content[start] == "["
+        if is_list:
+            start = separator.match(content, start + 1).end()
+        line = 1 + content.count("\n", 0, start)
+        while start < len(content) and not (is_list and content[start] == "]"):
             with naming(f"{self.path}:{line}"):
-                _, end = parse_json(content, decode, at)
-            rows.append((line, content[at:end]))
-            done, at = at, skip.match(content, end).end()
-        if listed and content[at:].strip() != "]":
-            wrong = "not JSON (the list has no end, or something comes after it)"
-            raise ValueError(f"{self.path}: {wrong}")
+                _, end = parse_json(content, decode, start)
+            rows.append((line, content[start:end]))
+            next_start = separator.match(content, end).end()
+            line += content.count("\n", start, next_start)
+            start = next_start
+        if is_list and content[start:].strip() != "]":
+            raise ValueError(
+                f"{self.path}: not JSON (the list has no end, or something comes after it)"
+            )
         return rows
 
     def __len__(self) -> int:
@@ -132,15 +141,20 @@ class Cells(Lines):
         reader = csv.reader(io.StringIO(content, newline=""), dialect)
         self.names = [name.strip() for name in next(reader, ())]
         _check_names(self.path, self.names)
-        # the line that a row begins with; a cell in quotes may have line breaks
-        return [(reader.line_num - str.count("".join(x), "\n"), x) for x in reader if x]
+        rows = []
+        for cells in reader:
+            if cells:  # the line that a row begins with; a cell in quotes may have line breaks
+                rows.append((reader.line_num - "".join(cells).count("\n"), cells))
+        return rows
 
     def __getitem__(self, index):
         cells = self.texts[index][1]
         with naming(self.where(index)):
             if len(cells) > len(self.names):
-                count = f"{len(cells)} cells, the first line {len(self.names)} names"
-                raise ValueError(f"has {count}; quote a cell that has a comma")
+                raise ValueError(
+                    f"has {len(cells)} cells, the first line {len(self.names)} names; "
+                    "quote a cell that has a comma"
+                )
             columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
             for name, cell in columns.items():
                 if name in CELLS and cell[0] in "[{":
@@ -155,7 +169,9 @@ class Images(Lines):
     """Images in folders named by what they show, train/cat/1.png: that name is the solution."""
 
     def __init__(self, folder: Path, paths: list[Path]):
-        self.path, self.folder, self.texts = folder, folder, paths
+        self.path = folder
+        self.folder = folder
+        self.texts = paths
 
     def where(self, index):
         return str(self.texts[index])
@@ -174,42 +190,49 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        self.groups = []
-        self.firsts = [0]
+        self.groups = []  # of each: its file, the first row of that, what reads the group
+        self.starts = [0]  # the first row of each group; the last is the number of rows
         for path in paths:
+            file_start = self.starts[-1]
             try:
                 file = pq.ParquetFile(path)
                 names = file.schema_arrow.names
                 groups = range(file.num_row_groups)
-                sizes = [file.metadata.row_group(i).num_rows for i in groups]
-                load = [functools.partial(file.read_row_group, i) for i in groups]
+                sizes = [file.metadata.row_group(group).num_rows for group in groups]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
             _check_names(path, names)
-            self.groups += [(path, self.firsts[-1], read) for read in load]
-            self.firsts += [self.firsts[-1] + n for n in itertools.accumulate(sizes)]
-        self.table = functools.lru_cache(4)(lambda group: self.groups[group][2]())
+            for group, size in zip(groups, sizes, strict=True):
+                read = functools.partial(file.read_row_group, group)
+                self.groups.append((path, file_start, read))
+                self.starts.append(self.starts[-1] + size)
+        self.table = functools.lru_cache(4)(self._read_group)
+
+    def _read_group(self, group: int):
+        _, _, read = self.groups[group]
+        return read()
 
     def __len__(self) -> int:
-        return self.firsts[-1]
+        return self.starts[-1]
 
     def where(self, index: int) -> str:
         """Name the file of a row and its number in it from 0, for errors."""
-        path, first, _ = self.groups[bisect.bisect_right(self.firsts, index) - 1]
-        return f"{path}: row {index - first}"
+        path, file_start, _ = self.groups[bisect.bisect_right(self.starts, index) - 1]
+        return f"{path}: row {index - file_start}"
 
     def __getitem__(self, index: int) -> dict:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        group = bisect.bisect_right(self.firsts, index) - 1
+        group = bisect.bisect_right(self.starts, index) - 1
         with naming(self.where(index)):
             try:
-                row = self.table(group).slice(index - self.firsts[group], 1).to_pylist()[0]
+                [row] = self.table(group).slice(index - self.starts[group], 1).to_pylist()
             except (OverflowError, OSError) as error:  # such as a date that Python does not have
                 raise ValueError(f"cannot be read ({error})") from error
             return changed(row, str, NO_JSON)
 
 
 def _check_names(path: Path, names: list[str]):
-    if twice := [name for name in names if name and names.count(name) > 1]:
-        raise ValueError(f"{path}: has two columns {twice[0]!r:.60}; rename one")
+    for name in names:
+        if name and names.count(name) > 1:
+            raise ValueError(f"{path}: has two columns {name!r:.60}; rename one")

@@ -28,21 +28,24 @@ def summary(rows: Dataset, processor: Processor) -> str:
     """Say "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (...)"."""
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
-    sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
+    outlines = [outline(rows, number) for number in numbers]
+    sample = [row for row in outlines if row is not None]
     if isinstance(rows, Picked):
         total = sum(map(len, rows.parts))
-        shown = f"{len(rows)} picked out of {total} in {len(rows.parts)} file(s)"
+        text = f"{len(rows)} picked out of {total} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
         counts = getattr(rows, "counts", None) or {(len(sample[0].images), 0): len(rows)}
-        described = sorted((_words(*each), n) for each, n in counts.items())
-        shown = ", ".join(f"{n} with {words}" for words, n in described)
-        shown = f"{len(rows)} ({shown})" if len(counts) > 1 else shown
+        described = sorted((_media_words(*media), count) for media, count in counts.items())
+        text = ", ".join(f"{count} with {words}" for words, count in described)
+        if len(counts) > 1:
+            text = f"{len(rows)} ({text})"
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
-    if not lengths:
-        return shown
-    of = f" ({len(lengths)} were measured)" if len(lengths) < len(rows) else ""
-    ends = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
-    return f"{shown}; prompts of {ends} tokens{of}"
+    if lengths:
+        bounds = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
+        text += f"; prompts of {bounds} tokens"
+        if len(lengths) < len(rows):
+            text += f" ({len(lengths)} were measured)"
+    return text
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
@@ -52,31 +55,37 @@ def outline(rows: Dataset, index: int) -> Row | None:
     if not isinstance(rows, FileDataset):
         return rows[index]
     row, media = rows.read(index)
-    if any(one.kind == "video" for one in media):
+    if any(item.kind == "video" for item in media):
         return None
-    blank = []
-    for one in media:
-        with open_image(one.source, rows.folder) as image:
-            blank.append(PIL.Image.new("L", image.size))
-    return replace(row, images=blank)
+    blank_images = []
+    for item in media:
+        with open_image(item.source, rows.folder) as image:
+            blank_images.append(PIL.Image.new("L", image.size))
+    return replace(row, images=blank_images)
 
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
     """Leave out rows with a prompt of over `limit` tokens, and describe them; not videos."""
-    long = {n: f"{where}: {length} tokens" for n, where, length in _long(rows, processor, limit)}
-    if len(long) == len(rows):
-        raise ValueError(f"data.max_prompt_tokens is {limit}: all prompts are longer, {long[0]}")
-    kept = [(0, number) for number in range(len(rows)) if number not in long]
-    return (Picked([rows], kept) if long else rows), list(long.values())
+    long_rows = {}
+    for number, where, length in _long_rows(rows, processor, limit):
+        long_rows[number] = f"{where}: {length} tokens"
+    if not long_rows:
+        return rows, []
+    if len(long_rows) == len(rows):
+        raise ValueError(
+            f"data.max_prompt_tokens is {limit}: all prompts are longer, {long_rows[0]}"
+        )
+    kept = [(0, number) for number in range(len(rows)) if number not in long_rows]
+    return Picked([rows], kept), list(long_rows.values())
 
 
 def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
     """Refuse a prompt of over `limit` tokens (ValueError: its row, and `cause`); not videos."""
-    for _, where, length in _long(rows, processor, limit):
+    for _, where, length in _long_rows(rows, processor, limit):
         raise ValueError(f"{where}: its prompt of {length} tokens {cause}")
 
 
-def _long(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
+def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
     """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens."""
     counter = _counter(processor)
     settings = processor.image_processor
@@ -86,9 +95,12 @@ def _long(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int
         if not isinstance(part, FileDataset):
             return  # all rows of an embedded task are alike
         row, media = part.read(index)
-        most = len(repr(row.messages).encode()) + len(media) * settings.max_pixels // side**2
-        # others are not laid out
-        if most + MARKUP > limit and (row := outline(part, index)) is not None:
+        text_tokens = len(repr(row.messages).encode())  # at most one a byte
+        image_tokens = len(media) * settings.max_pixels // side**2
+        if text_tokens + image_tokens + MARKUP <= limit:
+            continue  # it fits for sure, and need not be laid out
+        row = outline(part, index)
+        if row is not None:
             length = len(row.prompt(counter).input_ids)
             if length > limit:
                 yield number, row.where, length
@@ -98,7 +110,9 @@ def _counter(processor: Processor) -> Processor:
     return replace(processor, image_processor=Sizes(**vars(processor.image_processor)))
 
 
-def _words(images: int, videos: int) -> str:
-    kinds = {"image": images, "video": videos}
-    counts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
-    return " and ".join(counts) or "no image"
+def _media_words(num_images: int, num_videos: int) -> str:
+    words = []
+    for kind, count in (("image", num_images), ("video", num_videos)):
+        if count:
+            words.append(f"{count} {kind}s" if count > 1 else f"1 {kind}")
+    return " and ".join(words) or "no image"

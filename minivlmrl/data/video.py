@@ -62,15 +62,21 @@ class Video:
         """
         depth = processor.temporal_patch_size
         count = len(self.frames)
-        height, width = frame_size(processor, count, *self.frames[0].size[::-1], **options)
+        frame_width, frame_height = self.frames[0].size
+        height, width = frame_size(processor, count, frame_height, frame_width, **options)
         _check_size(math.ceil(count / depth) * depth, width, height)
         # converted one after the other: together they could fill the memory
         pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
-        seconds = [i / self.fps for i in range(count)] if self.seconds is None else self.seconds
-        ends = [(i, min(i + depth, count) - 1) for i in range(0, count, depth)]
-        return pixel_values, image_grid_thw, [(seconds[i] + seconds[j]) / 2 for i, j in ends]
+        seconds = self.seconds
+        if seconds is None:
+            seconds = [i / self.fps for i in range(count)]
+        times = []
+        for first in range(0, count, depth):
+            last = min(first + depth, count) - 1
+            times.append((seconds[first] + seconds[last]) / 2)
+        return pixel_values, image_grid_thw, times
 
 
 @dataclass
@@ -129,12 +135,14 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
 
 def _count_frames(container, stream) -> int:
     """Count the packets of a stream, which are frames; refuse a file that is cut off."""
-    total, end = 0, 0.0
+    total = 0
+    end = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
             raise ValueError("cut off or damaged")
-        if packet.stream_index == stream.index:
-            total += packet.size > 0 and not packet.is_discard
+        is_ours = packet.stream_index == stream.index
+        if is_ours and packet.size > 0 and not packet.is_discard:
+            total += 1
         if packet.pts is not None:
             end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     # in other containers the index tells that packets are missing
@@ -193,8 +201,10 @@ def _check_size(nframes: int, width: int, height: int):
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(f"frames of {width} x {height} pixels are over {MAX_IMAGE_PIXELS}")
     if nframes * width * height > MAX_VIDEO_PIXELS:
-        most = f"{MAX_VIDEO_PIXELS} together; take fewer or smaller frames"
-        raise ValueError(f"{nframes} frames of {width} x {height} pixels are over {most}")
+        raise ValueError(
+            f"{nframes} frames of {width} x {height} pixels are over {MAX_VIDEO_PIXELS} together; "
+            "take fewer or smaller frames"
+        )
 
 
 def sample_indices(
@@ -221,9 +231,10 @@ def sample_indices(
     if end is not None:
         last = min(math.floor(min(end, duration) * video_fps), last)
     if first >= last and (start, end) != (None, None):
-        has = f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
-        asked = f"between video_start {start} and video_end {end}"
-        raise ValueError(f"no two frames lie {asked}; the video has {has}")
+        raise ValueError(
+            f"no two frames lie between video_start {start} and video_end {end}; the video has "
+            f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+        )
     count = last - first + 1
     nframes = smart_nframes(count, video_fps, frame_factor, sampling)
     if frame_factor == 1:
@@ -248,16 +259,18 @@ def smart_nframes(
     if "nframes" in sampling:
         if sampling.keys() & {"fps", "min_frames", "max_frames"}:
             raise ValueError("nframes fixes the number of frames: no fps, min_frames, max_frames")
-        chosen = round(sampling["nframes"] / frame_factor) * frame_factor
+        nframes = round(sampling["nframes"] / frame_factor) * frame_factor
     else:
-        least = math.ceil(sampling.get("min_frames", MIN_FRAMES) / frame_factor) * frame_factor
-        most = math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
-        chosen = total_frames / video_fps * sampling.get("fps", FPS)
-        chosen = min(max(chosen, least), most, total_frames)
-        chosen = math.floor(chosen / frame_factor) * frame_factor
-    if not FRAME_FACTOR <= chosen <= total_frames:
-        raise ValueError(f"{chosen} frames would be taken of a video of {total_frames}")
-    return chosen
+        min_frames = math.ceil(sampling.get("min_frames", MIN_FRAMES) / frame_factor) * frame_factor
+        max_frames = (
+            math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
+        )
+        wanted = total_frames / video_fps * sampling.get("fps", FPS)
+        wanted = min(max(wanted, min_frames), max_frames, total_frames)
+        nframes = math.floor(wanted / frame_factor) * frame_factor
+    if not FRAME_FACTOR <= nframes <= total_frames:
+        raise ValueError(f"{nframes} frames would be taken of a video of {total_frames}")
+    return nframes
 
 
 def frame_size(
@@ -272,14 +285,17 @@ def frame_size(
             because two frames are one patch; resized_height and resized_width, as for an image.
     Source: qwen-vl-utils' fetch_video of a file; of a frame list, which 0.0.14 resizes twice, too.
     """
-    options, factor = check_options("video", options), processor.factor
+    options = check_options("video", options)
+    factor = processor.factor
     if "resized_height" in options:
-        size = options["resized_height"], options["resized_width"]
-        return smart_resize(*size, factor, processor.min_pixels, processor.max_pixels)
+        height = options["resized_height"]
+        width = options["resized_width"]
+        return smart_resize(height, width, factor, processor.min_pixels, processor.max_pixels)
     if processor.videos is not None:
         return processor.videos.frame_size(processor, nframes, height, width, **options)
     nframes = math.ceil(nframes / processor.temporal_patch_size) * processor.temporal_patch_size
-    least = options.get("min_pixels", MIN_FRAME_TOKENS * factor**2)
+    min_pixels = options.get("min_pixels", MIN_FRAME_TOKENS * factor**2)
     share = options.get("total_pixels", TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
-    most = max(min(MAX_FRAME_TOKENS * factor**2, share), int(least * 1.05))
-    return smart_resize(height, width, factor, least, min(options.get("max_pixels", most), most))
+    limit = max(min(MAX_FRAME_TOKENS * factor**2, share), int(min_pixels * 1.05))
+    max_pixels = min(options.get("max_pixels", limit), limit)
+    return smart_resize(height, width, factor, min_pixels, max_pixels)
