@@ -24,12 +24,17 @@ def rectangles(
         indices in the run: prompts (b, P), completions (r, C), -1 after the end of a shorter one;
         (r,) prompt of each completion.
     """
-    rows = [(i, span.start, len(span)) for i, group in enumerate(completions) for span in group]
+    rows = []
+    for prompt, spans in enumerate(completions):
+        for span in spans:
+            rows.append((prompt, span.start, len(span)))
     prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
     offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
-    block = (starts[:, None] + offset).masked_fill(offset >= lengths[:, None], -1)
-    first = torch.tensor([prompt.start for prompt in prompts])
-    return first[:, None] + torch.arange(len(prompts[0])), block, prompt_index
+    completion_block = starts[:, None] + offset  # (r, C)
+    completion_block = completion_block.masked_fill(offset >= lengths[:, None], -1)
+    prompt_starts = torch.tensor([prompt.start for prompt in prompts])
+    prompt_block = prompt_starts[:, None] + torch.arange(len(prompts[0]))  # (b, P)
+    return prompt_block, completion_block, prompt_index
 
 
 class PromptSlots:
@@ -38,14 +43,15 @@ class PromptSlots:
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         # prompt_index: (R,) prompt of each row, ascending, on the host: a GPU is not asked
         counts = prompt_index.bincount(minlength=prompts)
-        first = counts.cumsum(0) - counts
+        first_row = counts.cumsum(0) - counts  # of each prompt
         self.prompts = prompts
         self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
-        slot = prompt_index * self.slots + torch.arange(len(prompt_index)) - first[prompt_index]
-        self.slot = to_device(slot, device)
-        # then the slots are the rows in order
-        self.full = len(prompt_index) == prompts * self.slots
+        number = (
+            torch.arange(len(prompt_index)) - first_row[prompt_index]
+        )  # among its prompt's rows
+        self.slot = to_device(prompt_index * self.slots + number, device)
+        self.full = len(prompt_index) == prompts * self.slots  # then slots are the rows in order
 
     def by_prompt(self, x: Tensor) -> Tensor:
         """(R, K, h, X) -> (B, K, slots*h, X): rows as queries of their prompt, 0 in empty slots."""
@@ -76,21 +82,39 @@ def after_prompt(
     Args: of completions q (R, H, C, D), as the result, and k, v (R, K, C, D); of prompts
         prompt_k, prompt_v (B, K, P, D); slots: which prompt each completion has.
     """
-    repeat = q.shape[1] // k.shape[1]
-    C = q.shape[2]
-    P = prompt_k.shape[2]
-    if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
-        k, v = (torch.cat([slots.spread(x), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
-        return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
-    # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D)
-    q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)
-    own = q, slots.by_prompt(k), slots.by_prompt(v)
-    own_q, own_k, own_v = (x.unflatten(2, (slots.slots, -1)) for x in own)
-    unseen = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(repeat, 0)
-    to_own = attention_scores(own_q, own_k, unseen).view(*q.shape[:3], C)
-    weights = torch.cat([attention_scores(q, prompt_k), to_own], dim=-1).softmax(-1).to(q.dtype)
-    to_prompt, to_own = weights.split([P, C], dim=-1)
-    out = (to_prompt @ prompt_v).view_as(own_q) + to_own.unflatten(2, (slots.slots, -1)) @ own_v
-    # (B, C, slots, K, repeat, D)
-    out = out.view(*q.shape[:2], slots.slots, C, repeat, -1).permute(0, 3, 2, 1, 4, 5)
-    return slots.by_row(out).flatten(2, 4).transpose(1, 2)
+    num_keys = prompt_k.shape[2] + k.shape[2]
+    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32
+    if q.device.type == "cpu" and score_bytes <= SHARED_BYTES:
+        return one_product(q, k, v, prompt_k, prompt_v, slots)
+    k = torch.cat([slots.spread(prompt_k), k], dim=2)
+    v = torch.cat([slots.spread(prompt_v), v], dim=2)
+    return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
+
+
+def one_product(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
+) -> Tensor:
+    """Compute after_prompt with all completions of a prompt as queries of one product.
+
+    S slots of each prompt, as PromptSlots has them. The queries of a slot are ordered by token,
+    then by head: query c * h + i is that of token c and of head i.
+    """
+    (_, H, C, _) = q.shape
+    K = k.shape[1]
+    S = slots.slots
+    h = H // K
+    q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D)
+    q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D)
+    own_q = q.unflatten(2, (S, C * h))
+    own_k = slots.by_prompt(k).unflatten(2, (S, C))
+    own_v = slots.by_prompt(v).unflatten(2, (S, C))
+    unseen = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C)
+    to_own = attention_scores(own_q, own_k, unseen).flatten(2, 3)  # (B, K, S*C*h, C)
+    to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P)
+    weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
+    to_prompt, to_own = weights.split([prompt_k.shape[2], C], dim=-1)
+    out = (to_prompt @ prompt_v).view_as(own_q)  # (B, K, S, C*h, D)
+    out = out + to_own.unflatten(2, (S, C * h)) @ own_v
+    out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)
+    out = slots.by_row(out)  # (R, C, 1, K, h, D): tokens stand where by_row has heads
+    return out.flatten(2, 4).transpose(1, 2)
