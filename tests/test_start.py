@@ -14,7 +14,7 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
-from minivlmrl.run.start import describe_run, fit_rows, notes, try_rewards
+from minivlmrl.run.start import describe_run, fit_rows, notes, stage_lengths, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
@@ -50,12 +50,11 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
 
 
-def test_the_first_rank_says_what_runs_where(home, capsys):
+def test_a_run_says_what_runs_where(home, capsys):
     config = load_config(home / "recipe.yaml", [])
     policy, _ = model.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
-    for rank in (0, 1):
-        describe_run(config, policy, World(rank, 2, torch.device("cpu")))
+    describe_run(config, policy, World(0, 2, torch.device("cpu")))
     device, size = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
@@ -79,7 +78,8 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     config = RunConfig()
     config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
     rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
-    assert [row.columns["problem"] for row in rows] == ["a", "b"] and config.grpo.max_steps == 2
+    assert [row.columns["problem"] for row in rows] == ["a", "b"]
+    assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
     said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3

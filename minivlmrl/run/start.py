@@ -18,7 +18,7 @@ from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
 
-TYPICAL = 0.01  # size of a weight of a model of billions
+TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions
 
 
 def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processor, dict]:
@@ -29,18 +29,19 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
-    judged_by = map(columns_of, (config.training_rewards, config.held_out_rewards))
-    datasets = load_datasets(config, needs, *judged_by)
+    reward_columns = columns_of(config.training_rewards)
+    eval_columns = columns_of(config.held_out_rewards)
+    datasets = load_datasets(config, needs, reward_columns, eval_columns)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
-    describe_run(config, model, world)
-    if world.is_main and processor.template and "<think>" in processor.template.text:
-        opened = processor.template.opened
-        read = f"a thought, {opened!r}, and rewards read it with the completion"
-        print(f"prompts open {read if opened else 'no thought'}", flush=True)
-    for note in notes(config, datasets) if world.is_main else ():
-        print(note, flush=True)
+    if world.is_main:
+        describe_run(config, model, world)
+        describe_thought(processor)
+        for note in notes(config, datasets):
+            print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)
+    for stage, num_steps in stage_lengths(config, datasets).items():
+        getattr(config, stage).max_steps = num_steps  # so config.yaml says it
     check_positions(config, needs, datasets, model, processor)
     return model, processor, datasets
 
@@ -51,104 +52,163 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
     Args:
         needs: for each stage what its rows must have, a key of batches.NEEDS.
     """
-    asked = [stage for stage in datasets if stage == "eval" or needs[stage] == "prompts"]
-    for stage in asked:
-        rewards = config.held_out_rewards if stage == "eval" else config.training_rewards
-        row = datasets[stage][0]
+    for stage, rows in datasets.items():
+        if stage == "eval":
+            rewards = config.held_out_rewards
+            no_columns = dict.fromkeys(columns_of(rewards))  # a row without one is not judged
+        elif needs[stage] == "prompts":
+            rewards = config.training_rewards
+            no_columns = {}
+        else:
+            continue
+        row = rows[0]
         size = row.images[0].size if row.images else None
-        # a held-out row without one of these is not judged
-        columns = dict.fromkeys(columns_of(rewards) if stage == "eval" else ()) | row.columns
-        columns |= {"prompts": row.messages, "images": row.images, "environments": None}
-        columns |= {"row_names": row.where or f"row {row.index}", "reward_model_scores": 0.0}
-        columns |= {"image_sizes": size, "answer_extents": size, "completion_ids": [0, 1, 2]}
-        columns |= {"answer_texts": "invented", "completions": "<answer>invented</answer>"}
+        columns = {
+            **no_columns,
+            **row.columns,
+            "prompts": row.messages,
+            "images": row.images,
+            "environments": None,
+            "row_names": row.where or f"row {row.index}",
+            "reward_model_scores": 0.0,
+            "image_sizes": size,
+            "answer_extents": size,
+            "completion_ids": [0, 1, 2],
+            "answer_texts": "invented",
+            "completions": "<answer>invented</answer>",
+        }
         ask_rewards(rewards, {name: [value] for name, value in columns.items()})
 
 
 def describe_run(config, model: nn.Module, world: World):
-    """Print on the first rank what runs where."""
-    if not world.is_main:
-        return
+    """Print what runs where."""
     dtype = config.model.dtype
-    compute_dtype = config.model.compute_dtype or config.model.dtype
+    compute_dtype = config.model.compute_dtype or dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
-    gpu = world.device.type == "cuda" and torch.cuda.get_device_name(world.device)
-    device = gpu or f"CPU (threads: {torch.get_num_threads()})"
-    count = sum(parameter.numel() for parameter in model.parameters())
+    device = f"CPU (threads: {torch.get_num_threads()})"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
-    print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)
+    print(
+        f"model: {num_parameters:,} parameters in {dtype}, computed in {compute_dtype}", flush=True
+    )
     if not all(parameter.requires_grad for parameter in model.parameters()):
         print(table(model))
+
+
+def describe_thought(processor: Processor):
+    """Print whether a model that thinks begins to do so in the prompt."""
+    if not processor.template or "<think>" not in processor.template.text:
+        return
+    opened = processor.template.opened
+    if opened:
+        print(
+            f"prompts open a thought, {opened!r}, and rewards read it with the completion",
+            flush=True,
+        )
+    else:
+        print("prompts open no thought", flush=True)
 
 
 def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Say what of a recipe has no effect, or another one than was probably meant."""
     if not config.stages:
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
-    used = [getattr(config, stage) for stage in config.stages]
+    used_sections = [id(getattr(config, stage)) for stage in config.stages]
     for name, section in vars(config).items():
-        if isinstance(section, TrainingConfig) and not any(section is one for one in used):
-            plain = vars(type(section)())
-            if changed := [f"{name}.{k}" for k, v in vars(section).items() if v != plain[k]]:
-                yield f"{', '.join(changed)}: no effect, stages does not name {name}"
+        if not isinstance(section, TrainingConfig) or id(section) in used_sections:
+            continue
+        defaults = vars(type(section)())
+        changed = [
+            f"{name}.{key}" for key, value in vars(section).items() if value != defaults[key]
+        ]
+        if changed:
+            yield f"{', '.join(changed)}: no effect, stages does not name {name}"
     yield from mistakes(config, datasets)
 
 
 def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
     dtype = DTYPES[config.model.dtype]
-    plain = config.optimizer.name == "adamw"
+    # neither adapters in float32 nor Kahan's sum lose any
+    rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stages:
         held_out = datasets.get("eval")
-        trained = datasets.get(stage)
-        if count := trained_on(held_out, trained):
-            where = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
-            yield f"{where}: they say what it remembers; leave them out of data.eval_file"
+        count = count_trained_on(held_out, datasets.get(stage))
+        if count:
+            yield (
+                f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too: "
+                "they say what it remembers; leave them out of data.eval_file"
+            )
         rate = getattr(config, stage).learning_rate
-        most = 4 * rate / torch.finfo(dtype).eps
-        if dtype.itemsize == 2 and plain and not config.adapter.r and most < TYPICAL:
-            cure = "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
-            lost = f"updates of {stage}.learning_rate {rate} are lost in weights over {most:.1g}"
-            yield f"model.dtype is {config.model.dtype}: {lost}; {cure}"
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # a larger one stays as it is
+        if rounds and largest_weight < TYPICAL_WEIGHT:
+            yield (
+                f"model.dtype is {config.model.dtype}: updates of {stage}.learning_rate {rate} are "
+                f"lost in weights over {largest_weight:.1g}; "
+                "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
+            )
 
 
-def trained_on(held_out, rows) -> int:
+def count_trained_on(held_out, rows) -> int:
     """Count the rows of files that ask and show what training rows do, whatever their names."""
-    asked, known = (getattr(some, "asked", ()) for some in (held_out, rows))
-    alike = {*asked} & {*known}
-    trained = {rows.content(i) for i, one in enumerate(known) if one in alike}
-    return sum(held_out.content(i) in trained for i, one in enumerate(asked) if one in alike)
+    held_out_hashes = getattr(held_out, "asked", ())
+    training_hashes = getattr(rows, "asked", ())
+    shared = {*held_out_hashes} & {*training_hashes}
+    trained = {rows.content(i) for i, asked in enumerate(training_hashes) if asked in shared}
+    alike = [i for i, asked in enumerate(held_out_hashes) if asked in shared]
+    return sum(held_out.content(i) in trained for i in alike)
 
 
 def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict[str, Dataset]:
-    """Leave out rows with long prompts, end stages after max_epochs, and print what rows there are.
+    """Leave out training rows with long prompts, and print what rows there are.
 
     Image files are opened, not decoded.
     """
+    max_tokens = config.data.max_prompt_tokens
     fitted = {}
-    texts = {}
+    names_by_text = {}
     for name, rows in datasets.items():
-        limit = None if name == "eval" else config.data.max_prompt_tokens
-        fitted[name], long = (rows, []) if limit is None else without_long(rows, processor, limit)
-        if name != "eval" and config.max_epochs is not None:
-            stage = getattr(config, name)
-            steps = math.ceil(config.max_epochs * len(fitted[name]) / stage.prompts_per_step)
-            stage.max_steps = min(stage.max_steps, steps)
-        text = summary(fitted[name], processor) if world.is_main else ""
-        if long:
-            text += f"; {len(long)} over data.max_prompt_tokens left out: {', '.join(long[:5])}"
-        texts.setdefault(text, []).append(name)
-    for text, names in texts.items() if world.is_main else ():
+        long_rows = []
+        fitted[name] = rows
+        if name != "eval" and max_tokens is not None:
+            fitted[name], long_rows = without_long(rows, processor, max_tokens)
+        if world.is_main:
+            text = summary(fitted[name], processor)
+            if long_rows:
+                examples = ", ".join(long_rows[:5])
+                text += f"; {len(long_rows)} over data.max_prompt_tokens left out: {examples}"
+            names_by_text.setdefault(text, []).append(name)
+    for text, names in names_by_text.items():
         print(f"rows of {', '.join(names)}: {text}", flush=True)
     return fitted
 
 
+def stage_lengths(config, datasets: dict[str, Dataset]) -> dict[str, int]:
+    """Optimizer steps of each stage: max_steps, or fewer if max_epochs ends it before."""
+    lengths = {}
+    for stage in config.stages:
+        section = getattr(config, stage)
+        lengths[stage] = section.max_steps
+        if config.max_epochs is not None:
+            num_rows = config.max_epochs * len(datasets[stage])
+            num_steps = math.ceil(num_rows / section.prompts_per_step)
+            lengths[stage] = min(section.max_steps, num_steps)
+    return lengths
+
+
 def check_positions(config, needs: dict[str, str], datasets, model, processor: Processor):
     """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
-    most = model.config.max_position_embeddings
+    max_positions = model.config.max_position_embeddings
     for name, rows in datasets.items():
         new = config.sampling.max_new_tokens if needs.get(name, "prompts") == "prompts" else 0
-        cause = f"and {new} new ones are over the model's {most} (max_position_embeddings)"
-        cure = f"data.max_prompt_tokens={most - new} leaves out such rows"
-        cure = "shorten it, or leave it out of data.eval_file" if name == "eval" else cure
-        check_lengths(rows, processor, most - new, f"{cause}; {cure}")
+        limit = max_positions - new
+        cure = f"data.max_prompt_tokens={limit} leaves out such rows"
+        if name == "eval":
+            cure = "shorten it, or leave it out of data.eval_file"
+        cause = (
+            f"and {new} new ones are over the model's {max_positions} "
+            f"(max_position_embeddings); {cure}"
+        )
+        check_lengths(rows, processor, limit, cause)
