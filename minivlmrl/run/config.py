@@ -39,13 +39,23 @@ from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
-# what an answer depends on besides weights, and no file of a Hugging Face folder says
-PROMPTS = ["prompt_template", "system_prompt", "template", "resize", "video", "box_space"]
-KEPT = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
+# fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
+KEPT = {
+    "model": ["dtype", "compute_dtype"],
+    "data": [
+        "prompt_template",
+        "system_prompt",
+        "template",
+        "resize",
+        "video",
+        "box_space",
+        "answer",
+    ],
+}
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Weights = dict[RewardName, Annotated[float, "(-inf, inf)"]]
-TEXTS = {hint for text in (str, FilePath, RecipePath, Code) for hint in (text, text | None)}
+TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that are texts
 
 
 @dataclass
@@ -157,9 +167,10 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     Args:
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
     """
-    # one of ours by its name, outside of a clone too
-    path = next(filter(Path.is_file, (Path(recipe), recipes_folder() / recipe)), None)
-    if path is None:
+    path = Path(recipe)
+    if not path.is_file():  # one of ours by its name, outside of a clone too
+        path = recipes_folder() / recipe
+    if not path.is_file():
         raise ValueError(f"{recipe}: no such recipe")
     with naming(recipe):
         values = parse_yaml(path.read_bytes()) or {}
@@ -167,7 +178,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
         if not separator and _hint(key) is bool:  # --dpo.use_weighting
-            separator, text = "=", "true"
+            separator = "="
+            text = "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         values = _replace(values, key.split("."), _value(key, text))
@@ -185,15 +197,18 @@ def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
         overrides: of the command line; code that one of them says too may run.
     """
     for section, field_name, hint in _fields(config):
+        if not {Code, RewardName} & _types(hint):
+            continue
         value = getattr(section, field_name) or ()
-        names = [value] if isinstance(value, str) else value
-        for name in names if {Code, RewardName} & _types(hint) else ():
-            near = name.removeprefix(os.path.join(os.getcwd(), ""))
-            said = any(near in x for x in overrides)
+        for name in [value] if isinstance(value, str) else value:
+            short_name = name.removeprefix(os.path.join(os.getcwd(), ""))
+            is_asked_for = any(short_name in override for override in overrides)
             # a text among its options could be a URL, a file or another name
-            if not said and not re.fullmatch(r"\w+(\([^'\"]*\))?", name):
-                what = f"{recipe}: it was found, not asked for, and names code, {name}; read it"
-                raise ValueError(f"{what}; --recipe={recipe} says that it may run")
+            if not is_asked_for and not re.fullmatch(r"\w+(\([^'\"]*\))?", name):
+                raise ValueError(
+                    f"{recipe}: it was found, not asked for, and names code, {name}; read it; "
+                    f"--recipe={recipe} says that it may run"
+                )
 
 
 def _fields(section) -> Iterator[tuple[object, str, object]]:
@@ -212,35 +227,44 @@ def _types(hint) -> set:
 
 
 def _located(hint, value, beside: Path, overrides: list[str]):
-    """Make the paths in a value absolute; a repository's id, and what is not there, stay.
-
-    Code and RecipePaths begin beside the recipe or, if that lacks them, where the command runs;
-    those of the command line the other way round. Metrics have the names of rewards: short ones.
-    """
-    types = _types(hint)
-    inside = typing.get_args(hint)
-    if isinstance(value, dict) and inside:
-        pairs = (zip(inside, pair, strict=True) for pair in value.items())
-        return dict([_located(*one, beside, overrides) for one in pair] for pair in pairs)
+    """Make the paths in a value absolute; a repository's id, and what is not there, stay."""
+    item_hints = typing.get_args(hint)
+    if isinstance(value, dict) and item_hints:
+        key_hint, value_hint = item_hints
+        located = {}
+        for key, item in value.items():
+            located_key = _located(key_hint, key, beside, overrides)
+            located[located_key] = _located(value_hint, item, beside, overrides)
+        return located
     if isinstance(value, list):
-        return [_located(inside[0], one, beside, overrides) for one in value]
+        return [_located(item_hints[0], item, beside, overrides) for item in value]
     if not isinstance(value, str):
         return value
-    file, is_code, name = re.fullmatch(r"(.*?)(?:(\.py)(:.*))?", value, re.DOTALL).groups("")
-    if RecipePath in types or (is_code and types & {Code, RewardName}):
-        file += is_code
-        said = re.compile(rf"(?<![\w./-]){re.escape(file)}")
-        folders = [beside, Path()][:: -1 if any(map(said.search, overrides)) else 1]
-        shipped = recipes_folder().parent  # of a wheel: recipes/answers.py
-        found = filter(os.path.exists, (folder / file for folder in [*folders, shipped]))
-        path = os.path.abspath(next(found, folders[0] / file))
-        if RewardName in types and not os.path.isabs(file):
-            for home in (os.getcwd(), shipped):
+    types = _types(hint)
+    file, suffix, name = re.fullmatch(r"(.*?)(?:(\.py)(:.*))?", value, re.DOTALL).groups("")
+    if RecipePath in types or (suffix and types & {Code, RewardName}):
+        path = _located_file(file + suffix, beside, overrides)
+        if RewardName in types and not os.path.isabs(file):  # metrics have its name: a short one
+            for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
-        return f"{path}{name}"
+        return path + name
     if FilePath in types and os.path.exists(value):
         return str(Path(value).resolve())
     return value
+
+
+def _located_file(file: str, beside: Path, overrides: list[str]) -> str:
+    """Find a file of code, or a RecipePath, beside the recipe or else where the command runs.
+
+    One that the command line names the other way round.
+    """
+    folders = [beside, Path()]
+    pattern = rf"(?<![\w./-]){re.escape(file)}"
+    if any(re.search(pattern, override) for override in overrides):
+        folders = [Path(), beside]
+    shipped = recipes_folder().parent  # of a wheel: recipes/answers.py
+    existing = [folder for folder in (*folders, shipped) if os.path.exists(folder / file)]
+    return os.path.abspath((existing or folders)[0] / file)
 
 
 def _hint(key: str):
@@ -253,7 +277,8 @@ def _hint(key: str):
 
 def _value(key: str, text: str):
     """Read a field's value on the command line: YAML, or text as it is where the field is one."""
-    is_text = _hint(key) in TEXTS
+    hint = _hint(key)
+    is_text = any(hint in (text, text | None) for text in TEXTS)
     with suppress(ValueError) if is_text else naming(f"command line: quote the value of {key}"):
         value = parse_yaml(text)
         if not is_text or isinstance(value, str | None):
@@ -268,18 +293,23 @@ def to_yaml(config: RunConfig) -> str:
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:
     """Name what a recipe says: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
-    named = {}
+    flat_values = {}
     for name, value in values.items():
-        name = prefix + name
-        named |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return named
+        if isinstance(value, dict):
+            flat_values |= flat(value, f"{prefix}{name}.")
+        else:
+            flat_values[prefix + name] = value
+    return flat_values
 
 
 def asked_yaml(config: RunConfig) -> str:
     """Write the part of a recipe that lies beside weights: how these are to be asked."""
     values = dataclasses.asdict(config)
-    asked = {name: {key: values[name][key] for key in keys} for name, keys in KEPT.items()}
-    return yaml.safe_dump(asked | {"sampling": values["sampling"]}, sort_keys=False)
+    kept = {}
+    for section, names in KEPT.items():
+        kept[section] = {name: values[section][name] for name in names}
+    kept["sampling"] = values["sampling"]
+    return yaml.safe_dump(kept, sort_keys=False)
 
 
 def _replace(values, path: list[str], value):
