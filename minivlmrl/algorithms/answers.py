@@ -3,9 +3,9 @@
 A row is a group: its prompt and images are computed once for all of its answers.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -39,9 +39,8 @@ class AnswerBatch(MicroBatch):
 class AnswerAlgorithm(Algorithm):
     """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
 
-    # names of a row's answers
     batch_type = AnswerBatch
-    answers = ("completion",)
+    answers = ("completion",)  # names of a row's answers
     counted = slice(None)  # completions with tokens that count
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -54,9 +53,10 @@ class AnswerAlgorithm(Algorithm):
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
         """Encode the prompts, and each row's answers."""
-        encode = functools.partial(encode_completion, self.processor)
-        names = self.answers
-        answers = [[encode(row.messages, getattr(row, name)) for name in names] for row in rows]
+        answers = []
+        for row in rows:
+            texts = [getattr(row, name) for name in self.answers]
+            answers.append([encode_completion(self.processor, row.messages, x) for x in texts])
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
@@ -69,14 +69,18 @@ class AnswerAlgorithm(Algorithm):
 
     def answered(self, rows: Dataset) -> list[int]:
         """Find the rows that have all answers: their indices, the same on all ranks."""
-        every = range(self.world.rank, len(rows), self.world.size)
-        local = [i for i in every if None not in [getattr(rows[i], name) for name in self.answers]]
-        return sorted(index for part in self.world.gather_objects(local) for index in part)
+        local = []
+        for index in range(self.world.rank, len(rows), self.world.size):
+            row = rows[index]
+            if all(getattr(row, name) is not None for name in self.answers):
+                local.append(index)
+        return sorted(chain(*self.world.gather_objects(local)))
 
     def step(self, batches: list[MicroBatch]) -> Step:
         """Make an optimizer step of micro-batches, with the counts of all ranks."""
         tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
-        counts = Counts(*self.world.sum(sum(len(batch.loss_mask) for batch in batches), tokens))
+        sequences = sum(len(batch.loss_mask) for batch in batches)
+        counts = Counts(*self.world.sum(sequences, tokens))
         for batch in batches:
             batch.counts = counts
         return Step(batches)
@@ -98,7 +102,8 @@ class PairAlgorithm(AnswerAlgorithm):
         parts = pieces([rows[index] for index in share], EVALUATED)
         margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
-        return {"pairs": self.world.sum((margins > 0).sum().item())[0] / len(indices)}
+        [ahead] = self.world.sum((margins > 0).sum().item())
+        return {"pairs": ahead / len(indices)}
 
 
 def pieces(items: Sequence, size: int) -> list[Sequence]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import AdapterCopy
 from minivlmrl.advantages import combine
@@ -25,7 +25,7 @@ from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.reward_functions.names import guarded
-from minivlmrl.rows import Row
+from minivlmrl.rows import Processor, Prompt, Row
 from minivlmrl.scale.checkpoint import load_model
 
 
@@ -49,7 +49,9 @@ class Distill(GRPOStage):
     The teacher is a folder, or the reference.
     """
 
-    stage, batch_type, compares_groups = "distill", DistillBatch, False
+    stage = "distill"
+    batch_type = DistillBatch
+    compares_groups = False
 
     @classmethod
     def check(cls, run):
@@ -63,22 +65,15 @@ class Distill(GRPOStage):
 
     def __init__(self, run, model, processor, world):
         super().__init__(run, model, processor, world)
-        name, self.path = run.reference.teacher_prompt, run.reference.teacher
-        self.shown = load_name(name) if name else lambda row: row
-        self.computed = self.reference.model
-        if self.path is not None:
-            self.reference, path = None, self.path
-            options = model.lm_head.weight.dtype, world.device, getattr(model, "sharding", None)
-            self.computed = load_model(path, *options).requires_grad_(False)
-            ours = processor.tokenizer.backend.get_vocab()
-            theirs = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
-            if others := [text for text in ours if theirs.get(text) != ours[text]]:
-                cause = f"{len(others)} tokens of the student are others here"
-                cure = f"such as {others[0]!r}; a teacher has the student's tokenizer"
-                raise ValueError(f"{path}: {cause}, {cure}")
-            size, least = self.computed.config.vocab_size, model.config.vocab_size
-            require(size >= least, f"{path}: vocab_size", size, f"the student's {least} or more")
-        self.teacher = model if isinstance(self.computed, AdapterCopy) else self.computed
+        self.show = lambda row: row
+        if run.reference.teacher_prompt:
+            self.show = load_name(run.reference.teacher_prompt)
+        self.teacher = self.reference.model
+        if run.reference.teacher is not None:
+            self.teacher = load_teacher(run.reference.teacher, model, processor, world)
+            self.reference = None
+        # whose config and head the teacher has: copied adapters compute on the policy's
+        self.teacher_base = model if isinstance(self.teacher, AdapterCopy) else self.teacher
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
@@ -95,31 +90,63 @@ class Distill(GRPOStage):
     def ask_teacher(self, batch: DistillBatch, rollout: Rollout):
         """Compute the states of the teacher, after its own prompts and the same completions."""
         G = self.config.num_generations
-        rows = batch.completion_index.tolist()
-        asked = dict.fromkeys(row // G for row in rows)
-        completions = [
-            [rollout.completions[i][row % G] for row in rows if row // G == i] for i in asked
-        ]
-        rows_shown = [guarded("teacher_prompt", self.shown, rollout.rows[i]) for i in asked]
-        for row in rows_shown:
-            require(isinstance(row, Row), "what teacher_prompt returns", row, "a Row")
-        prompts = [Row.prompt(row, self.processor) for row in rows_shown]  # not the student's
-        group = pack(prompts, completions, self.teacher.config, self.world.device)
-        with computing(self.computed, self.policy) as teacher:
-            batch.teacher_states = completion_states(teacher, group)
-            logits = F.linear(batch.teacher_states[:1], teacher.lm_head.weight)
-        if not (batch.teacher_states.isfinite().all() and logits.isfinite().all()):
-            raise ValueError(f"reference.teacher: {self.path} computes numbers that are not finite")
-        batch.advantages = torch.zeros(len(rows), device=self.world.device)
+        completions = {}  # of each prompt those of this micro-batch
+        for index in batch.completion_index.tolist():
+            prompt, number = divmod(index, G)
+            completions.setdefault(prompt, []).append(rollout.completions[prompt][number])
+        prompts = [self.teacher_prompt(rollout.rows[index]) for index in completions]
+        config = self.teacher_base.config
+        group = pack(prompts, list(completions.values()), config, self.world.device)
+        with computing(self.teacher, self.policy) as teacher:
+            states = completion_states(teacher, group)
+            logits = F.linear(states[:1], teacher.lm_head.weight)
+        if not (states.isfinite().all() and logits.isfinite().all()):
+            path = self.run.reference.teacher
+            raise ValueError(f"reference.teacher: {path} computes numbers that are not finite")
+        batch.teacher_states = states
+        batch.advantages = torch.zeros(len(batch.completion_index), device=self.world.device)
+
+    def teacher_prompt(self, row: Row) -> Prompt:
+        """Make the prompt that the teacher reads of a row."""
+        shown = guarded("teacher_prompt", self.show, row)
+        require(isinstance(shown, Row), "what teacher_prompt returns", shown, "a Row")
+        return Row.prompt(shown, self.processor)  # not the student's
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = completion_states(self.policy, batch.group)
         # after the forward, which has gathered a sharded head
-        ours = self.policy.lm_head.weight
-        theirs = self.teacher.lm_head.weight.detach()
-        theirs = theirs[: len(ours)]  # rows after these have no token
+        head = self.policy.lm_head.weight
+        # the teacher's may have more rows: they are of no token
+        teacher_head = self.teacher_base.lm_head.weight.detach()[: len(head)]
         weights = batch.group.written.to(torch.promote_types(states.dtype, torch.float32))
-        options = self.run.reference.teacher_beta, self.sample.sampling.temperature
-        tensors = states, ours, batch.teacher_states, theirs, weights / batch.counts.tokens
-        loss, divergences = LinearDivergence.apply(*tensors, *options)
+        loss, divergences = LinearDivergence.apply(
+            states,
+            head,
+            batch.teacher_states,
+            teacher_head,
+            weights / batch.counts.tokens,
+            self.run.reference.teacher_beta,
+            self.sample.sampling.temperature,
+        )
         return loss, {"divergence": batch.mean(divergences)}
+
+
+def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> nn.Module:
+    """Load a model with the student's tokenizer (ValueError: it has another), without gradient."""
+    dtype = student.lm_head.weight.dtype
+    sharding = getattr(student, "sharding", None)
+    teacher = load_model(path, dtype, world.device, sharding).requires_grad_(False)
+    ids = processor.tokenizer.backend.get_vocab()
+    teacher_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
+    differing = [token for token in ids if teacher_ids.get(token) != ids[token]]
+    if differing:
+        raise ValueError(
+            f"{path}: {len(differing)} tokens of the student are others here, "
+            f"such as {differing[0]!r}; a teacher has the student's tokenizer"
+        )
+    size = teacher.config.vocab_size
+    student_size = student.config.vocab_size
+    require(
+        size >= student_size, f"{path}: vocab_size", size, f"the student's {student_size} or more"
+    )
+    return teacher

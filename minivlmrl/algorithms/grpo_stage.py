@@ -21,7 +21,8 @@ VLLM = "minivlmrl.sampling.vllm_sampler:VLLMSampler"  # imported where it is ask
 class GRPOStage(Algorithm, GRPO):
     """GRPO with the options that the book has; `Family` and PPO are made of it."""
 
-    stage, compares_groups = "grpo", True
+    stage = "grpo"
+    compares_groups = True  # it logs how much the rewards of a group differ
 
     @classmethod
     def check(cls, run):
@@ -42,18 +43,22 @@ class GRPOStage(Algorithm, GRPO):
 
     def __init__(self, run, model, processor, world):
         Algorithm.__init__(self, run, model, processor, world)
-        judged = FOLDER in run.rewards
+        has_reward_model = FOLDER in run.rewards
         # the reference's tower is the policy's then; a reward model reads prompts with its own
         frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
         build = build_sampler if run.sampling.engine == "own" else load_name(VLLM)
         sample = build(
-            *(model, processor, run.sampling, world, run.rollout.gather_weights),
-            keeps_vision=frozen and not judged,
+            model,
+            processor,
+            run.sampling,
+            world,
+            run.rollout.gather_weights,
+            keeps_vision=frozen and not has_reward_model,
         )
         rewards = {reward.on(world): run.rewards[reward.name] for reward in run.training_rewards}
         GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
         self.steps_per_rollout = self.config.steps_per_generation
-        self.reward_model = RewardModelScores(run, model, world) if judged else None
+        self.reward_model = RewardModelScores(run, model, world) if has_reward_model else None
 
     def roll_out(self, rows) -> Rollout:
         rollout = super().roll_out(rows)
@@ -71,27 +76,21 @@ class GRPOStage(Algorithm, GRPO):
         if rewards.isnan().all():
             names = ", ".join(self.run.rewards)
             raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions")
-        completions = chain(*rollout.completions)
-        local = [(int(c.written.sum()), c.stopped, c.calls) for c in completions]
-        drawn = [one for rank in self.world.gather_objects(local) for one in rank]
-        lengths = [length for length, *_ in drawn]
-        ended = [length for length, stopped, _ in drawn if stopped]
-        # sums that do not depend on the order of the ranks
-        rewards, total = rewards.double(), total.double()
+        # of float64, whose sums do not depend on the order of the ranks
+        rewards = rewards.double()
+        total = total.double()
         metrics = super().metrics(rollout, rewards, total)
         for name, values in zip(self.run.rewards, rewards.unbind(1), strict=True):
             metrics[f"rewards/{name}/mean"] = values.nanmean().item()
             metrics[f"rewards/{name}/std"] = nanstd(values).item()
-        for kind, some in (("length", lengths), ("terminated_length", ended or [0])):
-            mean = sum(some) / len(some)
-            for of, value in (("mean", mean), ("min", min(some)), ("max", max(some))):
-                metrics[f"completions/{of}_{kind}"] = value
-        metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
+        completions = chain(*rollout.completions)
+        local = [(int(c.written.sum()), c.stopped, c.calls) for c in completions]
+        drawn = list(chain(*self.world.gather_objects(local)))
+        lengths = [length for length, _, _ in drawn]
+        terminated = [length for length, stopped, _ in drawn if stopped]
+        metrics |= length_metrics(lengths, terminated)
         if self.run.sampling.environment:
-            made, failed, cut = map(sum, zip(*(calls for *_, calls in drawn), strict=True))
-            metrics["tools/call_frequency"] = made / len(drawn)
-            metrics["tools/failure_frequency"] = failed / max(made, 1)
-            metrics["tools/cut_ratio"] = cut / len(drawn)
+            metrics |= tool_metrics([calls for _, _, calls in drawn])
         if self.compares_groups:
             std = group_std(total, self.config.num_generations)
             metrics["reward_std"] = std.nanmean().item()
@@ -99,22 +98,47 @@ class GRPOStage(Algorithm, GRPO):
         return metrics
 
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:
-        most = self.config.max_tokens_per_micro_batch
-        if most is None:
+        config = self.config
+        max_tokens = config.max_tokens_per_micro_batch
+        if max_tokens is None:
             return super().split(rollout, part)
-        prompts, G = rollout.prompts, self.config.num_generations
-        lengths = [
-            (len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part
-        ]
-        cut = pieces(lengths, self.config.micro_batch_size, most, self.world)
-        return [[part[i] * G + j for i, j in piece] for piece in cut]
+        lengths = []
+        for i in part:
+            completion_lengths = [len(c.ids) for c in rollout.completions[i]]
+            lengths.append((len(rollout.prompts[i].input_ids), completion_lengths))
+        micro_batches = pieces(lengths, config.micro_batch_size, max_tokens, self.world)
+        return [[part[i] * config.num_generations + j for i, j in rows] for rows in micro_batches]
 
     def diagnose(self, batch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
         """Measure by how many nats trainer and sampler differ about a token, too."""
-        old = batch.old_per_token_logps
-        old = batch.group.pad(logps.detach()) if old is None else old
-        mismatch = ((old - batch.sampler_logps) * batch.group.completion_mask).abs()
-        square = (mismatch.square() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
-        metrics = {"rollout/logp_mismatch": mismatch.max()}
-        metrics["rollout/logp_mismatch_rms"] = square.sqrt()
-        return super().diagnose(batch, logps, entropies) | metrics
+        old_logps = batch.old_per_token_logps
+        if old_logps is None:
+            old_logps = batch.group.pad(logps.detach())
+        mask = batch.loss_mask
+        mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()
+        mean_square = (mismatch.square() * mask).sum() / mask.sum().clamp(min=1)
+        return super().diagnose(batch, logps, entropies) | {
+            "rollout/logp_mismatch": mismatch.max(),
+            "rollout/logp_mismatch_rms": mean_square.sqrt(),
+        }
+
+
+def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
+    """Describe the lengths of all completions, and of those that were not cut."""
+    metrics = {}
+    for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
+        metrics[f"completions/mean_{name}"] = sum(values) / len(values)
+        metrics[f"completions/min_{name}"] = min(values)
+        metrics[f"completions/max_{name}"] = max(values)
+    metrics["completions/clipped_ratio"] = 1 - len(terminated) / len(lengths)
+    return metrics
+
+
+def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
+    """Describe the calls of tools: of each completion how many were made, failed, and if cut."""
+    made, failed, cut = (sum(values) for values in zip(*calls, strict=True))
+    return {
+        "tools/call_frequency": made / len(calls),
+        "tools/failure_frequency": failed / max(made, 1),
+        "tools/cut_ratio": cut / len(calls),
+    }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch, pieces
+from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.batch import Step
 from minivlmrl.logprobs import per_token_logps
@@ -32,7 +32,9 @@ class KTO(AnswerAlgorithm):
     kto_loss's KL is of prompts with the answers of rows before, as in TRL, but over a whole step.
     """
 
-    stage, needs, batch_type = "kto", "labels", KTOBatch
+    stage = "kto"
+    needs = "labels"
+    batch_type = KTOBatch
 
     @staticmethod
     def check(run):
@@ -44,50 +46,57 @@ class KTO(AnswerAlgorithm):
         return True
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        size = self.config.micro_batch_size
         for rows in batches:
             labels = torch.tensor([row.columns["label"] for row in rows])
-            packed = []
             total, good = self.world.sum(len(rows), int(labels.sum()))
             prompts, answers = self.encode(rows)
-            kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
-            size = self.config.micro_batch_size
-            parts = (pieces(items, size) for items in (prompts, answers, labels))
-            for *encoded, marks in zip(*parts, strict=True):
-                batch = self.pack(*encoded)
-                batch.labels = marks.to(self.world.device)
+            kl = None
+            if self.config.loss_type == "kto":
+                kl = self.measure_kl(prompts, answers)
+            micro_batches = []
+            for start in range(0, len(rows), size):
+                part = slice(start, start + size)
+                batch = self.pack(prompts[part], answers[part])
+                batch.labels = labels[part].to(self.world.device)
                 batch.kl = kl
                 batch.shares = good / total, 1 - good / total
-                packed.append(batch)
-            yield self.step(packed)
+                micro_batches.append(batch)
+            yield self.step(micro_batches)
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
         """Estimate the KL to the reference on prompts with the answer of the row before each."""
-        last = self.world.gather_objects(answers[-1])
-        others = [last[self.world.rank - 1], *answers[:-1]]
-        # of whole answers, of policy and reference
+        last_of_ranks = self.world.gather_objects(answers[-1])
+        others = [last_of_ranks[self.world.rank - 1], *answers[:-1]]
         size = self.config.micro_batch_size
-        logps = []
-        for part in zip(pieces(prompts, size), pieces(others, size), strict=True):
-            batch = self.pack(*part)
-            policy = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
-            both = [(x * batch.loss_mask).sum(1) for x in (policy, batch.ref_per_token_logps)]
-            logps.append(torch.stack(both, 1))
-        policy, ref = self.world.all_gather(torch.cat(logps)).split(1, 1)  # (N, 1) each
-        return kto_kl(policy, ref, torch.ones_like(policy))
+        sums = []  # of whole answers, by policy and reference: (R, 2) each
+        for start in range(0, len(prompts), size):
+            part = slice(start, start + size)
+            batch = self.pack(prompts[part], others[part])
+            logps, _ = per_token_logps(self.policy, batch.group)
+            policy = (batch.group.pad(logps) * batch.loss_mask).sum(1)
+            reference = (batch.ref_per_token_logps * batch.loss_mask).sum(1)
+            sums.append(torch.stack([policy, reference], 1))
+        policy, reference = self.world.all_gather(torch.cat(sums)).split(1, 1)  # (N, 1) each
+        return kto_kl(policy, reference, torch.ones_like(policy))
 
     def loss(self, batch: KTOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
         loss, metrics = kto_loss(
-            *(batch.group.pad(logps), batch.loss_mask, batch.labels, self.config),
+            batch.group.pad(logps),
+            batch.loss_mask,
+            batch.labels,
+            self.config,
             ref_per_token_logps=batch.ref_per_token_logps,
             kl=batch.kl,
             counts=batch.counts,
         )
         good = batch.labels.float().mean()
-        shares = {"chosen": good, "rejected": 1 - good}
-        for (name, here), in_step in zip(shares.items(), batch.shares, strict=True):
+        shares = {"rewards/chosen": good, "rewards/rejected": 1 - good}
+        for (name, share), share_of_step in zip(shares.items(), batch.shares, strict=True):
             # so weighed these add up to the mean over all good, or bad, answers of the step
-            mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
-            metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean
+            metrics[name] = metrics[name].nan_to_num(0.0)
+            if share_of_step:
+                metrics[name] = metrics[name] * share / share_of_step
         return loss, metrics | {"entropy": batch.mean(entropies)}

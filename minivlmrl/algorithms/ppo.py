@@ -49,7 +49,9 @@ class PPOBatch(MicroBatch):
 class PPO(GRPOStage):
     """Rollouts as in GRPO; advantages of single tokens, by a critic."""
 
-    stage, batch_type, compares_groups = "ppo", PPOBatch, False
+    stage = "ppo"
+    batch_type = PPOBatch
+    compares_groups = False
 
     @classmethod
     def check(cls, run):
@@ -76,32 +78,40 @@ class PPO(GRPOStage):
 
     def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
         batches = super().micro_batches(rollout, part, advantages)
-        train_on(~rollout.rewards.isnan().all(1), rollout, part, batches, self.world)
+        was_judged = ~rollout.rewards.isnan().all(1)  # (n,)
+        train_on(was_judged, rollout, part, batches, self.world)
         return batches
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
         """Pack the prompts of each optimizer step; advantages and returns of tokens, (R, T)."""
         steps = [self.micro_batches(rollout, part) for part in parts]
-        batches = [*chain(*steps)]
-        config = self.config
         rewards = self.world.all_gather(rollout.rewards)
         total = combine(rewards, self.reward_weights)
         rollout.metrics = self.metrics(rollout, rewards, total)
         scores = self.world.local(total).nan_to_num(0.0)  # (n,)
+        batches = list(chain(*steps))
         for batch in batches:
-            old, ref = batch.old_per_token_logps, batch.ref_per_token_logps
-            ref = old if ref is None else ref
-            ends = scores[batch.completion_index].to(old.device)
-            mask = batch.group.completion_mask
-            earned = token_rewards(ends, old, ref, mask, config.kl_coef)
-            advantages, returns = gae(earned, batch.old_values, config.gamma, config.lam)
-            batch.advantages, batch.returns = advantages, returns
+            self.estimate_advantages(batch, scores[batch.completion_index])
         masks = [batch.loss_mask for batch in batches]
         whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
         for batch, advantages in zip(batches, whitened, strict=True):
             batch.advantages = advantages
         return steps
+
+    def estimate_advantages(self, batch: PPOBatch, scores: Tensor):
+        """Set advantages and returns of tokens, (R, T), from the scores of completions, (R,)."""
+        config = self.config
+        old_logps = batch.old_per_token_logps
+        ref_logps = batch.ref_per_token_logps
+        if ref_logps is None:
+            ref_logps = old_logps
+        scores = scores.to(old_logps.device)
+        mask = batch.group.completion_mask
+        rewards = token_rewards(scores, old_logps, ref_logps, mask, config.kl_coef)
+        advantages, returns = gae(rewards, batch.old_values, config.gamma, config.lam)
+        batch.advantages = advantages
+        batch.returns = returns
 
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities, entropies and values, each (M,)."""
@@ -113,7 +123,10 @@ class PPO(GRPOStage):
     def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies, values = self.logps_and_values(batch.group)
         loss, metrics = ppo_loss(
-            *(batch.group.pad(logps), batch.group.pad(values), batch.loss_mask, self.config),
+            batch.group.pad(logps),
+            batch.group.pad(values),
+            batch.loss_mask,
+            self.config,
             old_per_token_logps=batch.old_per_token_logps,
             old_values=batch.old_values,
             advantages=batch.advantages,

@@ -19,10 +19,10 @@ class Reference:
     """
 
     def __init__(self, policy: nn.Module):
-        # the base of adapters is the policy's
-        twin = AdapterCopy(policy) if adapters(policy) else copy_model(policy, to_compute=True)
+        # copied adapters compute on the policy's base
+        model = AdapterCopy(policy) if adapters(policy) else copy_model(policy, to_compute=True)
         self.policy = policy
-        self.model = twin.requires_grad_(False)
+        self.model = model.requires_grad_(False)
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:

@@ -38,7 +38,8 @@ class RewardModelConfig(RewardLoss, TrainingConfig):
 class RewardModel(PairAlgorithm):
     """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
 
-    stage, trains_policy = "reward_model", False
+    stage = "reward_model"
+    trains_policy = False
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -54,9 +55,9 @@ class RewardModel(PairAlgorithm):
     def micro_batch(self, rows: Sequence[Row]) -> AnswerBatch:
         prompts, answers = self.encode(rows)
         group = pack_to_end(prompts, answers, self.policy.config, self.world.device)
-        margins = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
-        margins = margins.to(self.world.device)
-        return AnswerBatch(group, group.completion_mask, None, margin=margins)
+        margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
+        margin = margin.to(self.world.device)
+        return AnswerBatch(group, group.completion_mask, None, margin=margin)
 
     def rewards(self, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
         """Score the chosen answers, (B,), and the rejected ones, (B,)."""
@@ -64,8 +65,8 @@ class RewardModel(PairAlgorithm):
 
     def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
-        fixed = {"margin": batch.margin.to(chosen.dtype), "counts": batch.counts}
-        return reward_loss(chosen, rejected, self.config, **fixed)
+        margin = batch.margin.to(chosen.dtype)
+        return reward_loss(chosen, rejected, self.config, margin=margin, counts=batch.counts)
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))
@@ -110,5 +111,7 @@ def check_reward_model(run, stage: str):
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stages[: run.stages.index(stage)]:
-        cure = "set reward_model.path to the folder of one, or put reward_model before it in stages"
-        raise ValueError(f"rewards.reward_model: there is no reward model for {stage}; {cure}")
+        raise ValueError(
+            f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to "
+            "the folder of one, or put reward_model before it in stages"
+        )

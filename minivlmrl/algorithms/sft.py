@@ -25,30 +25,33 @@ class SFTConfig(TrainingConfig):
 class SFT(AnswerAlgorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
 
-    stage, needs, batch_type = "sft", "demonstrations", MicroBatch
+    stage = "sft"
+    needs = "demonstrations"
+    batch_type = MicroBatch
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
         padded = batch.group.pad(logps)
-        kind = self.config.loss_type
-        loss = sft_loss(padded, batch.loss_mask, kind, counts=batch.counts)
+        loss = sft_loss(padded, batch.loss_mask, self.config.loss_type, counts=batch.counts)
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
         indices = self.answered(rows)
-        size = self.config.micro_batch_size
         if not indices:
             return {}
         share, count = self.world.equal_share(indices)
-        sums = torch.zeros(2).double()
+        size = self.config.micro_batch_size
+        sums = torch.zeros(2).double()  # of the loss, of its tokens
         for start in range(0, len(share), size):
             batch = self.micro_batch([rows[index] for index in share[start : start + size]])
-            batch.loss_mask[max(0, count - start) :] = 0  # a row that another rank has too
-            logps = batch.group.pad(per_token_logps(self.policy, batch.group)[0]).double()
-            total = sft_loss(logps, batch.loss_mask, self.config.loss_type, counts=Counts(1, 1))
-            sums += torch.stack([total, batch.loss_mask.sum().double()]).cpu()
+            mask = batch.loss_mask
+            mask[max(0, count - start) :] = 0  # a row that another rank has too
+            logps, _ = per_token_logps(self.policy, batch.group)
+            padded = batch.group.pad(logps).double()
+            total = sft_loss(padded, mask, self.config.loss_type, counts=Counts(1, 1))
+            sums += torch.stack([total, mask.sum().double()]).cpu()
         reshard(self.policy)
         total, tokens = self.world.sum(*sums.tolist())
         return {"loss": total / tokens}

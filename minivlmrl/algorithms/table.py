@@ -21,7 +21,9 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
     """
     if stage not in ALGORITHMS:
         raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
-    return Family if stage == "grpo" and needs_family(config.grpo) else ALGORITHMS[stage]
+    if stage == "grpo" and needs_family(config.grpo):
+        return Family
+    return ALGORITHMS[stage]
 
 
 def find_algorithms(config) -> dict[str, type[Algorithm]]:

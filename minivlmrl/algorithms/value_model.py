@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import adapters, full
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
-from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.batch import GroupBatch, as_completions, pack
 from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Completion, Prompt
@@ -41,14 +41,24 @@ class ValueModel(nn.Module):
 def pack_to_end(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device
 ) -> GroupBatch:
-    """Pack with the last token of each completion in the run, which leaves out one after it."""
+    """Pack prompts and completions with the last token of each completion in the run.
 
-    def longer(c: Completion | Tensor) -> Completion:
-        c = Completion(c) if isinstance(c, Tensor) else c
-        ids, written = (torch.cat([x, x[-1:]]) for x in (c.ids, c.written))
-        return replace(c, ids=ids, written=written)
+    A run leaves out the last token, as nothing follows that it would predict. So it is there twice,
+    and the second one is left out. With completions a of 3 and b of 2 tokens:
+        pack           p0 p1 p2 | a0 a1      | b0
+        pack_to_end    p0 p1 p2 | a0 a1 a2   | b0 b1      the state of a2 is that of all of a
+    """
+    longer = []
+    for group in completions:
+        longer.append([repeat_last_token(completion) for completion in as_completions(group)])
+    return pack(prompts, longer, config, device)
 
-    return pack(prompts, [[longer(c) for c in group] for group in completions], config, device)
+
+def repeat_last_token(completion: Completion) -> Completion:
+    """Append a completion's last token once more."""
+    ids = torch.cat([completion.ids, completion.ids[-1:]])
+    written = torch.cat([completion.written, completion.written[-1:]])
+    return replace(completion, ids=ids, written=written)
 
 
 class ValueHead(nn.Linear):
@@ -68,7 +78,10 @@ def value_head(model: nn.Module, weight: Tensor | None = None) -> ValueHead:
     dtype = torch.promote_types(like.dtype, torch.float32)
     head = ValueHead(model.config.hidden_size, 1, bias=False, device=like.device, dtype=dtype)
     with torch.no_grad():
-        head.weight.zero_() if weight is None else head.weight.copy_(weight)
+        if weight is None:
+            head.weight.zero_()
+        else:
+            head.weight.copy_(weight)
     if is_sharded(model):
         model.sharding.shard_head(head)
     return head
@@ -95,7 +108,8 @@ def _read_head(folder: str | Path, backbone: nn.Module) -> Tensor:
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
-    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {"score.weight": shape}:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != {"score.weight": shape}:
         raise ValueError(f"{file}: it must hold score.weight, {shape}")
     return tensors["score.weight"]
 
