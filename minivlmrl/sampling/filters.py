@@ -59,35 +59,39 @@ class Filters:
     """A recipe's filters as the `warp` of make_choose; prompts: (P,) int64 ids of each, of one call."""
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
-        self.sampling, self.prompts, self.num_generations = sampling, prompts, num_generations
+        self.sampling = sampling
+        self.prompts = prompts
+        self.num_generations = num_generations
         self.kept = [[] for _ in range(len(prompts) * num_generations)]  # by row: each token's ids
         self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         """Turn (r, V) logits of these rows into scores, whose softmax is drawn from."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
-            shape = len(self.prompts), logits.shape[-1]
-            seen = logits.new_zeros(shape, dtype=torch.bool)
-            for row, ids in zip(seen, self.prompts, strict=True):
-                row[ids.to(row.device)] = True
+            seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
+            for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
+                seen_by_prompt[ids.to(seen.device)] = True
             self.seen = seen.repeat_interleave(self.num_generations, 0)
         seen = None if self.seen is None else self.seen[rows]
         scores = filter_logits(logits, self.sampling, seen)
         if self.sampling.truncates:
             keeps = ~scores.isneginf()
-            ids = keeps.nonzero()[:, 1].int().cpu().split(keeps.sum(1).tolist())
-            for row, kept in zip(rows.tolist(), ids, strict=True):
-                self.kept[row].append(kept)
+            kept_ids = keeps.nonzero()[:, 1].int().cpu()
+            kept_of_rows = kept_ids.split(keeps.sum(1).tolist())
+            for row, ids in zip(rows.tolist(), kept_of_rows, strict=True):
+                self.kept[row].append(ids)
         return scores
 
-    def tell(self, completions: Iterable[Completion]):
-        """Tell completions from what their tokens were drawn: training scores them on it."""
-        for kept, completion in zip(self.kept, completions, strict=True):
-            if kept := kept[: len(completion.ids)]:
-                completion.sampling_mask = torch.tensor([*map(len, kept)]), torch.cat(kept)
+    def record_masks(self, completions: Iterable[Completion]):
+        """Note in completions from what their tokens were drawn: training scores them on it."""
+        for kept_of_row, completion in zip(self.kept, completions, strict=True):
+            kept = kept_of_row[: len(completion.ids)]  # a row that has ended may run on
+            if kept:
+                counts = torch.tensor([len(ids) for ids in kept])
+                completion.sampling_mask = counts, torch.cat(kept)
 
-    def hear(self, rows: Tensor, ids: Tensor):
-        """Remember tokens ids (r,) of these rows, for the penalty."""
+    def add_seen(self, rows: Tensor, ids: Tensor):
+        """Note tokens ids (r,) of these rows, for the penalty."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
@@ -103,15 +107,16 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tenso
             repetition penalty.
     """
     scores = logits
-    if (penalty := sampling.repetition_penalty) != 1:
+    penalty = sampling.repetition_penalty
+    if penalty != 1:
         penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(seen, penalised, scores)
     if sampling.temperature == 0:
         return scores
     scores = scores / sampling.temperature
     if sampling.top_k:
-        kth = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
-        scores = scores.masked_fill(scores < kth, float("-inf"))
+        largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values  # descending
+        scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
     if sampling.top_p < 1:
         ascending, order = scores.sort(dim=-1)
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
@@ -119,6 +124,6 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tenso
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     if sampling.min_p:
         probs = scores.softmax(-1)
-        least = sampling.min_p * probs.amax(-1, keepdim=True)
-        scores = scores.masked_fill(probs < least, float("-inf"))
+        threshold = sampling.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < threshold, float("-inf"))
     return scores

@@ -42,27 +42,36 @@ def pieces(
     if most_tokens is not None:
         order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
     limit = most_tokens or float("inf")
-    packed = [[]]
-    tokens = 0
+    packed = []
+    piece = []
+    tokens = 0  # of this piece
     for i in order:
-        prompt, completions = lengths[i]
-        rows = list(enumerate(completions))
-        whole = prompt + sum(completions)
-        if whole > limit:
+        prompt_length, completion_lengths = lengths[i]
+        rows = list(enumerate(completion_lengths))
+        group_tokens = prompt_length + sum(completion_lengths)
+        if group_tokens > limit:
             rows.sort(key=lambda row: row[1])
-        if len({i for i, _ in packed[-1]}) == most_prompts or tokens + whole > limit:
-            packed, tokens = [*packed, []], 0
+        # a group begins in a piece that has room for all of it
+        is_full = len({i for i, _ in piece}) == most_prompts or tokens + group_tokens > limit
         for number, (j, length) in enumerate(rows):
-            if number and tokens + length > limit:
-                packed, tokens = [*packed, []], 0
-            tokens += length + prompt * (not packed[-1] or number == 0)
-            packed[-1].append((i, j))
+            if number > 0:
+                is_full = tokens + length > limit
+            if is_full:
+                packed.append(piece)
+                piece = []
+                tokens = 0
+            if number == 0 or not piece:
+                tokens += prompt_length
+            tokens += length
+            piece.append((i, j))
+    packed.append(piece)
     packed = [piece for piece in packed if piece]
-    most = max(world.gather_objects(len(packed))) if world else 0
-    while len(packed) < most:
+    num_pieces = max(world.gather_objects(len(packed))) if world else 0
+    while len(packed) < num_pieces:
         largest = max(packed, key=len)
-        at = packed.index(largest)
-        packed[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+        index = packed.index(largest)
+        half = len(largest) // 2
+        packed[index : index + 1] = [largest[:half], largest[half:]]
     return packed
 
 
@@ -70,9 +79,9 @@ def largest_piece(
     prompts: int, prompt: int, completions: list[int], most_tokens: int | None
 ) -> tuple[int, int]:
     """Count prompts of these lengths in the largest piece, and completions of each."""
-    piece = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
-    some = len({i for i, _ in piece})
-    return some, math.ceil(len(piece) / some)
+    largest = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
+    num_prompts = len({i for i, _ in largest})
+    return num_prompts, math.ceil(len(largest) / num_prompts)
 
 
 def in_pieces(
@@ -80,8 +89,8 @@ def in_pieces(
 ) -> list[list]:
     """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit, or one."""
     completions: list = [None] * len(prompts)
-    new = num_generations * sampling.max_new_tokens
-    lengths = [(len(prompt.input_ids), [new]) for prompt in prompts]
+    most_new = num_generations * sampling.max_new_tokens
+    lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, world):
         chosen = [i for i, _ in piece]
         drawn = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

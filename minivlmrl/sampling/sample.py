@@ -31,7 +31,9 @@ class RunSampler(Sampler):
         gather_weights=True, keeps_vision=False, listen: Callable = lambda *_: None,
     ):  # fmt: skip
         super().__init__(model, processor, sampling, world.device)  # weights may be offloaded
-        self.world, self.gather_weights, self.listen = world, gather_weights, listen
+        self.world = world
+        self.gather_weights = gather_weights
+        self.listen = listen
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
         on_gpu = world.device.type == "cuda" and not by_layer
@@ -55,7 +57,7 @@ class RunSampler(Sampler):
                 keep_vision(model, prompts, self.device)
             groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
         if self.filters is not None:
-            self.filters.tell(chain(*groups))
+            self.filters.record_masks(chain(*groups))
         return groups
 
     def prove(self, rollout, max_logp_mismatch: float):
@@ -77,7 +79,7 @@ class RunSampler(Sampler):
     def hear(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Take tokens (r,) of rows (r,), drawn or answered; (r,) bool: a stop string is complete."""
         if self.filters is not None:
-            self.filters.hear(rows, ids)
+            self.filters.add_seen(rows, ids)
         self.listen(rows, ids)
         if self.texts is None:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -86,21 +88,24 @@ class RunSampler(Sampler):
     def chooser(self, prompts, num_generations, keys) -> Choose:
         """Make the function that chooses tokens: the book's, with filters and stop strings."""
         ids = [prompt.input_ids for prompt in prompts]
-        filtered = self.sampling.filtered
-        self.filters = Filters(self.sampling, ids, num_generations) if filtered else None
-        if texts := self.sampling.stop_strings:
-            rows = [prompt for prompt in ids for _ in range(num_generations)]
-            self.texts = StopStrings(texts, self.processor.tokenizer, rows)
+        if self.sampling.filtered:
+            self.filters = Filters(self.sampling, ids, num_generations)
+        strings = self.sampling.stop_strings
+        if strings:
+            ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
+            self.texts = StopStrings(strings, self.processor.tokenizer, ids_of_rows)
         return self.telling(super().chooser(prompts, num_generations, keys, self.filters))
 
 
 def keep_vision(model, prompts: Sequence[Prompt], device):
     """Let prompts keep what a frozen tower makes of their images, for reference and training."""
-    merge = model.config.vision_config.spatial_merge_size**2
-    tokens = [int(prompt.image_grid_thw.prod(-1).sum()) // merge for prompt in prompts]
-    if not sum(tokens):
+    patches_per_token = model.config.vision_config.spatial_merge_size**2
+    num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
+    if not any(num_patches):
         return
-    pixels = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), device)
-    embeds = model.visual(pixels, torch.cat([prompt.image_grid_thw for prompt in prompts]))
-    for prompt, seen in zip(prompts, embeds.split(tokens), strict=True):
-        prompt.vision_embeds = seen
+    pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), device)
+    image_grid_thw = torch.cat([prompt.image_grid_thw for prompt in prompts])
+    vision_embeds = model.visual(pixel_values, image_grid_thw)
+    num_tokens = [count // patches_per_token for count in num_patches]
+    for prompt, embeds in zip(prompts, vision_embeds.split(num_tokens), strict=True):
+        prompt.vision_embeds = embeds

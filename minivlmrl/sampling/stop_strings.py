@@ -10,8 +10,9 @@ from minivlmrl.hub.tokenizer import Tokenizer
 
 # Byte-level BPE writes a byte as one character: printable ones of Latin-1, others from 256 on.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-BYTES = {chr(byte): byte for byte in PRINTABLE}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+CHARACTERS = [*map(chr, PRINTABLE), *map(chr, range(256, 256 + len(OTHERS)))]
+BYTES = dict(zip(CHARACTERS, (*PRINTABLE, *OTHERS), strict=True))
 # for an id without a token; it is nowhere in UTF-8, so no text is found across it
 NO_TEXT = b"\xff"
 
@@ -39,18 +40,22 @@ class StopStrings:
         self.strings = [string.encode() for string in strings]
         self.longest = max(map(len, self.strings))
         self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
-        last = (ids[-self.longest :].tolist() for ids in prompts)
-        self.before = [b"".join(map(self.bytes_of, ids)) for ids in last]
+        self.before = []  # of each row the last bytes of its text
+        for ids in prompts:
+            last_ids = ids[-self.longest :].tolist()
+            self.before.append(b"".join(map(self.bytes_of, last_ids)))
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Note that these rows, (r,) numbers, drew tokens, (r,) ids; (r,) bool: that ends them."""
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
             before = self.before[row]
-            token = self.bytes_of(token_id)
-            text = before + token
-            known = len(before) + 1
-            # so little of what comes before that a match needs the token
-            ends.append(any(s in text[max(0, known - len(s)) :] for s in self.strings))
+            text = before + self.bytes_of(token_id)
+            is_complete = False
+            for string in self.strings:
+                # so little of what comes before that a match needs the token
+                start = max(0, len(before) + 1 - len(string))
+                is_complete |= string in text[start:]
+            ends.append(is_complete)
             self.before[row] = text[-self.longest :]
         return torch.tensor(ends, device=ids.device)

@@ -148,7 +148,7 @@ class VLLMSampler(RunSampler):
         Choosing.rollout = None
         groups = collect(rollout.steps, num_generations)
         if self.filters is not None:
-            self.filters.tell(chain(*groups))
+            self.filters.record_masks(chain(*groups))
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:

@@ -60,11 +60,11 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
     choose = make_choose(sampling, stop, draw, filters, device)
     if filters:
-        choose = hearing(choose, filters.hear)
+        choose = hearing(choose, filters.add_seen)
     choose = wrap(choose) if wrap else choose
     groups = generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
     if filters:
-        filters.tell(itertools.chain(*groups))
+        filters.record_masks(itertools.chain(*groups))
     return groups
 
 
