@@ -161,12 +161,12 @@ def test_workers_have_one_cpu_thread_and_leave_those_of_the_step():
 
 
 def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
-    """AHEAD bounds the memory that they take."""
-    monkeypatch.setattr(batches_file, "AHEAD", 3)
+    """MAX_AHEAD bounds the memory that they take."""
+    monkeypatch.setattr(batches_file, "MAX_AHEAD", 3)
     rows = Delayed()
     draws = batches(rows=rows, image_workers=2)
     for number in range(1, 4):
-        expected = {row.index for row in next(draws)} | {index for index, _ in draws.coming[:3]}
+        expected = {row.index for row in next(draws)} | {index for index, _ in draws.next_draw[:3]}
         [future.result() for future in draws.ahead]
         assert set(rows.read) >= expected and len(rows.read) == 4 * number + 3
 

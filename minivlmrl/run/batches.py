@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,11 +17,15 @@ from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.task import get_task
 
-MOST_SKIPPED = 100  # rows one after the other that may be unreadable
-AHEAD = 64  # rows of the next draw that threads make: 1.5 GB as patches if each has a megapixel
+MAX_SKIPPED = 100  # rows one after the other that may be unreadable
+MAX_AHEAD = 64  # rows of the next draw that threads make: 1.5 GB as patches at a megapixel each
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
-NEEDS = {"prompts": (), "demonstrations": ("completion",)}
-NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
+NEEDS = {
+    "prompts": (),
+    "demonstrations": ("completion",),
+    "pairs": ("chosen", "rejected"),
+    "labels": ("completion", "label"),
+}
 
 
 @dataclass
@@ -49,8 +53,9 @@ class DataSection(RowOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        template, asked = self.prompt_template, "a text with {problem} in it, the task's question"
-        require("{problem}" in template or not self.task, "prompt_template", template, asked)
+        has_problem = "{problem}" in self.prompt_template or not self.task
+        expected = "a text with {problem} in it, the task's question"
+        require(has_problem, "prompt_template", self.prompt_template, expected)
         require(self.eval_rewards, "eval_rewards", [], "names of rewards; the first is what counts")
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
@@ -64,18 +69,18 @@ def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution"
         stages: for each stage what its rows must have, a key of NEEDS.
         reward_columns, eval_columns: what rewards ask of rows answered in training, and held out.
     """
-    config, files = run.data, run.data.files
+    config = run.data
+    files = config.files
     sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
-    filed = bool(stages) and stages.keys() <= files.keys()
-    if len(sources) > 1 or (sources == ["task"] and files) or not (sources or filed):
-        ways = "data.task, data.train_file, data.train, or data.files of every stage"
-        raise ValueError(f"data: set either {ways}; set are {', '.join(sources) or 'none'}")
+    has_files = bool(stages) and stages.keys() <= files.keys()  # of all stages
+    is_clear = len(sources) == 1 or (not sources and has_files)
+    if not is_clear or (sources == ["task"] and files):
+        raise ValueError(
+            "data: set either data.task, data.train_file, data.train, or data.files of every "
+            f"stage; set are {', '.join(sources) or 'none'}"
+        )
     if config.task is not None:
-        training, held_out = get_task(config.task).datasets(config, run.seed)
-        for stage, needs in stages.items():
-            if needs not in training:
-                raise ValueError(f"stages: {stage} needs {needs}, data.task {config.task} has none")
-        return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
+        return load_task(run, stages)
     columns = NEEDS | {"prompts": tuple(reward_columns)}
     datasets = {}
     for stage, needs in stages.items():
@@ -86,30 +91,47 @@ def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution"
     return datasets
 
 
-def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) -> Dataset:
+def load_task(run, stages: dict[str, str]) -> dict[str, Dataset]:
+    """Take the rows of the embedded task that a recipe names."""
+    training, held_out = get_task(run.data.task).datasets(run.data, run.seed)
+    datasets = {}
+    for stage, needs in stages.items():
+        if needs not in training:
+            raise ValueError(f"stages: {stage} needs {needs}, data.task {run.data.task} has none")
+        datasets[stage] = training[needs]
+    return datasets | {"eval": held_out}
+
+
+def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: bool) -> Dataset:
     """Open the rows of a stage's file, or of the recipe's; several files are one dataset."""
     config = run.data
-    path = file or run.data.train_file
-    files = config.train if path is None else []
+    path = file or config.train_file
+    sections = config.train if path is None else []
     if path is not None and Path(path).suffix in (".yaml", ".yml"):
-        files = read_mix(Path(path))
-    if not files:
+        sections = read_mix(Path(path))
+    if not sections:
         return _rows(config, path, columns)
     parts = []
-    for section in files:
-        if unknown := [name for name in section.rewards if name not in run.rewards]:
-            lacks = f"the recipe has no reward {unknown[0]!r}; there are: {', '.join(run.rewards)}"
-            raise ValueError(f"data.train: {section.file}: {lacks}")
+    for section in sections:
+        for name in section.rewards:
+            if name not in run.rewards:
+                raise ValueError(
+                    f"data.train: {section.file}: the recipe has no reward {name!r}; "
+                    f"there are: {', '.join(run.rewards)}"
+                )
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        root = section.image_root or config.image_root
         needed = columns
-        if section.rewards and judged:
-            needed = columns_of(r for r in run.training_rewards if r.name in section.rewards)
-        parts.append(_rows(config, section.file, needed, None, constants, image_root=root))
-    return mix(parts, files)
+        if section.rewards and is_judged:
+            rewards = [r for r in run.training_rewards if r.name in section.rewards]
+            needed = columns_of(rewards)
+        image_root = section.image_root or config.image_root
+        part = _rows(config, section.file, needed, constants=constants, image_root=image_root)
+        parts.append(part)
+    return mix(parts, sections)
 
 
 def _rows(config: DataSection, path: str, columns, limit=None, constants=(), **changed):
+    """Open a file of rows with these columns; `changed` are options of RowOptions."""
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
     return FileDataset(path, ("problem", *columns), limit, constants, **options | changed)
 
@@ -133,46 +155,58 @@ class Batches(Iterator):
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
-        data, size, seed = algorithm.run.data, algorithm.config.prompts_per_step, algorithm.run.seed
-        self.dataset, self.world, self.draws = dataset, algorithm.world, draws
-        self.key = f"{seed}/{algorithm.stage}"
-        self.size = size
-        self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
+        data = algorithm.run.data
+        seed = algorithm.run.seed
+        self.dataset = dataset
+        self.world = algorithm.world
+        self.processor = algorithm.processor
+        self.skip_unreadable = data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
-        rows = size * algorithm.steps_per_rollout
-        self.numbers = shuffled(len(dataset), rows, seed, draws * rows)
+        self.key = f"{seed}/{algorithm.stage}"
+        self.step_size = algorithm.config.prompts_per_step
+        draw_size = self.step_size * algorithm.steps_per_rollout
+        self.numbers = shuffled(len(dataset), draw_size, seed, draws * draw_size)
         # each with one CPU thread: with teams of their own all would wait longer
-        one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
-        self.workers = ThreadPoolExecutor(max(1, data.image_workers), **one_thread)
-        self.most = AHEAD if data.image_workers else 0
-        self.coming = self.draw(draws)
-        self.ahead = []
+        num_workers = max(1, data.image_workers)
+        self.workers = ThreadPoolExecutor(
+            num_workers, initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self.max_ahead = MAX_AHEAD if data.image_workers else 0
+        self.draws = draws
+        self.next_draw = self.draw(draws)
+        self.ahead = []  # rows of it that threads make already
 
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Of each row of the next draw: its number in the dataset, and its key."""
         numbers = next(self.numbers)
-        size = self.size
-        steps = (range(first, first + size) for first in range(0, len(numbers), size))
-        positions = [i for step in steps for i in self.world.share(step)]
-        return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]
+        rows = []
+        for first in range(0, len(numbers), self.step_size):
+            for position in self.world.share(range(first, first + self.step_size)):
+                rows.append((numbers[position], f"{self.key}/{number}/{position}"))
+        return rows
 
     def __next__(self) -> list[Row]:
-        drawn, self.coming = self.coming, self.draw(self.draws + 1)
-        later = drawn[len(self.ahead) :]
-        made = self.ahead + [self.workers.submit(self.make, *which) for which in later]
-        self.ahead = [self.workers.submit(self.make, *which) for which in self.coming[: self.most]]
+        draw = self.next_draw
+        self.next_draw = self.draw(self.draws + 1)
+        futures = self.ahead + self.submit(draw[len(self.ahead) :])
+        self.ahead = self.submit(self.next_draw[: self.max_ahead])
         try:
-            rows = [self.noted(*future.result()) for future in made]
+            rows = [self.noted(*future.result()) for future in futures]
         except BaseException:  # the process ends: it need not wait for the other images
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
         self.draws += 1
         return rows
 
+    def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
+        """Let threads make the prompts of a part of a draw."""
+        return [self.workers.submit(self.make, index, key) for index, key in draw]
+
     def make(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
         """Make a row's prompt, or the next readable one's; and what was wrong, by number."""
         failures = {}
-        for number in (number % len(self.dataset) for number in range(index, index + MOST_SKIPPED)):
+        for distance in range(MAX_SKIPPED):
+            number = (index + distance) % len(self.dataset)
             try:
                 row = replace(self.dataset[number], index=number, key=key)
                 return MadeRow(**vars(row), made=row.prompt(self.processor)), failures
@@ -189,8 +223,9 @@ class Batches(Iterator):
                 self.skipped.add(number)
                 warnings.warn(f"{failure}; row left out, {len(self.skipped)} so far", stacklevel=2)
         if row is None:
-            before = f"so are the {MOST_SKIPPED - 1} rows before it"
-            raise ValueError(f"{failure}; data.skip_unreadable: {before}")
+            raise ValueError(
+                f"{failure}; data.skip_unreadable: so are the {MAX_SKIPPED - 1} rows before it"
+            )
         return row
 
 
@@ -207,8 +242,11 @@ def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[lis
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
     """Refuse a step that the ranks cannot share equally (ValueError)."""
-    if over := prompts_per_step % ranks:
-        low = prompts_per_step - over
-        near = f"{low} or {low + ranks}" if low else ranks
-        name = f"{stage}.prompts_per_step is {prompts_per_step}"
-        raise ValueError(f"{name}, which {ranks} ranks cannot share equally: take {near}")
+    remainder = prompts_per_step % ranks
+    if remainder:
+        lower = prompts_per_step - remainder
+        nearest = f"{lower} or {lower + ranks}" if lower else ranks
+        raise ValueError(
+            f"{stage}.prompts_per_step is {prompts_per_step}, "
+            f"which {ranks} ranks cannot share equally: take {nearest}"
+        )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +16,7 @@ from minivlmrl.environments.environment import with_tools
 from minivlmrl.hub.folder import ASKED, read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import RESIZE
-from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.config import asked_yaml
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
@@ -29,28 +29,22 @@ def build_model(
     config, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[nn.Module, Processor]:
     """Load the recipe's checkpoint, or make a random model with a tokenizer of the task or rows."""
-    section, data, sharding = config.model, config.data, None
+    section = config.model
     if (section.path is None) == (section.config is None):
         raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
     dtype = DTYPES[section.dtype]
     recompute = section.activation_checkpointing
-    bounds = data.min_pixels, data.max_pixels
+    pixel_bounds = config.data.min_pixels, config.data.max_pixels
+    sharding = None
     if config.uses_fsdp:
-        computed = DTYPES.get(section.compute_dtype)
-        sharding = Sharding(config.sharding, world, dtype, recompute, computed)
+        compute_dtype = DTYPES.get(section.compute_dtype)
+        sharding = Sharding(config.sharding, world, dtype, recompute, compute_dtype)
     if section.path:
-        processor = load_processor(section.path, *bounds)
+        processor = load_processor(section.path, *pixel_bounds)
         model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
-    elif data.task is None and not datasets:
-        raise ValueError("model.config needs an embedded task or rows to train on; set model.path")
     else:
-        if data.task:
-            tokenizer = get_task(data.task).tokenizer()
-        else:
-            values = read_json(Path(section.config))
-            size = ModelConfig.from_dict(values, section.config).vocab_size
-            tokenizer = train_tokenizer(_texts(datasets), size)
-        model, processor = random_model(section.config, tokenizer, config.seed, *bounds)
+        tokenizer = make_tokenizer(config, datasets)
+        model, processor = random_model(section.config, tokenizer, config.seed, *pixel_bounds)
         config.adapter.place(model.to(world.device, dtype))
         if sharding is not None:
             sharding.shard(model)
@@ -60,22 +54,48 @@ def build_model(
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
-    images = processor.image_processor
+    return model, adapt_processor(processor, config)
+
+
+def make_tokenizer(config, datasets: dict[str, Dataset] | None) -> Tokenizer:
+    """Take the tokenizer of the task, or train one on the rows, for random weights."""
+    if config.data.task:
+        return get_task(config.data.task).tokenizer()
+    if not datasets:
+        raise ValueError("model.config needs an embedded task or rows to train on; set model.path")
+    path = config.model.config
+    vocab_size = ModelConfig.from_dict(read_json(Path(path)), path).vocab_size
+    return train_tokenizer(_texts(datasets), vocab_size)
+
+
+def adapt_processor(processor: Processor, config) -> Processor:
+    """Let a processor do what the recipe's data section asks for, and say so in its folder."""
+    data = config.data
+    image_processor = processor.image_processor
     if isinstance(data.resize, str):
-        images = replace(images, resize=RESIZE[data.resize])
+        image_processor = replace(image_processor, resize=RESIZE[data.resize])
     processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
-    space = data.box_space or processor.box_space
-    options = {"image_processor": images, "answer": data.answer, "box_space": space}
-    options["template"] = with_values(processor.template, data.template)
-    return model, with_tools(replace(processor, **options), config.sampling.environment)
+    processor = replace(
+        processor,
+        image_processor=image_processor,
+        template=with_values(processor.template, data.template),
+        answer=data.answer,
+        box_space=data.box_space or processor.box_space,
+    )
+    return with_tools(processor, config.sampling.environment)
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
     """Yield what a tokenizer is trained on: questions and answers of 10,000 rows a stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
-    for rows in (rows for stage, rows in datasets.items() if stage != "eval"):
+    for stage, rows in datasets.items():
+        if stage == "eval":
+            continue
         for row in islice(rows, 10_000):
-            answers = filter(None, (row.completion, row.chosen, row.rejected))
-            for turn in chain(row.messages, *map(as_turns, answers)):
+            turns = list(row.messages)
+            for answer in (row.completion, row.chosen, row.rejected):
+                if answer:
+                    turns += as_turns(answer)
+            for turn in turns:
                 yield text_of(turn)
             yield str(row.columns.get("solution") or "")
