@@ -34,16 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     name = arguments[0] if arguments else "--help"
     try:
         if name not in TOOLS:
-            lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
-            print("usage: python -m minivlmrl TOOL [--help] ...", "", *lines, sep="\n", flush=True)
-            if name not in ("-h", "--help"):
-                print(f"\n{name!r} is not one of these tools", file=sys.stderr)
-            return 0 if name in ("-h", "--help") else 2
+            return print_usage(name)
         module, _, function = TOOLS[name][0].partition(":")
         package = module.split(".")[0]
         if package == "minivlmrl_audit" and importlib.util.find_spec(package) is None:
-            cure = "pip install ./audit, in a clone"
-            raise ValueError(f"it is a distribution of its own, minivlmrl-audit: {cure}")
+            raise ValueError(
+                "it is a distribution of its own, minivlmrl-audit: pip install ./audit, in a clone"
+            )
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except (ValueError, FloatingPointError) as error:  # what the user has to change
         line = shortened(" ".join(str(error).split()))
@@ -53,9 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
         print()
         return 130  # as in shells
     except BrokenPipeError:  # the reader of the output, such as `head`, is gone
-        # or Python's last flush would fail again
+        # without this, Python's last flush would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def print_usage(name: str) -> int:
+    """List the tools; returns 2 if `name` was meant to be one."""
+    lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
+    print("usage: python -m minivlmrl TOOL [--help] ...", "", *lines, sep="\n", flush=True)
+    if name in ("-h", "--help"):
+        return 0
+    print(f"\n{name!r} is not one of these tools", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

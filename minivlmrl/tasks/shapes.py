@@ -1,7 +1,8 @@
 """The task of the default run: name the colour and the shape of the one object in a small picture.
 
 A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2
-    shapes): <think>I see green</think><answer>green square</answer>
+shapes): <think>I see green</think><answer>green square</answer>
+
 Demonstrations for sft are few and often wrong: they teach the form of an answer and a vague idea of
 the task. The rest is left to reinforcement learning, with a reward that is always right.
 """
@@ -18,8 +19,14 @@ from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.task import FRESH_ROWS, Task
 
-COLORS = {"red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210)}
-COLORS |= {"yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35)}
+COLORS = {
+    "red": (220, 50, 47),
+    "green": (60, 160, 60),
+    "blue": (50, 90, 210),
+    "yellow": (225, 190, 20),
+    "purple": (140, 60, 170),
+    "black": (35, 35, 35),
+}
 SHAPES = ("square", "triangle")
 LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
@@ -52,16 +59,16 @@ class Shapes:
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw(label, rng)
-        shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
+        shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         if self.labelled:
-            good = index % 2 == 0
-            demonstrated = answer(label) if good else rejected
-            return Row(messages, [image], columns | {"label": good}, demonstrated)
-        demonstrated = answer(shown) if self.tags else shown
+            is_good = index % 2 == 0
+            columns["label"] = is_good
+            return Row(messages, [image], columns, answer(label) if is_good else rejected)
+        demonstrated = answer(shown_label) if self.tags else shown_label
         return Row(messages, [image], columns, demonstrated, answer(label), rejected)
 
 
@@ -80,12 +87,15 @@ def worse(label: str, rng: random.Random) -> str:
     other_shape = SHAPES[1 - SHAPES.index(shape)]
     text = answer(label)
     kind = rng.randrange(4)
-    if kind < 2:
-        return answer(f"{color} {other_shape}" if kind else f"{other_color} {shape}")
+    if kind == 0:
+        return answer(f"{other_color} {shape}")
+    if kind == 1:
+        return answer(f"{color} {other_shape}")
     if kind == 2:
         return text.replace(label, f"{other_color} {shape}")
     start = rng.randrange(1, len(text))
-    return text[:start] + text[start + rng.randint(1, 12) :]
+    end = start + rng.randint(1, 12)
+    return text[:start] + text[end:]
 
 
 def draw(label: str, rng: random.Random) -> PIL.Image.Image:
@@ -99,19 +109,18 @@ def draw(label: str, rng: random.Random) -> PIL.Image.Image:
 
 
 def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
-    """Draw an object that fills a box in pixels."""
-    # PIL's last pixel is inside
-    left = box[0]
-    top = box[1]
-    right = box[2] - 1
+    """Draw an object that fills a box in pixels: left, top, right, bottom."""
+    left, top = box[:2]
+    right = box[2] - 1  # PIL draws the last pixel too
     bottom = box[3] - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
         corners = [((left + right) / 2, top), (left, bottom), (right, bottom)]
         pen.polygon(corners, fill=COLORS[color])
+    elif shape == "circle":
+        pen.ellipse((left, top, right, bottom), fill=COLORS[color])
     else:
-        paint = pen.ellipse if shape == "circle" else pen.rectangle
-        paint((left, top, right, bottom), fill=COLORS[color])
+        pen.rectangle((left, top, right, bottom), fill=COLORS[color])
 
 
 def tokenizer() -> Tokenizer:
@@ -136,12 +145,18 @@ def datasets(
         pairs: rows for dpo, kto and reward_model.
     """
     wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
-    # demonstrations say the label where the rewards look for it
-    shown = {"wrong_labels": wrong_demonstrations, "tags": data.answer == "tags"}
-    training = {"demonstrations": Shapes(demonstrations, f"{seed}/sft", **shown, **wording)}
-    training["pairs"] = Shapes(pairs, f"{seed}/pairs", **wording)
-    training["labels"] = Shapes(pairs, f"{seed}/pairs", labelled=True, **wording)
-    training["prompts"] = Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
+    training = {
+        "demonstrations": Shapes(
+            demonstrations,
+            f"{seed}/sft",
+            wrong_labels=wrong_demonstrations,
+            tags=data.answer == "tags",  # they say the label where the rewards look for it
+            **wording,
+        ),
+        "pairs": Shapes(pairs, f"{seed}/pairs", **wording),
+        "labels": Shapes(pairs, f"{seed}/pairs", labelled=True, **wording),
+        "prompts": Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
+    }
     return training, Shapes(data.eval_rows, "eval", **wording)
 
 
