@@ -20,49 +20,86 @@ from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Row
 from minivlmrl.tasks.task import FRESH_ROWS, Task
 
-COLORS = {"red": (215, 30, 35), "green": (20, 140, 50), "blue": (40, 70, 220), "yellow": (240, 215, 30)}
-COLORS |= {"purple": (130, 40, 150), "gray": (120, 120, 120), "pink": (255, 160, 200), "brown": (120, 70, 30)}
-COLORS |= {"cyan": (70, 220, 225), "white": (250, 250, 250), "orange": (250, 140, 20), "lime": (160, 240, 60)}
-COLUMNS, ROWS, CELL = 4, 3, 14  # cells across and down a picture, pixels a side of a cell
+COLORS = {
+    "red": (215, 30, 35),
+    "green": (20, 140, 50),
+    "blue": (40, 70, 220),
+    "yellow": (240, 215, 30),
+    "purple": (130, 40, 150),
+    "gray": (120, 120, 120),
+    "pink": (255, 160, 200),
+    "brown": (120, 70, 30),
+    "cyan": (70, 220, 225),
+    "white": (250, 250, 250),
+    "orange": (250, 140, 20),
+    "lime": (160, 240, 60),
+}
+COLUMNS = 4  # cells across a picture
+ROWS = 3  # cells down
+CELL = 14  # pixels a side of a cell
 CELLS = [(x, y) for y in range(ROWS) for x in range(COLUMNS)]
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # up, right, down, left
-PROBLEM, ANSWER = "From {}", "<think> {}</think><answer> {}</answer>"
+PROBLEM = "From {}"
+ANSWER = "<think> {}</think><answer> {}</answer>"
 
 
 def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
     """Draw two or more ways of so many moves from cell to neighbour, as many as fit; they share no cell."""
     while True:
         free = set(CELLS)
-        found = []
+        found_ways = []
         for start in rng.sample(CELLS, len(CELLS)):
-            way = [start] if start in free else []
-            while way and len(way) <= moves:
-                near = [(way[-1][0] + x, way[-1][1] + y) for x, y in MOVES]
-                near = [cell for cell in near if cell in free and cell not in way]
-                way = [*way, rng.choice(near)] if near else []
-            found += [way] if way else []
-            free -= set(way)
-        if len(found) > 1:
-            return found
+            if start not in free:
+                continue
+            way = walk(start, moves, free, rng)
+            if way:
+                found_ways.append(way)
+                free -= set(way)
+        if len(found_ways) > 1:
+            return found_ways
+
+
+def walk(start: tuple[int, int], moves: int, free: set, rng: random.Random) -> list[tuple[int, int]]:
+    """Draw a way over free cells; an empty one where it gets stuck."""
+    way = [start]
+    for _ in range(moves):
+        x, y = way[-1]
+        neighbours = [(x + right, y + down) for right, down in MOVES]
+        open_cells = [cell for cell in neighbours if cell in free and cell not in way]
+        if not open_cells:
+            return []
+        way.append(rng.choice(open_cells))
+    return way
 
 
 def draw(colors: dict, arrows: dict) -> PIL.Image.Image:
     """Draw the cells; an arrow has a black shaft in its own cell, and a head of that colour in the next one."""
     image = PIL.Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
     pen = PIL.ImageDraw.Draw(image)
-    middle = (CELL - 1) / 2
     for (x, y), color in colors.items():
-        pen.rectangle((x * CELL, y * CELL, (x + 1) * CELL - 1, (y + 1) * CELL - 1), fill=COLORS[color])
-    for (x, y), (to_x, to_y) in arrows.items():
-        u = to_x - x
-        v = to_y - y
-
-        def at(along, across, x=x, y=y, u=u, v=v):
-            return x * CELL + middle + along * u - across * v, y * CELL + middle + along * v + across * u
-
-        pen.polygon([at(-2, -1), at(-2, 1), at(6, 1), at(6, -1)], fill="black")
-        pen.polygon([at(7.5, -4.5), at(7.5, 4.5), at(12.5, 0)], fill=COLORS[colors[x, y]])
+        left = x * CELL
+        top = y * CELL
+        pen.rectangle((left, top, left + CELL - 1, top + CELL - 1), fill=COLORS[color])
+    for cell, next_cell in arrows.items():
+        shaft = [(-2, -1), (-2, 1), (6, 1), (6, -1)]
+        head = [(7.5, -4.5), (7.5, 4.5), (12.5, 0)]
+        pen.polygon(turned(shaft, cell, next_cell), fill="black")
+        pen.polygon(turned(head, cell, next_cell), fill=COLORS[colors[cell]])
     return image
+
+
+def turned(corners: list, cell: tuple[int, int], next_cell: tuple[int, int]) -> list:
+    """Place corners of an arrow that points right, in pixels from the middle of its cell."""
+    right = next_cell[0] - cell[0]  # the direction: (1, 0) right, (0, 1) down
+    down = next_cell[1] - cell[1]
+    middle_x = cell[0] * CELL + (CELL - 1) / 2
+    middle_y = cell[1] * CELL + (CELL - 1) / 2
+    placed = []
+    for along, across in corners:
+        x = middle_x + along * right - across * down
+        y = middle_y + along * down + across * right
+        placed.append((x, y))
+    return placed
 
 
 @dataclass
@@ -81,41 +118,55 @@ class Arrows:
     def __getitem__(self, index):
         rng = random.Random(f"arrows/{self.seed}/{index}")
         moves = rng.randint(self.fewest, self.most)
-        way, *others = ways(moves, rng)
+        all_ways = ways(moves, rng)
         colors = dict(zip(CELLS, rng.sample(list(COLORS), len(CELLS)), strict=True))
-        arrows = {here: there for cells in (way, *others) for here, there in pairwise(cells)}
-        names = [colors[cell] for cell in way]
+        arrows = {}
+        if not self.blank:
+            for way in all_ways:
+                arrows.update(pairwise(way))
+        names = [colors[cell] for cell in all_ways[0]]
         problem = PROBLEM.format(names[0])
         columns = {"problem": problem, "solution": names[-1], "moves": moves, "unseen": moves > 2}
-        image = draw(colors, {} if self.blank else arrows)
-        return Row(conversation(problem, {"image": 1}), [image], columns, ANSWER.format(" ".join(names), names[-1]))
+        completion = ANSWER.format(" ".join(names), names[-1])
+        return Row(conversation(problem, {"image": 1}), [draw(colors, arrows)], columns, completion)
 
 
 def correct(answer_texts, solution, moves, k=1, **columns):
     """Reward 1 for the right colour; rows with other than k moves are not judged. For evaluation."""
-    texts = [(text or "").strip() for text in answer_texts]
-    return [float(a == s) if m == k else None for a, s, m in zip(texts, solution, moves, strict=True)]
+    values = []
+    for text, truth, count in zip(answer_texts, solution, moves, strict=True):
+        is_right = (text or "").strip() == truth
+        values.append(float(is_right) if count == k else None)
+    return values
 
 
 def thought(completions, moves, k=1, **columns):
     """Count the moves that are listed in the thought of rows with k moves. For evaluation."""
-    texts = [re.match(r"<think>([a-z ]*)", text) for text in completions]
-    return [float(len(t[1].split()) - 1 if t else 0) if m == k else None for t, m in zip(texts, moves, strict=True)]
+    values = []
+    for text, count in zip(completions, moves, strict=True):
+        match = re.match(r"<think>([a-z ]*)", text)
+        listed = len(match[1].split()) - 1 if match else 0
+        values.append(float(listed) if count == k else None)
+    return values
 
 
 def tokenizer():
     """Train byte-level BPE on everything the task says: every colour is one token."""
-    said = [text.format(*[name] * 2) for name in COLORS for text in (ANSWER, f"user\n{PROBLEM}")]
-    return train_tokenizer(["system\nYou are a helpful assistant.", "assistant\n", *said], vocab_size=512)
+    texts = ["system\nYou are a helpful assistant.", "assistant\n"]
+    for name in COLORS:
+        texts += [ANSWER.format(name, name), f"user\n{PROBLEM.format(name)}"]
+    return train_tokenizer(texts, vocab_size=512)
 
 
 def task(fewest: int = 1, blank: bool = False) -> Task:
     """Make the task, or a control of it."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
-        demonstrations = Arrows(demonstrations, f"{seed}/sft", most=2, blank=blank)
-        prompts = Arrows(FRESH_ROWS, f"{seed}/grpo", fewest, blank=blank)
-        return {"demonstrations": demonstrations, "prompts": prompts}, Arrows(data.eval_rows, "eval", blank=blank)
+        training = {
+            "demonstrations": Arrows(demonstrations, f"{seed}/sft", most=2, blank=blank),
+            "prompts": Arrows(FRESH_ROWS, f"{seed}/grpo", fewest, blank=blank),
+        }
+        return training, Arrows(data.eval_rows, "eval", blank=blank)
 
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(COLORS), chance_name="chance")
 

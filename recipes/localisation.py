@@ -10,6 +10,7 @@ from 14 to 42 down. Demonstrations are often wrong. Some boxes are held out, see
 import random
 import zlib
 from dataclasses import dataclass
+from itertools import combinations, product
 
 import numpy as np
 import PIL.Image
@@ -59,16 +60,18 @@ class Localisation:
         rng = random.Random(f"localisation/{self.seed}/{index}")
         objects = self._objects(rng)
         image = draw(objects, rng)
-        (name, box) = objects[0]
+        name, box = objects[0]
         # its own generator: pictures and true boxes are those of a row without noise
         noise = random.Random(f"localisation/{self.seed}/{index}/noise")
-        shown = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
-        shown = jittered(shown, self.jitter, noise)
-        messages = conversation(PROBLEM.format(name), {"image": 1}, self.prompt_template, self.system_prompt)
-        columns = {"problem": PROBLEM.format(name), "solution": pixels(box)}
-        columns |= {} if self.thousandths else {"answer_extent": (GRID, GRID)}
+        shown_box = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
+        shown_box = jittered(shown_box, self.jitter, noise)
+        problem = PROBLEM.format(name)
+        messages = conversation(problem, {"image": 1}, self.prompt_template, self.system_prompt)
+        columns = {"problem": problem, "solution": pixels(box)}
+        if not self.thousandths:
+            columns["answer_extent"] = (GRID, GRID)
         columns["unseen"] = is_unseen(box)
-        return Row(messages, [image], columns, answer(name, shown, self.thinking, self.thousandths))
+        return Row(messages, [image], columns, answer(name, shown_box, self.thinking, self.thousandths))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
         """Draw names and boxes; the prompt names the first."""
@@ -78,12 +81,16 @@ class Localisation:
         sizes = [self._size(rng) for _ in range(count)]  # first: how well they fit must not choose them
         while True:
             boxes = [placed(size, rng) for size in sizes]
-            held_out = self.seed not in EVALUATION_SEEDS and any(is_unseen(box) for box in boxes)
-            if not held_out and not any(overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i]):
+            held_out = self.seed not in EVALUATION_SEEDS and any(map(is_unseen, boxes))
+            if not held_out and not any(overlap(a, b) for a, b in combinations(boxes, 2)):
                 return list(zip(names, boxes, strict=True))
 
     def _size(self, rng: random.Random) -> tuple[int, int]:
-        return (rng.randint(2, 5),) * 2 if self.objects[1] == 1 else (rng.randint(2, 4), rng.randint(2, 4))
+        """Draw width and height in units."""
+        if self.objects[1] == 1:
+            side = rng.randint(2, 5)
+            return side, side
+        return rng.randint(2, 4), rng.randint(2, 4)
 
 
 def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = False) -> str:
@@ -92,24 +99,30 @@ def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = Fals
     Example: <think>purple top purple right</think><answer>4 0 8 3</answer>. That repeats the colour right before each
     word, where a small decoder can look up its place.
     """
-    color = name.split()[0]
     thought = name
     if thinking == "position":
+        color = name.split()[0]
         thought = " ".join(f"{color} {word}" for word in position(box))
-    numbers = " ".join(str(number * 1000 // GRID if thousandths else number) for number in box)
-    return f"<think>{thought}</think><answer>{f'[{numbers}]' if thousandths else numbers}</answer>"
+    corners = " ".join(map(str, box))
+    if thousandths:
+        corners = f"[{' '.join(str(number * 1000 // GRID) for number in box)}]"
+    return f"<think>{thought}</think><answer>{corners}</answer>"
 
 
 def position(box: Box) -> tuple[str, str]:
     """Name the third of the picture, down and across, where a box has its centre: "top", "right" of (4, 0, 8, 3)."""
     left, top, right, bottom = box
-    return VERTICAL[(top + bottom) * 3 // (2 * GRID)], HORIZONTAL[(left + right) * 3 // (2 * GRID)]
+    third_down = (top + bottom) * 3 // (2 * GRID)
+    third_across = (left + right) * 3 // (2 * GRID)
+    return VERTICAL[third_down], HORIZONTAL[third_across]
 
 
 def placed(size: tuple[int, int], rng: random.Random) -> Box:
     """Draw where in the picture a box of this width and height is."""
-    left, top = (rng.randint(0, GRID - side) for side in size)
-    return left, top, left + size[0], top + size[1]
+    width, height = size
+    left = rng.randint(0, GRID - width)
+    top = rng.randint(0, GRID - height)
+    return left, top, left + width, top + height
 
 
 def pixels(box: Box) -> list[int]:
@@ -129,10 +142,14 @@ def overlap(a: Box, b: Box) -> bool:
 
 def jittered(box: Box, units: int, rng: random.Random) -> Box:
     """Move each coordinate by -units, 0 or +units within the picture; two sides that would meet or cross stay."""
-    moved = [min(max(number + rng.choice((-units, 0, units)), 0), GRID) for number in box]
-    for axis in (0, 1):
-        if moved[axis] >= moved[axis + 2]:
-            moved[axis::2] = box[axis::2]
+    moved = []
+    for number in box:
+        shifted = number + rng.choice((-units, 0, units))
+        moved.append(min(max(shifted, 0), GRID))
+    for low, high in ((0, 2), (1, 3)):  # left and right, top and bottom
+        if moved[low] >= moved[high]:
+            moved[low] = box[low]
+            moved[high] = box[high]
     return tuple(moved)
 
 
@@ -147,24 +164,29 @@ def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
 def constant_box(rows: Dataset) -> tuple[Box, float]:
     """Find the best blind answer: the box, in units, of the greatest mean IoU with the true ones; and that mean."""
     solutions = [rows[i].columns["solution"] for i in range(len(rows))]
-    true, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)
-    sides = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
-    candidates = np.array([(left, top, right, bottom) for left, right in sides for top, bottom in sides])
-    # (n, 1, 4) and (m, 4)
-    a = candidates[:, None]
-    b = true
-    both = (np.minimum(a[..., 2:], b[:, 2:]) - np.maximum(a[..., :2], b[:, :2])).clip(0).prod(-1)
-    areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
-    means = both / (areas[0] + areas[1] - both) @ counts / counts.sum()
+    true_boxes, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)  # (m, 4)
+    sides = list(combinations(range(GRID + 1), 2))
+    candidates = np.array([(left, top, right, bottom) for left, right in sides for top, bottom in sides])  # (n, 4)
+    low = np.maximum(candidates[:, None, :2], true_boxes[:, :2])  # (n, m, 2)
+    high = np.minimum(candidates[:, None, 2:], true_boxes[:, 2:])
+    intersections = (high - low).clip(0).prod(-1)  # (n, m)
+    areas = (candidates[:, 2:] - candidates[:, :2]).prod(-1)  # (n,)
+    true_areas = (true_boxes[:, 2:] - true_boxes[:, :2]).prod(-1)  # (m,)
+    ious = intersections / (areas[:, None] + true_areas - intersections)
+    means = ious @ counts / counts.sum()  # (n,)
     best = int(means.argmax())
     return tuple(candidates[best].tolist()), float(means[best])
 
 
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on everything the task says: every word and every digit is one token."""
-    corners = [(left, top, left + 2, top + 2) for left in (0, 3, 6) for top in (0, 3, 6)]  # one in each position
-    answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in ("name", "position")]
-    texts = ["system\nYou are a helpful assistant.", "user\n", *map(PROBLEM.format, NAMES), "assistant\n", *answers]
+    texts = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"]
+    corners = list(product((0, 3, 6), repeat=2))  # of a box in each position
+    for name in NAMES:
+        texts.append(PROBLEM.format(name))
+        for left, top in corners:
+            box = (left, top, left + 2, top + 2)
+            texts += [answer(name, box, "name"), answer(name, box, "position")]
     return train_tokenizer(texts, vocab_size=512)
 
 
@@ -174,12 +196,20 @@ def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, wrong: float = 0.3,
     def datasets(
         data, seed: int, demonstrations=512, wrong_demonstrations=wrong, thousandths=False
     ) -> tuple[dict[str, Dataset], Dataset]:
-        same = {"objects": objects, "thinking": thinking, "thousandths": thousandths}
-        same |= {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
-        noise = {"jitter": jitter, "wrong_boxes": wrong_demonstrations}
-        training = {"demonstrations": Localisation(demonstrations, f"{seed}/sft", **noise, **same)}
-        training["prompts"] = Localisation(FRESH_ROWS, f"{seed}/grpo", **same)
-        return training, Localisation(data.eval_rows, "test", **same)
+        options = {
+            "objects": objects,
+            "thinking": thinking,
+            "thousandths": thousandths,
+            "prompt_template": data.prompt_template,
+            "system_prompt": data.system_prompt,
+        }
+        training = {
+            "demonstrations": Localisation(
+                demonstrations, f"{seed}/sft", jitter=jitter, wrong_boxes=wrong_demonstrations, **options
+            ),
+            "prompts": Localisation(FRESH_ROWS, f"{seed}/grpo", **options),
+        }
+        return training, Localisation(data.eval_rows, "test", **options)
 
     return Task(datasets, tokenizer, lambda held_out: constant_box(held_out)[1], "constant box")
 

@@ -7,7 +7,6 @@ Demonstrations say where the square is and what the crop shows, mostly "nothing"
 the others anywhere, out of habit twice as often to the northwest.
 """
 
-import functools
 import random
 import re
 from dataclasses import dataclass
@@ -20,17 +19,24 @@ from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Row
 from minivlmrl.tasks.task import FRESH_ROWS, Task
 
-COLORS = {"red": (250, 5, 5), "green": (5, 250, 5), "blue": (5, 5, 250)}
-COLORS |= {"cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5)}
+COLORS = {
+    "red": (250, 5, 5),
+    "green": (5, 250, 5),
+    "blue": (5, 5, 250),
+    "cyan": (5, 250, 250),
+    "pink": (250, 5, 250),
+    "yellow": (250, 250, 5),
+}
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
 CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # a token each
 HABIT = (2, 1, 1, 1)  # how often a demonstration looks there
-PROBLEM, NOTHING = "Stripes?", "nothing"
-# pixels a side: picture, what is shown of it, quarter, stripes
-SIDE = 64
-SHOWN = 32
+PROBLEM = "Stripes?"
+NOTHING = "nothing"
+# pixels a side
+SIDE = 64  # of a picture
+SHOWN = 32  # of what is shown of it
 QUARTER = 32
-SQUARE = 24
+SQUARE = 24  # of stripes
 ANSWER = "<answer>{}</answer>"
 
 
@@ -42,16 +48,17 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
     Args:
         others: so many of the other quarters have a dark square.
     """
-    drawn = rng.choice(LABELS)
+    random_label = rng.choice(LABELS)
+    label = label or random_label
     quarter = rng.randrange(4)
     image = paper(rng)
-    stripes(image, label or drawn, *corner(rng, quarter))
+    stripes(image, label, *corner(rng, quarter))
     pen = PIL.ImageDraw.Draw(image)
-    last = SQUARE - 1
-    for other in rng.sample([q for q in range(4) if q != quarter], others):
+    empty_quarters = [q for q in range(4) if q != quarter]
+    for other in rng.sample(empty_quarters, others):
         x, y = corner(rng, other)
-        pen.rectangle([x, y, x + last, y + last], (60, 60, 60))
-    return image, label or drawn, quarter
+        pen.rectangle([x, y, x + SQUARE - 1, y + SQUARE - 1], (60, 60, 60))
+    return image, label, quarter
 
 
 def paper(rng: random.Random) -> PIL.Image.Image:
@@ -62,17 +69,23 @@ def paper(rng: random.Random) -> PIL.Image.Image:
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
     """Draw the square of stripes of a label."""
     color, way = label.split()
+    complement = tuple(255 - value for value in COLORS[color])
     pen = PIL.ImageDraw.Draw(image)
-    last = SQUARE - 1
+    right = left + SQUARE - 1
+    bottom = top + SQUARE - 1
     for i in range(SQUARE):
-        tint = tuple(255 - v if i % 2 else v for v in COLORS[color])
-        x1, y1, x2, y2 = (0, i, last, i) if way == "rows" else (i, 0, i, last)
-        pen.line([(left + x1, top + y1), (left + x2, top + y2)], fill=tint)
+        tint = complement if i % 2 else COLORS[color]
+        if way == "rows":
+            pen.line([(left, top + i), (right, top + i)], fill=tint)
+        else:
+            pen.line([(left + i, top), (left + i, bottom)], fill=tint)
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
     """Draw where a square of a quarter begins, on the grid of what is shown."""
-    left, top = (QUARTER * i + 2 * rng.randint(0, (QUARTER - SQUARE) // 2) for i in (quarter % 2, quarter // 2))
+    steps = (QUARTER - SQUARE) // 2  # of two pixels, one of what is shown
+    left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
+    top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
     return left, top
 
 
@@ -95,13 +108,14 @@ class Quarters:
     declare_tools = False  # the call is in tags
 
     def reset(self, picture, **columns):
-        self.picture, self.answered = picture, 0
+        self.picture = picture
+        self.answered = 0
 
     def zoom(self, corner: str) -> PIL.Image.Image:
         """Show a quarter in full: northwest, northeast, southwest or southeast."""
-        shown = self._show(CORNERS.index(corner))
+        answer = self._show(CORNERS.index(corner))
         self.answered += 1
-        return shown
+        return answer
 
     def _show(self, quarter: int) -> PIL.Image.Image:
         return crop(self.picture, quarter)
@@ -153,32 +167,44 @@ class Stripes(Drawn):
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right = draw(rng, others=self.others)
         [asked] = rng.choices(range(4), HABIT)
-        found = [rng.randrange(4) for _ in CORNERS]
-        asked = right if rng.random() < self.informed else asked
-        columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right], "picture": image, "found": found}
+        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # what Lost shows instead
+        if rng.random() < self.informed:
+            asked = right
+        columns = {
+            "problem": PROBLEM,
+            "solution": label,
+            "corner": CORNERS[right],
+            "picture": image,
+            "found": lost_quarters,
+        }
         environment = self.environment()
         environment.reset(**columns)
-        given = found[asked] if self.environment is Lost else asked
-        said = label if given == right else NOTHING
+        given = lost_quarters[asked] if self.environment is Lost else asked
+        read_label = label if given == right else NOTHING
         if self.environment is Blind:
-            said = rng.choice(LABELS)
+            read_label = rng.choice(LABELS)
         thought = "" if self.silent else f"<think>{CORNERS[right]}</think>"
-        look = CORNERS[asked]
-        completion = demonstration(f"{thought}<zoom>{look}</zoom>", environment.zoom(look), said=said)
+        call = f"<zoom>{CORNERS[asked]}</zoom>"
+        completion = demonstration(thought + call, environment.zoom(CORNERS[asked]), label=read_label)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
-def demonstration(*parts: str | PIL.Image.Image, said: str) -> list[dict]:
+def demonstration(*parts: str | PIL.Image.Image, label: str) -> list[dict]:
     """Write an assistant's turn: calls and crops, then the answer."""
-    parts = [*parts, ANSWER.format(said)]
-    parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    return [{"role": "assistant", "content": parts}]
+    content = []
+    for part in (*parts, ANSWER.format(label)):
+        kind = "text" if isinstance(part, str) else "image"
+        content.append({"type": kind, kind: part})
+    return [{"role": "assistant", "content": content}]
 
 
 def looks(completions, corner, **columns):
     """Reward 1 for a look at the corner of the stripes. For evaluation."""
-    asked = [re.search(r"<zoom>(\w+)</zoom>", text) for text in completions]
-    return [float(a is not None and a[1] == right) for a, right in zip(asked, corner, strict=True)]
+    values = []
+    for text, right in zip(completions, corner, strict=True):
+        match = re.search(r"<zoom>(\w+)</zoom>", text)
+        values.append(float(match is not None and match[1] == right))
+    return values
 
 
 def tokenizer():
@@ -186,11 +212,12 @@ def tokenizer():
     return tokenizer_of([*CORNERS, *LABELS, NOTHING])
 
 
-def tokenizer_of(said: list[str]):
-    """Train byte-level BPE on the question and what may be said between tags; a tag is a token, as Qwen3's <think>."""
+def tokenizer_of(texts: list[str]):
+    """Train byte-level BPE on the question and what may stand between tags; a tag is a token, as Qwen3's <think>."""
     base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
-    trained = train_tokenizer([*base, *said], vocab_size=384)
-    trained.backend.add_tokens([f"<{slash}{tag}>" for tag in ("think", "zoom", "answer") for slash in ("", "/")])
+    trained = train_tokenizer([*base, *texts], vocab_size=384)
+    for tag in ("think", "zoom", "answer"):
+        trained.backend.add_tokens([f"<{tag}>", f"</{tag}>"])
     return trained
 
 
@@ -198,14 +225,18 @@ def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:
     """Make the task; with options of Stripes a control, or a harder one."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
-        rows = functools.partial(kind, **options)
-        training = {"demonstrations": rows(demonstrations, f"{seed}/sft"), "prompts": rows(FRESH_ROWS, f"{seed}/grpo")}
-        return training, rows(data.eval_rows, "eval")
+        training = {
+            "demonstrations": kind(demonstrations, f"{seed}/sft", **options),
+            "prompts": kind(FRESH_ROWS, f"{seed}/grpo", **options),
+        }
+        return training, kind(data.eval_rows, "eval", **options)
 
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")
 
 
-TASK, BLIND, LOST = (task(informed=0.1, environment=kind) for kind in (Quarters, Blind, Lost))
+TASK = task(informed=0.1)
+BLIND = task(informed=0.1, environment=Blind)
+LOST = task(informed=0.1, environment=Lost)
 SILENT = task(silent=True)
 INFORMED = task(silent=True, informed=0.33)
 OTHERS = task(informed=0.1, others=2)

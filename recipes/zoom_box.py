@@ -11,6 +11,7 @@ at least two thirds of the square both ways: 36 % of them. Options of recipes/zo
 import random
 import re
 import runpy
+from itertools import product
 from pathlib import Path
 
 import PIL.Image
@@ -19,10 +20,10 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
-# pixels of what is shown: corners of squares, of boxes; a side
-GRID = range(0, 21, 4)
-BOX = range(0, 17, 4)
-LARGE = 16
+# pixels of what is shown
+SQUARE_CORNERS = range(0, 21, 4)
+BOX_CORNERS = range(0, 17, 4)
+BOX_SIDE = 16
 
 
 class Boxes(BASE["Quarters"]):
@@ -31,15 +32,19 @@ class Boxes(BASE["Quarters"]):
     def zoom(self, bbox_2d: tuple[int, int, int, int]) -> PIL.Image.Image:
         """Show a box in full; it has at most 16 pixels a side."""
         x1, y1, x2, y2 = bbox_2d
-        if not (0 <= x1 < x2 <= x1 + LARGE <= 32 and 0 <= y1 < y2 <= y1 + LARGE <= 32):
+        fits_across = 0 <= x1 < x2 <= x1 + BOX_SIDE <= BASE["SHOWN"]
+        fits_down = 0 <= y1 < y2 <= y1 + BOX_SIDE <= BASE["SHOWN"]
+        if not (fits_across and fits_down):
             raise ValueError("no such box")
         self.answered += 1
         return self.picture.crop([2 * side for side in bbox_2d])
 
 
-def sees(box: tuple[int, int], corner: tuple[int, int]) -> bool:
+def sees(box_corner: tuple[int, int], corner: tuple[int, int]) -> bool:
     """Tell whether a box that begins here has at least 8 of a square's 12 pixels, both ways."""
-    return all(at - 8 <= begins <= at + 4 for begins, at in zip(box, corner, strict=True))
+    x, y = box_corner
+    left, top = corner
+    return left - 8 <= x <= left + 4 and top - 8 <= y <= top + 4
 
 
 class Anywhere(BASE["Drawn"]):
@@ -49,29 +54,36 @@ class Anywhere(BASE["Drawn"]):
         rng = random.Random(f"zoom/box/{self.seed}/{index}")
         image = BASE["paper"](rng)
         label = rng.choice(BASE["LABELS"])
-        corner = [rng.choice(GRID), rng.choice(GRID)]
-        (x, y) = [rng.choice(BOX), rng.choice(BOX)]
-        BASE["stripes"](image, label, *(2 * at for at in corner))
-        columns = {"problem": BASE["PROBLEM"], "solution": label, "corner": corner, "picture": image}
+        left = rng.choice(SQUARE_CORNERS)
+        top = rng.choice(SQUARE_CORNERS)
+        x = rng.choice(BOX_CORNERS)
+        y = rng.choice(BOX_CORNERS)
+        BASE["stripes"](image, label, 2 * left, 2 * top)
+        columns = {"problem": BASE["PROBLEM"], "solution": label, "corner": [left, top], "picture": image}
         environment = Boxes()
         environment.reset(image)
-        box = [x, y, x + LARGE, y + LARGE]
-        said = label if sees((x, y), corner) else BASE["NOTHING"]
-        asks = f"<think>{corner[0]} {corner[1]}</think><zoom>{box}</zoom>"
-        completion = BASE["demonstration"](asks, environment.zoom(box), said=said)
+        box = [x, y, x + BOX_SIDE, y + BOX_SIDE]
+        read_label = label if sees((x, y), (left, top)) else BASE["NOTHING"]
+        thought_and_call = f"<think>{left} {top}</think><zoom>{box}</zoom>"
+        completion = BASE["demonstration"](thought_and_call, environment.zoom(box), label=read_label)
         return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
 
 
 def looks(completions, corner, **columns):
     """Reward 1 for a look at the stripes. For evaluation."""
-    asked = [re.search(r"<zoom>\[(\d+), (\d+), ", text) for text in completions]
-    return [float(a is not None and sees(map(int, a.groups()), at)) for a, at in zip(asked, corner, strict=True)]
+    values = []
+    for text, square_corner in zip(completions, corner, strict=True):
+        match = re.search(r"<zoom>\[(\d+), (\d+), ", text)
+        values.append(float(match is not None and sees(map(int, match.groups()), square_corner)))
+    return values
 
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [text for x in GRID for y in GRID for text in (f"{x} {y}", f"[{x}, {y}, {x}, {x + LARGE}]")]
-    return BASE["tokenizer_of"]([*said, *BASE["LABELS"], BASE["NOTHING"]])
+    texts = [*BASE["LABELS"], BASE["NOTHING"]]
+    for x, y in product(SQUARE_CORNERS, repeat=2):
+        texts += [f"{x} {y}", f"[{x}, {y}, {x}, {x + BOX_SIDE}]"]
+    return BASE["tokenizer_of"](texts)
 
 
 TASK = BASE["task"](Anywhere, tokenizer)

@@ -11,13 +11,15 @@ One demonstration in ten looks at both squares, the others anywhere, as in zoom.
 import random
 import re
 import runpy
+from itertools import product
 from pathlib import Path
 
 from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
-CORNERS, LABELS, NOTHING, HABIT = (BASE[name] for name in ("CORNERS", "LABELS", "NOTHING", "HABIT"))
+CORNERS = BASE["CORNERS"]
+LABELS = BASE["LABELS"]
 
 
 class Twice(BASE["Quarters"]):
@@ -36,26 +38,36 @@ class Pairs(BASE["Drawn"]):
         labels = {quarter: rng.choice(LABELS) for quarter in quarters}
         for quarter, label in labels.items():
             BASE["stripes"](image, label, *BASE["corner"](rng, quarter))
-        columns = {"problem": BASE["PROBLEM"], "solution": ", ".join(labels.values()), "picture": image}
-        asked = quarters if rng.random() < 0.1 else rng.choices(range(4), HABIT, k=2)
-        parts = [part for q in asked for part in (f"<zoom>{CORNERS[q]}</zoom>", BASE["crop"](image, q))]
-        parts[0] = f"<think>{CORNERS[quarters[0]]}, {CORNERS[quarters[1]]}</think>{parts[0]}"
-        said = ", ".join(labels.get(quarter, NOTHING) for quarter in asked)
-        completion = BASE["demonstration"](*parts, said=said)
-        columns["corners"] = [CORNERS[quarter] for quarter in quarters]
+        asked = quarters if rng.random() < 0.1 else rng.choices(range(4), BASE["HABIT"], k=2)
+        calls = [f"<zoom>{CORNERS[quarter]}</zoom>" for quarter in asked]
+        crops = [BASE["crop"](image, quarter) for quarter in asked]
+        read_labels = [labels.get(quarter, BASE["NOTHING"]) for quarter in asked]
+        corners = [CORNERS[quarter] for quarter in quarters]
+        first = f"<think>{', '.join(corners)}</think>{calls[0]}"
+        completion = BASE["demonstration"](first, crops[0], calls[1], crops[1], label=", ".join(read_labels))
+        columns = {
+            "problem": BASE["PROBLEM"],
+            "solution": ", ".join(labels.values()),
+            "picture": image,
+            "corners": corners,
+        }
         return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
 
 
 def looks(completions, corners, **columns):
     """Reward 1 for a look at each square, in order. For evaluation."""
     asked = [re.findall(r"<zoom>(\w+)</zoom>", text) for text in completions]
-    return [float(found == own) for found, own in zip(asked, corners, strict=True)]
+    return [float(names == right_names) for names, right_names in zip(asked, corners, strict=True)]
 
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"{a}, {b}" for a in CORNERS for b in CORNERS]
-    return BASE["tokenizer_of"]([*said, *CORNERS, *(f"{label}, {label}" for label in [*LABELS, NOTHING])])
+    texts = list(CORNERS)
+    for first, second in product(CORNERS, repeat=2):
+        texts.append(f"{first}, {second}")
+    for label in [*LABELS, BASE["NOTHING"]]:
+        texts.append(f"{label}, {label}")
+    return BASE["tokenizer_of"](texts)
 
 
 TASK = BASE["task"](Pairs, tokenizer)
