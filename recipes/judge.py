@@ -43,48 +43,62 @@ def judge(
         timeout: seconds for a whole call, from its first look at the name of the server.
     """
 
-    columns = {"images": [()] * len(answer_texts)} | columns
-    shown = {id(images): [part(image, side) for image in images if side] for images in columns["images"]}
+    all_images = columns.get("images", [()] * len(answer_texts))
+    image_parts = {}  # completions of a prompt share a list of pictures
+    for images in all_images:
+        if id(images) not in image_parts:
+            image_parts[id(images)] = [image_part(image, side) for image in images if side]
 
     def ask(row: int) -> float | None:
         answer = answer_texts[row]
         if not answer:
             return 0.0
-        known = {name: values[row] for name, values in columns.items()} | {"answer": answer[:LONGEST]}
-        known["problem"] = known.get("problem") or known.get("prompts")
+        fields = {name: values[row] for name, values in columns.items()}
+        fields["answer"] = answer[:LONGEST]
+        fields["problem"] = fields.get("problem") or fields.get("prompts")
         # in one pass: an answer that says {solution} is not filled in
-        text = re.sub(r"\{(\w+)\}", lambda name: str(known.get(name[1], "")), template)
-        parts = [*shown[id(columns["images"][row])], {"type": "text", "text": text}]
-        body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        content = json.dumps(body).encode()
-        where = f"{url}/chat/completions"
-        request = Request(where, content, headers)
+        text = re.sub(r"\{(\w+)\}", lambda match: str(fields.get(match[1], "")), template)
+        parts = [*image_parts[id(all_images[row])], {"type": "text", "text": text}]
+        request = chat_request(url, model, parts)
         try:
             reply = parse_json(read_reply(request, timeout))
-            text = reply["choices"][0]["message"]["content"]
+            return read_score(reply["choices"][0]["message"]["content"])
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
-            return None  # no server, too slow, no JSON
-        number = isinstance(text, str) and re.fullmatch(r"\s*([01]|[01]?\.[0-9]{1,20})\s*", text)
-        return float(number[1]) if number and float(number[1]) <= 1 else None
+            return None  # no server, too slow, no JSON, no number
 
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(ask, range(len(answer_texts))))
 
 
-def part(image: PIL.Image.Image, side: int) -> dict:
+def image_part(image: PIL.Image.Image, side: int) -> dict:
     """Make OpenAI's part of a message that shows a picture, as JPEG in a data URL."""
-    image, file = image.convert("RGB"), io.BytesIO()
+    image = image.convert("RGB")
     image.thumbnail((side, side))
+    file = io.BytesIO()
     image.save(file, "JPEG", quality=90)
     url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def chat_request(url: str, model: str, parts: list[dict]) -> Request:
+    """Ask a model in one message of several parts."""
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
+    return Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+
+
+def read_score(text: str) -> float:
+    """Read a number from 0 to 1 (TypeError, ValueError: the text is something else)."""
+    match = re.fullmatch(r"\s*([01]|[01]?\.[0-9]{1,20})\s*", text)
+    if not match or float(match[1]) > 1:
+        raise ValueError("it is no number from 0 to 1")
+    return float(match[1])
+
+
 def read_reply(request: Request, seconds: float) -> bytes:
     """Read what a server replies (ValueError: too large, or not all within `seconds`)."""
-    # nothing else ends the wait for a server of names
+    # a thread, because nothing else ends the wait for a server of names
     pool = ThreadPoolExecutor(1)
     server = Server()
     future = pool.submit(read, request, time.monotonic() + seconds, server)
@@ -92,13 +106,14 @@ def read_reply(request: Request, seconds: float) -> bytes:
     try:
         return future.result(seconds)
     except TimeoutError as error:
-        if sock := getattr(server.connection, "sock", None):  # its headers still come
+        sock = getattr(server.connection, "sock", None)
+        if sock:  # its headers still come
             sock.shutdown(socket.SHUT_RDWR)
         raise ValueError(f"not finished after {seconds} seconds") from error
 
 
 def read(request: Request, deadline: float, server: "Server") -> bytes:
-    """Read a reply; a byte now and then, and no single read would time out."""
+    """Read a reply, with a deadline of its own: of a byte now and then no single read times out."""
     content = b""
     with build_opener(server).open(request, timeout=deadline - time.monotonic()) as response:
         while chunk := response.read1(2**16):
