@@ -42,7 +42,7 @@ class Qwen2_5_VL(nn.Module):
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # those of a frozen tower are known
+            vision_embeds = batch.vision_embeds  # a frozen tower has made them before
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)
@@ -51,12 +51,13 @@ class Qwen2_5_VL(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Put what the tower made of M tokens at their rows `index` of x (N, hidden_size).
+    """Put the tower's embeddings of M image tokens at rows `index` (M,) of x (N, hidden_size).
 
-    A tower with DeepStack makes rows several times as wide: the rest is for TextModel's `deep`.
+    A tower with DeepStack returns (M, several * hidden_size): the first part is put there, the
+    others are returned for TextModel's `deep`.
     """
-    vision_embeds, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
-    return x.index_copy(0, index, vision_embeds), deep
+    first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
+    return x.index_copy(0, index, first), deep
 
 
 class TextModel(nn.Module):
@@ -74,7 +75,7 @@ class TextModel(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Run all layers on embeddings x (N, hidden_size); see Qwen2_5_VL.forward.
 
-        After layer i DeepStack adds deep[i] (M, hidden_size), what an inner block of the tower saw,
+        After layer i DeepStack adds deep[i] (M, hidden_size), made by an inner block of the tower,
         to the image tokens vision_index (M,). After the last attention tokens no longer interact,
         so the rest of the last layer runs on the selected tokens alone.
         """
@@ -91,7 +92,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config, index: int):
         super().__init__()
-        self.index, self.head_dim = index, config.head_dim
+        self.index = index
+        self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
         key_width = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, config.attention_bias)
@@ -103,10 +105,11 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
-        q = apply_rotary(self.q_norm(q), cos, sin)  # (N, H, D)
-        k = apply_rotary(self.k_norm(k), cos, sin)  # (N, K, D)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, D)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, D)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = apply_rotary(self.q_norm(q), cos, sin)
+        k = apply_rotary(self.k_norm(k), cos, sin)
         return self.o_proj(attention(self.index, q, k, v).flatten(1))
 
 

@@ -33,13 +33,14 @@ def tag_format(completions: list[str], **columns) -> list[float]:
 
 def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[float | None]:
     """1.0 if the answer is the solution, but for case, spacing and a final full stop."""
-
-    def judged(answer: str | None, truth: str | float | None) -> float | None:
+    rewards = []
+    for answer, truth in zip(answer_texts, solution, strict=True):
         if truth is None or not normalize(str(truth)):
-            return None
-        return float(answer is not None and normalize(answer) == normalize(str(truth)))
-
-    return [judged(a, s) for a, s in zip(answer_texts, solution, strict=True)]
+            rewards.append(None)
+        else:
+            is_right = answer is not None and normalize(answer) == normalize(str(truth))
+            rewards.append(float(is_right))
+    return rewards
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:
@@ -58,18 +59,22 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 def last_answer(text: str) -> str | None:
     """Find what the last <answer>...</answer> says; in one pass, however often a text opens it."""
-    answer, end = None, 0
-    while (start := text.find("<answer>", end)) >= 0:
-        if (end := text.find("</answer>", start)) < 0:
+    answer = None
+    start = text.find("<answer>")
+    while start >= 0:
+        end = text.find("</answer>", start)
+        if end < 0:
             break
         answer = text[start + len("<answer>") : end]
+        start = text.find("<answer>", end)
     return answer
 
 
 def normalize(text: str) -> str:
     """'<answer> Green  square.</answer>' -> 'green square'."""
-    inside = last_answer(text)
-    return " ".join((text if inside is None else inside).split()).rstrip(". ").casefold()
+    answer = last_answer(text)
+    words = (text if answer is None else answer).split()
+    return " ".join(words).rstrip(". ").casefold()
 
 
 def reward_columns(
@@ -79,22 +84,29 @@ def reward_columns(
 
     `completions` are the assistant's turns, see Processor.turn, `answer_texts` what they answer.
     """
-    names = sorted(set().union(*(row.columns for row in rows)))
-    rows = [row for row, group in zip(rows, completions, strict=True) for _ in group]  # n
-    completions = [completion for group in completions for completion in group]
-    texts = [processor.turn(completion) for completion in completions]
-    return {name: [row.columns.get(name) for row in rows] for name in names} | {
-        "prompts": [row.messages for row in rows],
-        "images": [row.images for row in rows],
-        "row_names": [row.where or f"row {row.index}" for row in rows],
-        "completion_ids": [completion.ids.tolist() for completion in completions],
-        "completions": texts,
-        "answer_texts": [find_answer(text, processor.answer) for text in texts],
-    }
+    flat_completions = []
+    row_of_each = []
+    for row, group in zip(rows, completions, strict=True):
+        flat_completions += group
+        row_of_each += [row] * len(group)
+    columns = {}
+    for name in sorted(set().union(*(row.columns for row in rows))):
+        columns[name] = [row.columns.get(name) for row in row_of_each]
+    texts = [processor.turn(completion) for completion in flat_completions]
+    columns["prompts"] = [row.messages for row in row_of_each]
+    columns["images"] = [row.images for row in row_of_each]
+    columns["row_names"] = [row.where or f"row {row.index}" for row in row_of_each]
+    columns["completion_ids"] = [completion.ids.tolist() for completion in flat_completions]
+    columns["completions"] = texts
+    columns["answer_texts"] = [find_answer(text, processor.answer) for text in texts]
+    return columns
 
 
 def ask_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
     """Ask K rewards about n completions: (n, K) float32, NaN where one answers None."""
-    values = [[math.nan if v is None else v for v in reward(**columns)] for reward in rewards]
+    values = []
+    for reward in rewards:
+        answers = reward(**columns)
+        values.append([math.nan if answer is None else answer for answer in answers])
     shape = len(rewards), len(columns["completions"])
     return torch.tensor(values, dtype=torch.float32).view(shape).T

@@ -97,10 +97,15 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.devic
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
     order = to_device(patches[merged].flatten(), device)
-    cos, sin = (x[order, None] for x in vision_rotary(image_grid_thw, config, device))
-    windows = Segments(window_lengths, device)
-    frames = Segments(frame_lengths, device)
-    return Layout(order, to_device(merged.argsort(), device), cos, sin, windows, frames)
+    cos, sin = vision_rotary(image_grid_thw, config, device)
+    return Layout(
+        order=order,
+        raster_order=to_device(merged.argsort(), device),
+        cos=cos[order, None],
+        sin=sin[order, None],
+        windows=Segments(window_lengths, device),
+        frames=Segments(frame_lengths, device),
+    )
 
 
 class VisionTransformer(nn.Module):
@@ -124,8 +129,9 @@ class VisionTransformer(nn.Module):
         layout = lay_out(grids, self.config, pixel_values.device)
         x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
-            whole_frame = i in self.config.fullatt_block_indexes
-            x = block(x, layout.cos, layout.sin, layout.frames if whole_frame else layout.windows)
+            sees_frame = i in self.config.fullatt_block_indexes
+            segments = layout.frames if sees_frame else layout.windows
+            x = block(x, layout.cos, layout.sin, segments)
         return Reorder.apply(self.merger(x), layout.raster_order)  # it merges each block by itself
 
 
