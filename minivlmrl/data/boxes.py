@@ -108,10 +108,10 @@ def giou(a: Box, b: Box) -> float:
         return -1.0
     width = max(a.x2, b.x2) - min(a.x1, b.x1)
     height = max(a.y2, b.y2) - min(a.y1, b.y1)
-    around = width * height
+    area_around = width * height
     _, union = _areas(a, b)
-    empty = max(0.0, around - union)  # rounding alone can make it negative
-    return iou(a, b) - empty / around
+    empty_area = max(0.0, area_around - union)  # rounding alone can make it negative
+    return iou(a, b) - empty_area / area_around
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:
@@ -177,16 +177,16 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
     """Read groups of `count` numbers, in JSON maybe under one of the keys, or as plain text."""
     text = unfenced(QWEN2.sub(" ", text))
     try:
-        groups = _groups_in_json(text, keys)
+        number_groups = _groups_in_json(text, keys)
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
-        groups = [numbers[i : i + count] for i in range(0, len(numbers), count)]
-    for group in groups:
+        number_groups = [numbers[i : i + count] for i in range(0, len(numbers), count)]
+    for group in number_groups:
         if not isinstance(group, list) or len(group) != count:
             return []
         if not all(isinstance(number, float) and math.isfinite(number) for number in group):
             return []
-    return list(map(tuple, groups))
+    return list(map(tuple, number_groups))
 
 
 def _groups_in_json(text: str, keys: Sequence[str]) -> list[object]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from minivlmrl.chat import content_parts, part_kind, render
-from minivlmrl.data.forms import ASKING, ROLES
+from minivlmrl.data.forms import QUESTION_FORMS, ROLES
 from minivlmrl.data.media import MARK, Media, place_media
 from minivlmrl.data.turns import as_turns, check_ends, check_messages, shown_parts_of, text_of
 from minivlmrl.hub.recipe_values import naming
@@ -17,7 +17,7 @@ TYPE_WORDS = {str: "text", list: "a list of turns"}
 
 
 def read_conversation(
-    row: dict, listed: dict[str, list[Media]], prompt_template, system_prompt, media_options
+    row: dict, row_media: dict[str, list[Media]], prompt_template, system_prompt, media_options
 ) -> tuple[list[dict], list[Media], dict[str, str | list[dict]]]:
     """Find the prompt of a row, what its parts show in order, and its answers by column.
 
@@ -28,36 +28,38 @@ def read_conversation(
             assistant turn is the prompt, the rest the completion. completion, chosen, rejected:
             text, or turns that begin and end with one of the assistant's. chosen, rejected: alone
             two whole conversations; what both begin with is the prompt (TRL's implicit one).
-        listed, media_options: see place_media.
+        row_media, media_options: see place_media.
     """
-    written = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
-    for column, value in written.items():
+    row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
+    for column, text_or_turns in row_texts.items():
         with naming(f"column {column!r}"):
-            _check_column(value, TEXT_COLUMNS[column])
-    pair = [render(as_turns(written[name])) for name in ("chosen", "rejected") if name in written]
-    if len(pair) == 2 and pair[0] == pair[1]:
+            _check_column(text_or_turns, TEXT_COLUMNS[column])
+    pair = [name for name in ("chosen", "rejected") if name in row_texts]
+    rendered_pair = [render(as_turns(row_texts[name])) for name in pair]
+    if len(rendered_pair) == 2 and rendered_pair[0] == rendered_pair[1]:
         raise ValueError("column 'rejected' equals column 'chosen': drop the row")
-    source, prompt, answers = _split(written, row)
-    place = partial(_place, prompt, listed, prompt_template, system_prompt, media_options)
+    prompt_column, prompt, answers = _split(row_texts, row)
+    place = partial(_place, prompt, row_media, prompt_template, system_prompt, media_options)
     messages = None
-    for name, answer in answers.items():
-        with naming(f"column {(name if name in written else source)!r}"):
+    for answer_column, answer in answers.items():
+        column = answer_column if answer_column in row_texts else prompt_column
+        with naming(f"column {column!r}"):
             turns = as_turns(answer)
             _check_answer(turns)
             if _shows_images(turns):
-                messages, media, answers[name] = _place_answer(place, turns)
+                messages, media, answers[answer_column] = _place_answer(place, turns)
     if messages is None:
-        with naming(f"column {source!r}"):
+        with naming(f"column {prompt_column!r}"):
             messages, media = place()
     return messages, media, answers
 
 
-def _check_column(value: object, types: tuple[type, ...]):
+def _check_column(text_or_turns: object, types: tuple[type, ...]):
     """Refuse what is neither text nor turns, and turns that cannot be laid out."""
-    if not isinstance(value, types):
+    if not isinstance(text_or_turns, types):
         words = " or ".join(TYPE_WORDS[kind] for kind in types)
-        raise ValueError(f"must be {words}, it is {value!r:.40}")
-    turns = as_turns(value)
+        raise ValueError(f"must be {words}, it is {text_or_turns!r:.40}")
+    turns = as_turns(text_or_turns)
     check_messages(turns)
     roles = [turn["role"] for turn in turns]
     if not turns or not set(roles) <= set(ROLES):
@@ -97,18 +99,20 @@ def conversation(
     prompt: str | list[dict], media: dict[str, int], prompt_template="{problem}", system_prompt=None
 ) -> list[dict]:
     """Make messages that ask about a problem, or a prompt's turns, and show so many media."""
-    listed = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}
-    return _place(prompt, listed, prompt_template, system_prompt)[0]
+    row_media = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}
+    return _place(prompt, row_media, prompt_template, system_prompt)[0]
 
 
-def _place(prompt, listed, prompt_template, system_prompt, media_options=None, answer=()) -> tuple:
+def _place(
+    prompt, row_media, prompt_template, system_prompt, media_options=None, answer=()
+) -> tuple:
     """Return the messages of a prompt and an answer, and what their parts show."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     if prompt_template != "{problem}":
         turns = _fill_template(prompt_template, turns)
-    messages, media = place_media([*turns, *answer], listed, media_options or {})
+    messages, media = place_media([*turns, *answer], row_media, media_options or {})
     if system_prompt is not None and (not turns or turns[0]["role"] != "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages, media
@@ -116,52 +120,55 @@ def _place(prompt, listed, prompt_template, system_prompt, media_options=None, a
 
 def _fill_template(template: str, turns: list[dict]) -> list[dict]:
     """Put the question, the text of the last user turn, into a template."""
-    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-    parts = list(content_parts(turns[last])) if last >= 0 else []
-    texts = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
-    if len(texts) != 1:
+    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+    parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
+    text_indices = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
+    if len(text_indices) != 1:
         raise ValueError(
             "data.prompt_template is put around one text, but the last user turn of this prompt "
-            f"has {len(texts)}; make it one"
+            f"has {len(text_indices)}; make it one"
         )
-    question = parts[texts[0]]["text"]
-    parts[texts[0]] = {"type": "text", "text": template.replace("{problem}", question)}
-    return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
+    question = parts[text_indices[0]]["text"]
+    parts[text_indices[0]] = {"type": "text", "text": template.replace("{problem}", question)}
+    return [*turns[:last_user], {**turns[last_user], "content": parts}, *turns[last_user + 1 :]]
 
 
-def _split(written: dict, row: dict) -> tuple[str, str | list[dict], dict]:
+def _split(row_texts: dict, row: dict) -> tuple[str, str | list[dict], dict]:
     """Tell prompt and answers apart; also name the column that the prompt is from."""
-    sources = [column for column in written if column in PROMPTS]
-    if sources == ["messages"] and "completion" in written:
-        sources.append("completion")
-    if len(sources) > 1:
-        raise ValueError(f"columns {sources[0]!r} and {sources[1]!r} say the same thing; keep one")
-    answers = {column: value for column, value in written.items() if column in ANSWERS}
-    if not sources:
+    prompt_columns = [column for column in row_texts if column in PROMPTS]
+    if prompt_columns == ["messages"] and "completion" in row_texts:
+        prompt_columns.append("completion")
+    if len(prompt_columns) > 1:
+        raise ValueError(
+            f"columns {prompt_columns[0]!r} and {prompt_columns[1]!r} say the same thing; keep one"
+        )
+    answers = {column: value for column, value in row_texts.items() if column in ANSWERS}
+    if not prompt_columns:
         prompt, answers = _implicit_prompt(answers, sorted(row))
         return "chosen", prompt, answers
-    prompt = written[sources[0]]
-    if sources == ["messages"]:
-        start = [turn["role"] for turn in prompt].index("assistant")
-        answers = {"completion": prompt[start:], **answers}
-        prompt = prompt[:start]
-    return sources[0], prompt, answers
+    prompt = row_texts[prompt_columns[0]]
+    if prompt_columns == ["messages"]:
+        answer_start = [turn["role"] for turn in prompt].index("assistant")
+        answers = {"completion": prompt[answer_start:], **answers}
+        prompt = prompt[:answer_start]
+    return prompt_columns[0], prompt, answers
 
 
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
     """Return the turns that chosen and rejected begin with, and the answers without them."""
     chosen = answers.get("chosen")
     rejected = answers.get("rejected")
-    start = 0  # turns that they share
+    num_shared = 0  # turns that they share
     if isinstance(chosen, list) and isinstance(rejected, list):
         for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
             if chosen_turn != rejected_turn:
                 break
-            start += 1
-    if start == 0:
+            num_shared += 1
+    if num_shared == 0:
         raise ValueError(
             f"column 'problem' is missing; the row has {columns}; name its question, data.columns: "
             "{YOURS: problem}, ask all rows the same, data.prompt_template: 'What is it?', or use "
-            f"a form: {', '.join(ASKING)}"
+            f"a form: {', '.join(QUESTION_FORMS)}"
         )
-    return chosen[:start], {**answers, "chosen": chosen[start:], "rejected": rejected[start:]}
+    endings = {"chosen": chosen[num_shared:], "rejected": rejected[num_shared:]}
+    return chosen[:num_shared], answers | endings

@@ -54,10 +54,10 @@ def open_image(source: Source | Image, folder: str | Path | None = None) -> Iter
                 raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image
     except Exception as error:  # Pillow's decoders raise anything: struct.error, IndexError, ...
-        reason = getattr(error, "strerror", None) or error
+        error_text = getattr(error, "strerror", None) or error
         if isinstance(error, PIL.UnidentifiedImageError):
-            reason = "none of the formats that Pillow knows"
-        raise ValueError(f"{name}: cannot be read as an image ({reason})") from error
+            error_text = "none of the formats that Pillow knows"
+        raise ValueError(f"{name}: cannot be read as an image ({error_text})") from error
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:

@@ -74,21 +74,21 @@ class FileDataset:
         self.folder = Path(self.options.image_root or self.source.folder)
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
         self.asked = []  # of each row a hash of its prompt and of the sizes of what that shows
-        missing = []
+        missing_files = []
         column_names = set()
-        for index, written in enumerate(itertools.islice(self.source, self.size)):
+        for index, columns in enumerate(itertools.islice(self.source, self.size)):
             where = self.source.where(index)
             with naming(where):
-                row, media = read_row(written, required, self.options)
-                pictures = [part["image"] for part in answer_pictures(row)]
-                files = list(files_of(media + pictures, str(self.folder)))
+                row, media = read_row(columns, required, self.options)
+                answer_images = [part["image"] for part in answer_pictures(row)]
+                files = list(files_of(media + answer_images, str(self.folder)))
             column_names.update(row.columns)
-            missing += self._count(row, media, files, where)
-        if missing:
-            first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            missing_files += self._count(row, media, files, where)
+        if missing_files:
+            first_files = ", ".join(missing_files[:5]) + (", ..." if len(missing_files) > 5 else "")
             raise ValueError(
-                f"{path}: {len(missing)} file(s) that its rows name are not in {self.folder} "
-                f"(data.image_root): {first}"
+                f"{path}: {len(missing_files)} file(s) that its rows name are not in {self.folder} "
+                f"(data.image_root): {first_files}"
             )
         self.columns = sorted(column_names)
 
@@ -96,15 +96,15 @@ class FileDataset:
         """Count what a row shows, and hash what it asks; return its files that are missing."""
         kinds = [item.kind for item in media]
         self.counts[kinds.count("image"), kinds.count("video")] += 1
-        sizes = []
-        missing = []
+        file_sizes = []
+        missing_files = []
         for source, path in files:
             is_file = isfile(path)
-            sizes.append(getsize(path) if is_file else len(source))
+            file_sizes.append(getsize(path) if is_file else len(source))
             if path and not is_file:
-                missing.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', where)})")
-        self.asked.append(hash(repr((row.messages, sizes))))
-        return missing
+                missing_files.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', where)})")
+        self.asked.append(hash(repr((row.messages, file_sizes))))
+        return missing_files
 
     def __len__(self) -> int:
         return self.size
@@ -125,10 +125,10 @@ class FileDataset:
     def content(self, index: int, names: Sequence[str] = ()) -> str:
         """Digest what a row asks and shows, files by what they hold, and its answers `names`."""
         row, media = self.read(index)
-        parts = [repr((row.messages, [getattr(row, name) for name in names]))]
+        hashed_parts = [repr((row.messages, [getattr(row, name) for name in names]))]
         for source, path in files_of(media, str(self.folder)):
-            parts.append(Path(path) if path else source)
-        return digest(parts)
+            hashed_parts.append(Path(path) if path else source)
+        return digest(hashed_parts)
 
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
@@ -154,27 +154,27 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
     written = {name: value for name, value in columns.items() if value == value}
     columns = to_columns(written, options.columns)
     _check_columns(columns, required)
-    listed = read_media(columns)
-    template = options.prompt_template
-    if "{problem}" not in template:
-        questions = [name for name in PROMPTS if columns.get(name) is not None]
-        expected = f"a text with {{problem}} in it, as the row has {questions}"
-        require(not questions, "data.prompt_template", template, expected)
-        columns = columns | {"problem": template}
-        template = "{problem}"
+    row_media = read_media(columns)
+    prompt_template = options.prompt_template
+    if "{problem}" not in prompt_template:
+        question_columns = [name for name in PROMPTS if columns.get(name) is not None]
+        expected = f"a text with {{problem}} in it, as the row has {question_columns}"
+        require(not question_columns, "data.prompt_template", prompt_template, expected)
+        columns = columns | {"problem": prompt_template}
+        prompt_template = "{problem}"
     media = []
     try:
         messages, media, answers = read_conversation(
-            columns, listed, template, options.system_prompt, options.media_options
+            columns, row_media, prompt_template, options.system_prompt, options.media_options
         )
     finally:  # also where the text says <image> and none came
-        if not media and not any(listed.values()):
+        if not media and not any(row_media.values()):
             check_unread(columns)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            existing = sorted(column for column in written if written[column] is not None)
+            existing_columns = sorted(column for column in written if written[column] is not None)
             raise ValueError(
-                f"column {name!r} is missing; the row has {existing}; "
+                f"column {name!r} is missing; the row has {existing_columns}; "
                 f"data.columns: {{YOURS: {name}}} renames one"
             )
     return Row(messages, [], columns, **answers), media

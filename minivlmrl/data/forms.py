@@ -85,9 +85,9 @@ def _with_rejected(turns: list[dict], row: dict) -> dict:
     """Read a conversation with its answer; ms-swift has a worse one in `rejected_response`."""
     if row.get("rejected_response") is None:
         return {"messages": turns}
-    start = [turn.get("role") for turn in turns].index("assistant")
-    answers = {"chosen": turns[start:], "rejected": row["rejected_response"]}
-    return {"messages": None, "prompt": turns[:start], **answers, **_read_pair(answers)}
+    answer_start = [turn.get("role") for turn in turns].index("assistant")
+    answers = {"chosen": turns[answer_start:], "rejected": row["rejected_response"]}
+    return {"messages": None, "prompt": turns[:answer_start], **answers, **_read_pair(answers)}
 
 
 def _read_turn(turn: dict, number: int) -> dict:
@@ -127,13 +127,13 @@ def _read_messages(row: dict) -> dict:
     return {"messages": None, "prompt": turns}
 
 
-def _read_question(question: str, answer: str, row: dict) -> dict:
+def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
     """Read a question and its answer in two columns; `history` has earlier pairs."""
-    text = row[question]
-    reply = row.get(answer)
-    require(isinstance(text, str), f"column {question!r}", text, "text")
+    question_text = row[question_column]
+    answer_text = row.get(answer_column)
+    require(isinstance(question_text, str), f"column {question_column!r}", question_text, "text")
     if row.get("input"):  # Alpaca's
-        text = f"{text}\n{row['input']}"
+        question_text = f"{question_text}\n{row['input']}"
     turns = _system_turns(row)
     history = row.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
@@ -141,11 +141,11 @@ def _read_question(question: str, answer: str, row: dict) -> dict:
         require(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
         turns.append({"role": "user", "content": pair[0]})
         turns.append({"role": "assistant", "content": pair[1]})
-    columns = {"prompt": [*turns, {"role": "user", "content": text}]}
-    if reply is not None and row.get("solution") is None:
-        columns["solution"] = reply
-    if isinstance(reply, str) and reply.strip() and row.get("chosen") is None:
-        columns["completion"] = reply
+    columns = {"prompt": [*turns, {"role": "user", "content": question_text}]}
+    if answer_text is not None and row.get("solution") is None:
+        columns["solution"] = answer_text
+    if isinstance(answer_text, str) and answer_text.strip() and row.get("chosen") is None:
+        columns["completion"] = answer_text
     return columns
 
 
@@ -169,55 +169,58 @@ def _read_objects(row: dict) -> dict:
     """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
     objects = row["objects"]
     texts = _texts(row)
-    written = json.dumps(texts, default=str)
-    waiting = {}  # mark: what is to be written for each, in order
+    all_text = json.dumps(texts, default=str)
+    mark_values = {}  # mark: what is to be written for each, in order
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
-        num_marks = written.count(mark)
+        num_marks = all_text.count(mark)
         if num_marks == 0:
             continue
-        listed = objects.get(key) if isinstance(objects, dict) else None
-        count = len(listed) if isinstance(listed, list) else 0
+        mark_items = objects.get(key) if isinstance(objects, dict) else None
+        count = len(mark_items) if isinstance(mark_items, list) else 0
         if count != num_marks:
             raise ValueError(f"column 'objects' has {count} {key}, the texts {num_marks} {mark}")
-        waiting[mark] = [item if isinstance(item, str) else json.dumps(item) for item in listed]
-    if not waiting:
+        mark_values[mark] = [
+            item if isinstance(item, str) else json.dumps(item) for item in mark_items
+        ]
+    if not mark_values:
         return {}
 
     def fill_mark(mark: re.Match) -> str:
-        return waiting[mark[0]].pop(0)
+        return mark_values[mark[0]].pop(0)
 
-    return changed(texts, lambda text: re.sub("|".join(waiting), fill_mark, text))
+    return changed(texts, lambda text: re.sub("|".join(mark_values), fill_mark, text))
 
 
 def _read_choices(row: dict) -> dict:
     """Write choices, of a list or MMBench's columns A, B, ..., after a question without them."""
-    columns = [row[letter] for letter in LETTERS if row.get(letter) is not None]
-    choices = row.get("options") or row.get("choices") or columns
-    question = next((name for name in QUESTION_TEXTS if isinstance(row.get(name), str)), None)
-    if not choices or question is None:  # an open question; turns, whose text is the whole prompt
-        return {}
+    lettered_choices = [row[letter] for letter in LETTERS if row.get(letter) is not None]
+    choices = row.get("options") or row.get("choices") or lettered_choices
+    question_columns = [name for name in QUESTION_TEXTS if isinstance(row.get(name), str)]
+    if not choices or not question_columns:
+        return {}  # an open question; or turns, whose text is the whole prompt
     answer = row.get("answer", row.get("solution"))
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "its choices", choices, "a list of texts")
     is_choice = not isinstance(answer, int) or answer in choices
     require(is_choice, "the answer beside choices", answer, "a letter or one of them")
-    text = row[question]
-    if all(re.search(rf"\b{letter}[.:)]", text) for letter in LETTERS[: len(choices)]):
+    question_column = question_columns[0]
+    question_text = row[question_column]
+    if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):
         return {}  # the question has them
-    lines = [row.get("hint") or "", text]
+    lines = [row.get("hint") or "", question_text]
     for letter, choice in zip(LETTERS, choices, strict=False):
         lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
-    return {question: "\n".join(lines).strip()}
+    return {question_column: "\n".join(lines).strip()}
 
 
 def _read_img_tags(row: dict) -> dict:
     """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
     texts = _texts(row)
-    paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
-    if not paths:
+    image_paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
+    if not image_paths:
         return {}
-    marked = changed(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
-    return {**marked, "images": paths}
+    marked_texts = changed(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
+    return {**marked_texts, "images": image_paths}
 
 
 def _texts(row: dict) -> dict:
@@ -239,21 +242,21 @@ def changed(value, change: Callable, kinds=str):
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
-SHOWN = ("image", "images", "video", "videos")
-QUESTIONS = ("problem", "prompt", "messages")
-READ = (*QUESTIONS, "completion")  # a row that has one is in our form
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
+QUESTION_COLUMNS = ("problem", "prompt", "messages")
+OURS = (*QUESTION_COLUMNS, "completion")  # a row that has one is in our form
 FORMS = {
     "A, B": Form(("A", "B"), ("options", "choices"), _read_choices),
     "options": Form(("options",), (), _read_choices),
     "choices": Form(("choices",), ("options",), _read_choices),
-    "conversations": Form(("conversations",), QUESTIONS, _read_conversations),
+    "conversations": Form(("conversations",), QUESTION_COLUMNS, _read_conversations),
     "messages": Form(("messages",), ("problem", "prompt", "completion"), _read_messages),
     "prefix and suffix": Form(
-        ("prefix", "suffix"), READ, partial(_read_question, "prefix", "suffix")
+        ("prefix", "suffix"), OURS, partial(_read_question, "prefix", "suffix")
     ),
-    "query": Form(("query",), READ, partial(_read_question, "query", "response")),
-    "instruction": Form(("instruction",), READ, partial(_read_question, "instruction", "output")),
-    "question": Form(("question",), READ, partial(_read_question, "question", "answer")),
+    "query": Form(("query",), OURS, partial(_read_question, "query", "response")),
+    "instruction": Form(("instruction",), OURS, partial(_read_question, "instruction", "output")),
+    "question": Form(("question",), OURS, partial(_read_question, "question", "answer")),
     "chosen": Form(("chosen", "rejected"), (), _read_pair),
     "kto_tag": Form(("kto_tag",), ("label",), partial(_rename, "kto_tag", "label")),
     "answer": Form(("answer",), ("solution",), partial(_rename, "answer", "solution")),
@@ -261,8 +264,9 @@ FORMS = {
     "ground_truth": Form(
         ("ground_truth",), ("solution",), partial(_rename, "ground_truth", "solution")
     ),
-    "file_name": Form(("file_name",), SHOWN, partial(_rename, "file_name", "image")),
+    "file_name": Form(("file_name",), MEDIA_COLUMNS, partial(_rename, "file_name", "image")),
     "objects": Form(("objects",), (), _read_objects),
-    "<img>": Form((), SHOWN, _read_img_tags),
+    "<img>": Form((), MEDIA_COLUMNS, _read_img_tags),
 }
-ASKING = [name for name, form in FORMS.items() if "problem" in form.without]  # have a question
+# these have a question
+QUESTION_FORMS = [name for name, form in FORMS.items() if "problem" in form.without]

@@ -46,21 +46,22 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 
     Each entry is a source, or one with options: {"image": "cat.jpg", "max_pixels": 200704}.
     """
-    media = {}
+    row_media = {}
     for name, kind in COLUMNS.items():
-        if (listed := columns.get(name)) is None:
+        entries = columns.get(name)
+        if entries is None:
             continue
-        if kind in media:
+        if kind in row_media:
             raise ValueError(f"give column {kind!r} or {name!r}, not both")
-        if name == "video" or not isinstance(listed, list):  # a list under `video` is one of frames
-            listed = [listed]
+        if name == "video" or not isinstance(entries, list):
+            entries = [entries]  # a list under `video` is one of frames
         with naming(f"column {name!r}"):
-            media[kind] = [_media(entry, kind) for entry in listed]
-    return media
+            row_media[kind] = [_media(entry, kind) for entry in entries]
+    return row_media
 
 
 def place_media(
-    turns: list[dict], listed: dict[str, list[Media]], media_options: dict[str, dict]
+    turns: list[dict], row_media: dict[str, list[Media]], media_options: dict[str, dict]
 ) -> tuple[list[dict], list[Media]]:
     """Give a prompt a part for each image and video; return also what parts show, in order.
 
@@ -68,84 +69,84 @@ def place_media(
     text says <image> or <video>, else before the text of the first user turn.
 
     Args:
-        listed: by kind, the media that come with the row. The options of a part win over those
+        row_media: by kind, the media that come with the row. The options of a part win over those
             listed here.
         media_options: by kind, those of every image without its own, and those that a video does
             not say itself; which frames to take only of files without nframes.
     """
-    contents = [content_parts(turn) for turn in turns]
-    has_parts = bool(_shown(contents))  # then <image> is text
+    turn_parts = [content_parts(turn) for turn in turns]
+    has_parts = bool(_shown(turn_parts))  # then <image> is text
     if not has_parts:
-        contents = _with_parts(turns, contents, listed)
-    check_counts([kind for kind, part in _shown(contents) if not _sources(part, kind)], listed)
-    waiting = {kind: iter(entries) for kind, entries in listed.items()}
+        turn_parts = _with_parts(turns, turn_parts, row_media)
+    check_counts([kind for kind, part in _shown(turn_parts) if not _sources(part, kind)], row_media)
+    next_media = {kind: iter(entries) for kind, entries in row_media.items()}
     messages = []
     media = []
-    for number, (turn, parts) in enumerate(zip(turns, contents, strict=True)):
-        placed = []
+    for turn_number, (turn, parts) in enumerate(zip(turns, turn_parts, strict=True)):
+        new_parts = []
         for part in parts:
             kind = part_kind(part)
             if kind == "text":
-                placed.append(part)
+                new_parts.append(part)
                 continue
-            with naming(f"message {number}"):
-                item = _media(part, kind) if _sources(part, kind) else next(waiting[kind])
+            with naming(f"message {turn_number}"):
+                item = _media(part, kind) if _sources(part, kind) else next(next_media[kind])
                 options = item.options | _options(part, kind)
             options = _with_common(item, options, media_options.get(kind, {}))
             media.append(Media(kind, item.source, options))
-            placed.append({"type": kind, **_without(options)})
+            new_parts.append({"type": kind, **_without(options)})
         stays_text = has_parts and isinstance(turn.get("content"), str)
-        messages.append(turn if stays_text else {**turn, "content": placed})
+        messages.append(turn if stays_text else {**turn, "content": new_parts})
     if len(media) > MAX_MEDIA:
         raise ValueError(f"{len(media)} images and videos are over {MAX_MEDIA}; split the row")
     return messages, media
 
 
-def _shown(contents: list[list[dict]]) -> list[tuple[str, dict]]:
+def _shown(turn_parts: list[list[dict]]) -> list[tuple[str, dict]]:
     """List the parts of a conversation that are not text, each with its kind."""
-    shown = []
-    for parts in contents:
+    shown_parts = []
+    for parts in turn_parts:
         for part in parts:
             kind = part_kind(part)
             if kind != "text":
-                shown.append((kind, part))
-    return shown
+                shown_parts.append((kind, part))
+    return shown_parts
 
 
 def _with_parts(
-    turns: list[dict], contents: list[list[dict]], listed: dict[str, list[Media]]
+    turns: list[dict], turn_parts: list[list[dict]], row_media: dict[str, list[Media]]
 ) -> list[list[dict]]:
     """Make parts of <image> and <video>; without any, put the row's media before the question."""
-    contents = [_cut_at_marks(parts) for parts in contents]
-    if _shown(contents):
-        return contents
-    for turn, parts in zip(turns, contents, strict=True):
+    turn_parts = [_cut_at_marks(parts) for parts in turn_parts]
+    if _shown(turn_parts):
+        return turn_parts
+    for turn, parts in zip(turns, turn_parts, strict=True):
         if turn["role"] == "user":
             placeholders = []
             for kind in OPTIONS:
-                placeholders += [{"type": kind} for _ in listed.get(kind, ())]
+                placeholders += [{"type": kind} for _ in row_media.get(kind, ())]
             parts[:0] = placeholders
             break
-    return contents
+    return turn_parts
 
 
 def _cut_at_marks(parts: list[dict]) -> list[dict]:
     """Cut texts at <image> and <video>: "<image>What?" is text, an image, text."""
-    cut = []
+    cut_parts = []
     for part in parts:
         for number, piece in enumerate(MARK.split(part["text"])):  # text, kind, text, ..., text
             is_kind = number % 2 == 1
-            cut.append({"type": piece} if is_kind else {"type": "text", "text": piece})
-    return cut
+            cut_parts.append({"type": piece} if is_kind else {"type": "text", "text": piece})
+    return cut_parts
 
 
-def _with_common(item: Media, options: dict, common: dict) -> dict:
+def _with_common(item: Media, options: dict, common_options: dict) -> dict:
     """Add the common options: all to an image without its own, to a video those it does not say."""
     if item.kind == "image":
-        return options or common
+        return options or common_options
     if isinstance(item.source, list) or "nframes" in options:  # says which frames to take
-        common = _without(common)
-    return common | options
+        common_options = _without(common_options)
+    return common_options | options
 
 
 class Decoded(Sequence):

@@ -63,18 +63,18 @@ def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
     Example: weight 2.5 has every row twice and every second row once more.
     """
     picks = []
-    for number, (rows, section) in enumerate(zip(parts, files, strict=True)):
+    for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
         with naming(section.file):
             chosen = sample(section.sampling, len(rows))
         repeats = int(section.weight)
-        for row in chosen:
-            picks += [(number, row)] * repeats
+        for row_number in chosen:
+            picks += [(part_number, row_number)] * repeats
         num_more = round(section.weight * len(chosen)) - repeats * len(chosen)
-        picks += [(number, chosen[i * len(chosen) // num_more]) for i in range(num_more)]
+        picks += [(part_number, chosen[i * len(chosen) // num_more]) for i in range(num_more)]
     return Picked(parts, picks)
 
 
-def sample(strategy: str, count: int) -> list[int]:
+def sample(strategy: str, total_rows: int) -> list[int]:
     """Number the rows that VLM-R1's sampling_strategy takes; random: the same for every seed.
 
     Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
@@ -82,15 +82,15 @@ def sample(strategy: str, count: int) -> list[int]:
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:
         raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
-    name, size, percent = match.groups(default="")
-    num_rows = int(size or count)
+    name, size_text, percent = match.groups(default="")
+    num_rows = int(size_text or total_rows)
     if percent:
-        num_rows = math.ceil(num_rows * count / 100)
-    num_rows = min(num_rows, count)
+        num_rows = math.ceil(num_rows * total_rows / 100)
+    num_rows = min(num_rows, total_rows)
     if name == "random":
-        return sorted(random.Random(0).sample(range(count), num_rows))
-    first = count - num_rows if name == "end" else 0
-    return list(range(first, first + num_rows))
+        return sorted(random.Random(0).sample(range(total_rows), num_rows))
+    first_row = total_rows - num_rows if name == "end" else 0
+    return list(range(first_row, first_row + num_rows))
 
 
 @dataclass
@@ -109,9 +109,9 @@ class _Mix:
 def read_mix(path: Path) -> list[FileSection]:
     """Read VLM-R1's YAML; paths from where it is read, or beside it."""
     with naming(path):
-        listed = parse_yaml(path.read_bytes())
+        yaml_values = parse_yaml(path.read_bytes())
     files = []
-    for entry in build(_Mix, listed, str(path)).datasets:
+    for entry in build(_Mix, yaml_values, str(path)).datasets:
         file = Path(entry.json_path)
         if not file.exists():
             file = path.parent / file

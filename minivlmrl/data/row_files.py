@@ -19,12 +19,12 @@ from minivlmrl.hub.dataset import find_split
 from minivlmrl.hub.folder import parse_json
 from minivlmrl.hub.recipe_values import extra, naming, require
 
-IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
-NO_JSON = date, time, timedelta, Decimal  # of parquet: text, as in CSV
+IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
+NO_JSON_TYPES = date, time, timedelta, Decimal  # of parquet: text, as in CSV
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-PLAIN = re.compile(r"(?i)true|false|-?\d*\.?\d+")
+BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns that are JSON in a CSV file
-CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
+JSON_COLUMNS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
@@ -52,20 +52,26 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
             f"{folder}: a folder of save_to_disk; "
             'save it by datasets.load_from_disk(...).to_parquet("rows.parquet")'
         )
-    parquet = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    splits = sorted({path.name.partition("-")[0].removesuffix(".parquet") for path in parquet})
-    if len(splits) > 1:
-        raise ValueError(f"{folder}: has parquet files of {', '.join(splits)}; one a folder")
-    if parquet:
-        return Arrow(parquet)
-    files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
-    files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
-    if len(files) == 1:
-        return open_rows(files[0])
-    images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE.fullmatch(path.name))
-    if images and not files:
-        return Images(folder, images)
-    names = ", ".join(path.name for path in sorted(files)[:5]) or "none"
+    parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
+    split_names = sorted(
+        {path.name.partition("-")[0].removesuffix(".parquet") for path in parquet_files}
+    )
+    if len(split_names) > 1:
+        raise ValueError(f"{folder}: has parquet files of {', '.join(split_names)}; one a folder")
+    if parquet_files:
+        return Arrow(parquet_files)
+    row_files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
+    row_files = [
+        path for path in row_files if path.name not in ("dataset_info.json", "dataset_infos.json")
+    ]
+    if len(row_files) == 1:
+        return open_rows(row_files[0])
+    image_files = sorted(
+        path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name)
+    )
+    if image_files and not row_files:
+        return Images(folder, image_files)
+    names = ", ".join(path.name for path in sorted(row_files)[:5]) or "none"
     raise ValueError(
         f"{folder}: a folder must hold a dataset or one file of rows; its files of rows: {names}"
     )
@@ -86,8 +92,8 @@ class Lines:
 
     def split(self, content: str) -> list[tuple[int, str]]:
         """Return the line number and the text of each row."""
-        first = content.lstrip().partition("\n")[0].strip()
-        if first.startswith("[") or first == "{":
+        first_line = content.lstrip().partition("\n")[0].strip()
+        if first_line.startswith("[") or first_line == "{":
             return self.split_values(content)
         lines = enumerate(content.split("\n"), start=1)
         return [(number, line) for number, line in lines if line.strip()]
@@ -101,13 +107,13 @@ class Lines:
         is_list = content[start] == "["
         if is_list:
             start = separator.match(content, start + 1).end()
-        line = 1 + content.count("\n", 0, start)
+        line_number = 1 + content.count("\n", 0, start)
         while start < len(content) and not (is_list and content[start] == "]"):
-            with naming(f"{self.path}:{line}"):
+            with naming(f"{self.path}:{line_number}"):
                 _, end = parse_json(content, decode, start)
-            rows.append((line, content[start:end]))
+            rows.append((line_number, content[start:end]))
             next_start = separator.match(content, end).end()
-            line += content.count("\n", start, next_start)
+            line_number += content.count("\n", start, next_start)
             start = next_start
         if is_list and content[start:].strip() != "]":
             raise ValueError(
@@ -141,11 +147,11 @@ class Cells(Lines):
         reader = csv.reader(io.StringIO(content, newline=""), dialect)
         self.names = [name.strip() for name in next(reader, ())]
         _check_names(self.path, self.names)
-        rows = []
+        numbered_rows = []
         for cells in reader:
             if cells:  # the line that a row begins with; a cell in quotes may have line breaks
-                rows.append((reader.line_num - "".join(cells).count("\n"), cells))
-        return rows
+                numbered_rows.append((reader.line_num - "".join(cells).count("\n"), cells))
+        return numbered_rows
 
     def __getitem__(self, index):
         cells = self.texts[index][1]
@@ -157,10 +163,10 @@ class Cells(Lines):
                 )
             columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
             for name, cell in columns.items():
-                if name in CELLS and cell[0] in "[{":
+                if name in JSON_COLUMNS and cell[0] in "[{":
                     with naming(f"column {name!r}"):
                         columns[name] = parse_json(cell)
-                elif name in ("label", "margin") and PLAIN.fullmatch(cell):
+                elif name in ("label", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
                     columns[name] = json.loads(cell.lower())
             return columns
 
@@ -196,15 +202,15 @@ class Arrow:
             file_start = self.starts[-1]
             try:
                 file = pq.ParquetFile(path)
-                names = file.schema_arrow.names
+                column_names = file.schema_arrow.names
                 groups = range(file.num_row_groups)
-                sizes = [file.metadata.row_group(group).num_rows for group in groups]
+                group_sizes = [file.metadata.row_group(group).num_rows for group in groups]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
-            _check_names(path, names)
-            for group, size in zip(groups, sizes, strict=True):
-                read = functools.partial(file.read_row_group, group)
-                self.groups.append((path, file_start, read))
+            _check_names(path, column_names)
+            for group, size in zip(groups, group_sizes, strict=True):
+                read_group = functools.partial(file.read_row_group, group)
+                self.groups.append((path, file_start, read_group))
                 self.starts.append(self.starts[-1] + size)
         self.table = functools.lru_cache(4)(self._read_group)
 
@@ -229,7 +235,7 @@ class Arrow:
                 [row] = self.table(group).slice(index - self.starts[group], 1).to_pylist()
             except (OverflowError, OSError) as error:  # such as a date that Python does not have
                 raise ValueError(f"cannot be read ({error})") from error
-            return changed(row, str, NO_JSON)
+            return changed(row, str, NO_JSON_TYPES)
 
 
 def _check_names(path: Path, names: list[str]):

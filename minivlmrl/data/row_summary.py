@@ -27,25 +27,25 @@ class Sizes(ImageProcessor):
 def summary(rows: Dataset, processor: Processor) -> str:
     """Say "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (...)"."""
     counter = _counter(processor)
-    numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
-    outlines = [outline(rows, number) for number in numbers]
+    row_numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
+    outlines = [outline(rows, row_number) for row_number in row_numbers]
     sample = [row for row in outlines if row is not None]
     if isinstance(rows, Picked):
-        total = sum(map(len, rows.parts))
-        text = f"{len(rows)} picked out of {total} in {len(rows.parts)} file(s)"
+        total_rows = sum(map(len, rows.parts))
+        summary_text = f"{len(rows)} picked out of {total_rows} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
-        counts = getattr(rows, "counts", None) or {(len(sample[0].images), 0): len(rows)}
-        described = sorted((_media_words(*media), count) for media, count in counts.items())
-        text = ", ".join(f"{count} with {words}" for words, count in described)
-        if len(counts) > 1:
-            text = f"{len(rows)} ({text})"
-    lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
-    if lengths:
-        bounds = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
-        text += f"; prompts of {bounds} tokens"
-        if len(lengths) < len(rows):
-            text += f" ({len(lengths)} were measured)"
-    return text
+        media_counts = getattr(rows, "counts", None) or {(len(sample[0].images), 0): len(rows)}
+        media_words = sorted((_media_words(*media), count) for media, count in media_counts.items())
+        summary_text = ", ".join(f"{count} with {words}" for words, count in media_words)
+        if len(media_counts) > 1:
+            summary_text = f"{len(rows)} ({summary_text})"
+    prompt_lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
+    if prompt_lengths:
+        length_bounds = " to ".join(map(str, sorted({prompt_lengths[0], prompt_lengths[-1]})))
+        summary_text += f"; prompts of {length_bounds} tokens"
+        if len(prompt_lengths) < len(rows):
+            summary_text += f" ({len(prompt_lengths)} were measured)"
+    return summary_text
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
@@ -67,43 +67,45 @@ def outline(rows: Dataset, index: int) -> Row | None:
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
     """Leave out rows with a prompt of over `limit` tokens, and describe them; not videos."""
     long_rows = {}
-    for number, where, length in _long_rows(rows, processor, limit):
-        long_rows[number] = f"{where}: {length} tokens"
+    for row_number, where, prompt_length in _long_rows(rows, processor, limit):
+        long_rows[row_number] = f"{where}: {prompt_length} tokens"
     if not long_rows:
         return rows, []
     if len(long_rows) == len(rows):
         raise ValueError(
             f"data.max_prompt_tokens is {limit}: all prompts are longer, {long_rows[0]}"
         )
-    kept = [(0, number) for number in range(len(rows)) if number not in long_rows]
-    return Picked([rows], kept), list(long_rows.values())
+    kept_rows = [(0, row_number) for row_number in range(len(rows)) if row_number not in long_rows]
+    return Picked([rows], kept_rows), list(long_rows.values())
 
 
 def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
     """Refuse a prompt of over `limit` tokens (ValueError: its row, and `cause`); not videos."""
-    for _, where, length in _long_rows(rows, processor, limit):
-        raise ValueError(f"{where}: its prompt of {length} tokens {cause}")
+    for _, where, prompt_length in _long_rows(rows, processor, limit):
+        raise ValueError(f"{where}: its prompt of {prompt_length} tokens {cause}")
 
 
 def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
     """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens."""
     counter = _counter(processor)
-    settings = processor.image_processor
-    side = settings.patch_size * settings.merge_size
-    for number in range(len(rows)):
-        part, index = rows.find(number) if isinstance(rows, Picked) else (rows, number)
-        if not isinstance(part, FileDataset):
+    image_processor = processor.image_processor
+    token_side = image_processor.patch_size * image_processor.merge_size
+    for row_number in range(len(rows)):
+        dataset, row_index = (
+            rows.find(row_number) if isinstance(rows, Picked) else (rows, row_number)
+        )
+        if not isinstance(dataset, FileDataset):
             return  # all rows of an embedded task are alike
-        row, media = part.read(index)
+        row, media = dataset.read(row_index)
         text_tokens = len(repr(row.messages).encode())  # at most one a byte
-        image_tokens = len(media) * settings.max_pixels // side**2
+        image_tokens = len(media) * image_processor.max_pixels // token_side**2
         if text_tokens + image_tokens + MARKUP <= limit:
             continue  # it fits for sure, and need not be laid out
-        row = outline(part, index)
+        row = outline(dataset, row_index)
         if row is not None:
-            length = len(row.prompt(counter).input_ids)
-            if length > limit:
-                yield number, row.where, length
+            prompt_length = len(row.prompt(counter).input_ids)
+            if prompt_length > limit:
+                yield row_number, row.where, prompt_length
 
 
 def _counter(processor: Processor) -> Processor:

@@ -67,13 +67,13 @@ class ChatTemplate:
         self.source = source
         self.token_names = dict(token_names)
         # longer ones first, as one may begin with another; no text could do without a character
-        names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
-        names = sorted(names, key=len, reverse=True)
-        controls = {name: Control(name) for name in names}
+        control_names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
+        control_names = sorted(control_names, key=len, reverse=True)
+        controls = {name: Control(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
         self.tools = None  # schemas of those that it declares
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
-        self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
+        self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
         try:
             self.template = environment().from_string(text)
         except Exception as error:  # also RecursionError or SyntaxError, of nested blocks
@@ -85,11 +85,12 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """Find the template of a folder, in the first of FILES with one; None: chat.render's."""
         token_names = {}
-        config = Path(folder) / "tokenizer_config.json"
-        for name, value in (read_json(config) if config.is_file() else {}).items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(token, str):
-                token_names[name] = token
+        config_file = Path(folder) / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.is_file() else {}
+        for name, value in config.items():
+            token_text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token_text, str):
+                token_names[name] = token_text
         for path in (Path(folder) / name for name in FILES):
             text = _template_in(path)
             if text is not None:
@@ -108,13 +109,13 @@ class ChatTemplate:
             turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text([*turns, START, "assistant\n"])
         pieces = join_text(self._cut(self._lay_out(self._checked(messages), True)))
-        shown = []
+        shown_kinds = []
         for piece in pieces:
             if piece is IMAGE or piece is VIDEO:
-                shown.append("image" if piece is IMAGE else "video")
-        kinds = [part_kind(part) for part in shown_parts_of(messages)]
-        if shown != kinds:
-            raise self._error(f"it shows {shown}, the messages have {kinds}")
+                shown_kinds.append("image" if piece is IMAGE else "video")
+        message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
+        if shown_kinds != message_kinds:
+            raise self._error(f"it shows {shown_kinds}, the messages have {message_kinds}")
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
@@ -132,13 +133,13 @@ class ChatTemplate:
         text = self._lay_out(conversation, False)
         flagged = []
         end = None  # of the assistant's turn before
-        for number in range(len(messages), len(conversation)):
-            if conversation[number]["role"] != "assistant":
+        for turn_number in range(len(messages), len(conversation)):
+            if conversation[turn_number]["role"] != "assistant":
                 continue
-            start = self._length(text, conversation[:number], True)
+            start = self._length(text, conversation[:turn_number], True)
             if end is not None:
                 flagged += [(piece, False) for piece in self._cut(text[end:start])]
-            turn_end = self._length(text, conversation[: number + 1], False)
+            turn_end = self._length(text, conversation[: turn_number + 1], False)
             if not text[start:turn_end].endswith(f"{END}\n"):
                 raise self._error(
                     f"SFT and pairs need Qwen's form, {END} and a line break at the end of an "
@@ -181,11 +182,11 @@ class ChatTemplate:
     def _checked(self, messages: list[dict]) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages)
-        kinds = {part_kind(part) for part in parts_of(messages)}
+        used_kinds = {part_kind(part) for part in parts_of(messages)}
         if any(message.get("tool_calls") for message in messages):
-            kinds.add("tool_call")
+            used_kinds.add("tool_call")
         for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
-            if kind in kinds and spelled not in self.text:
+            if kind in used_kinds and spelled not in self.text:
                 raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
         if "<function=" in self.text:  # it lays out parameters one by one, not JSON
@@ -233,13 +234,13 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
         return template
     template = copy(template or ChatTemplate(DEFAULT, "the default template"))
     sandbox = template.template.environment
-    names = jinja2.meta.find_undeclared_variables(sandbox.parse(template.text))
-    names -= {*sandbox.globals, "messages", "tools", "add_generation_prompt"}
+    template_names = jinja2.meta.find_undeclared_variables(sandbox.parse(template.text))
+    template_names -= {*sandbox.globals, "messages", "tools", "add_generation_prompt"}
     for name in values:
-        if name not in names:
+        if name not in template_names:
             raise template._error(
                 f"it reads no {name!r} of data.template; "
-                f"there are: {', '.join(sorted(names)) or 'none'}"
+                f"there are: {', '.join(sorted(template_names)) or 'none'}"
             )
     template.token_names = template.token_names | values
     template.is_qwen3 = False

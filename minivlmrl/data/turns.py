@@ -35,10 +35,10 @@ def encode_completion(processor: Processor, messages: list[dict], completion) ->
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
         raise ValueError("the chat template has no place for a picture of the answer")
     grids = [grid for *_, grid in pictures]
-    encoded = processor.encode([piece for piece, _ in pieces], grids)
+    encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
     ids = []
     written = []
-    for piece_ids, (piece, is_written) in zip(encoded, pieces, strict=True):
+    for piece_ids, (piece, is_written) in zip(encoded_pieces, pieces, strict=True):
         is_vision = isinstance(piece, Control) and piece in VISION
         ids += piece_ids
         written += [is_written and not is_vision] * len(piece_ids)
@@ -73,15 +73,15 @@ def _as_result(part: dict) -> dict:
 
 def without_answers(pieces: list[tuple[str, bool]], tools: Sequence[str]) -> list[tuple[str, bool]]:
     """Cut <result>...</result> after a call in tags from what the assistant writes: it is read."""
-    ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
-    answer = re.compile(rf"((?:{ends})\s*<result>.*?</result>)", re.DOTALL)
-    cut = []
+    tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
+    answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
+    cut_pieces = []
     for piece, is_written in pieces:
         is_text = tools and not isinstance(piece, Control)
         for i, text in enumerate(answer.split(piece) if is_text else [piece]):
             if text:  # every second one is the answer of a tool
-                cut.append((text, is_written and i % 2 == 0))
-    return cut
+                cut_pieces.append((text, is_written and i % 2 == 0))
+    return cut_pieces
 
 
 def as_turns(answer: str | list[dict], role: str = "assistant") -> list[dict]:
@@ -125,12 +125,12 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """Join neighbouring text of one flag, no empty text: no token is half the assistant's."""
-    joined = []
-    filled = [pair for pair in pieces if pair[0]]
-    for is_written, run in groupby(filled, key=lambda pair: pair[1]):
+    joined_pieces = []
+    filled_pieces = [pair for pair in pieces if pair[0]]
+    for is_written, run in groupby(filled_pieces, key=lambda pair: pair[1]):
         texts = join_text([piece for piece, _ in run])
-        joined += [(text, is_written) for text in texts]
-    return joined
+        joined_pieces += [(text, is_written) for text in texts]
+    return joined_pieces
 
 
 def check_ends(turns: list[dict]):

@@ -61,22 +61,22 @@ class Video:
         Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
         """
         depth = processor.temporal_patch_size
-        count = len(self.frames)
+        num_frames = len(self.frames)
         frame_width, frame_height = self.frames[0].size
-        height, width = frame_size(processor, count, frame_height, frame_width, **options)
-        _check_size(math.ceil(count / depth) * depth, width, height)
+        height, width = frame_size(processor, num_frames, frame_height, frame_width, **options)
+        _check_size(math.ceil(num_frames / depth) * depth, width, height)
         # converted one after the other: together they could fill the memory
         pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
         seconds = self.seconds
         if seconds is None:
-            seconds = [i / self.fps for i in range(count)]
-        times = []
-        for first in range(0, count, depth):
-            last = min(first + depth, count) - 1
-            times.append((seconds[first] + seconds[last]) / 2)
-        return pixel_values, image_grid_thw, times
+            seconds = [i / self.fps for i in range(num_frames)]
+        patch_times = []
+        for first_frame in range(0, num_frames, depth):
+            last_frame = min(first_frame + depth, num_frames) - 1
+            patch_times.append((seconds[first_frame] + seconds[last_frame]) / 2)
+        return pixel_values, image_grid_thw, patch_times
 
 
 @dataclass
@@ -113,44 +113,47 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
     try:
         return _sample(file, sampling | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files make PyAV raise anything
-        reason = str(error) or type(error).__name__
+        error_text = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
-            reason = f"cannot be read as a video ({error.strerror or reason})"
-        raise ValueError(f"{name}: {reason}") from error
+            error_text = f"cannot be read as a video ({error.strerror or error_text})"
+        raise ValueError(f"{name}: {error_text}") from error
 
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
     """Decode the frames that the options ask for: one pass counts, the next decodes."""
     with _opened(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
-        total = _count_frames(container, stream)
+        total_frames = _count_frames(container, stream)
     while True:
-        indices, fps = sample_indices(total, video_fps, **sampling)
-        frames, seen = _decode(file, indices)
+        indices, fps = sample_indices(total_frames, video_fps, **sampling)
+        frames, num_decoded = _decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
         # fewer than packets: a stream that begins in the middle shows nothing until a key frame
-        total = seen
+        total_frames = num_decoded
 
 
 def _count_frames(container, stream) -> int:
     """Count the packets of a stream, which are frames; refuse a file that is cut off."""
-    total = 0
-    end = 0.0
+    total_frames = 0
+    end_seconds = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
             raise ValueError("cut off or damaged")
         is_ours = packet.stream_index == stream.index
         if is_ours and packet.size > 0 and not packet.is_discard:
-            total += 1
+            total_frames += 1
         if packet.pts is not None:
-            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
+            end_seconds = max(end_seconds, packet_end)
     # in other containers the index tells that packets are missing
-    claimed = (container.duration or 0) / 1e6
-    missing = claimed + (container.start_time or 0) / 1e6 - end
-    if "matroska" in container.format.name and missing > max(0.5, 0.05 * claimed):
-        raise ValueError(f"cut off: it ends after {end:.6g} of {claimed:.6g} seconds")
-    return total
+    claimed_seconds = (container.duration or 0) / 1e6
+    missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
+    if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
+        raise ValueError(
+            f"cut off: it ends after {end_seconds:.6g} of {claimed_seconds:.6g} seconds"
+        )
+    return total_frames
 
 
 @contextlib.contextmanager
@@ -178,23 +181,23 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
 def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
     """Return the frames of these numbers, and how many were decoded for them."""
     frames = []
-    seen = 0
+    num_decoded = 0
     with _opened(file) as (container, stream):
         for frame in container.decode(stream):
             if frame.is_corrupt:
-                raise ValueError(f"frame {seen} is damaged")
-            if seen == indices[len(frames)]:
+                raise ValueError(f"frame {num_decoded} is damaged")
+            if num_decoded == indices[len(frames)]:
                 _check_size(len(indices), frame.width, frame.height)
                 # phones store what their sensor saw, and how to turn it
-                turns = round(frame.rotation / 90)
-                if abs(frame.rotation - 90 * turns) > 1:
+                quarter_turns = round(frame.rotation / 90)
+                if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise ValueError(f"is turned by {frame.rotation} degrees, no quarter turn")
-                pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+                pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
                 frames.append(PIL.Image.fromarray(pixels))
-            seen += 1
+            num_decoded += 1
             if len(frames) == len(indices):
                 break
-    return frames, seen
+    return frames, num_decoded
 
 
 def _check_size(nframes: int, width: int, height: int):
@@ -221,27 +224,27 @@ def sample_indices(
     sampling = check_options("video", sampling)
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
-    start = sampling.pop("video_start", None)
-    end = sampling.pop("video_end", None)
-    first = 0
-    last = total_frames - 1
+    video_start = sampling.pop("video_start", None)
+    video_end = sampling.pop("video_end", None)
+    first_frame = 0
+    last_frame = total_frames - 1
     duration = total_frames / video_fps
-    if start is not None:
-        first = math.ceil(min(start, duration) * video_fps)
-    if end is not None:
-        last = min(math.floor(min(end, duration) * video_fps), last)
-    if first >= last and (start, end) != (None, None):
+    if video_start is not None:
+        first_frame = math.ceil(min(video_start, duration) * video_fps)
+    if video_end is not None:
+        last_frame = min(math.floor(min(video_end, duration) * video_fps), last_frame)
+    if first_frame >= last_frame and (video_start, video_end) != (None, None):
         raise ValueError(
-            f"no two frames lie between video_start {start} and video_end {end}; the video has "
-            f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+            f"no two frames lie between video_start {video_start} and video_end {video_end}; "
+            f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
         )
-    count = last - first + 1
-    nframes = smart_nframes(count, video_fps, frame_factor, sampling)
+    num_frames = last_frame - first_frame + 1
+    nframes = smart_nframes(num_frames, video_fps, frame_factor, sampling)
     if frame_factor == 1:
-        indices = np.linspace(first, last, nframes).round().astype(int)
+        indices = np.linspace(first_frame, last_frame, nframes).round().astype(int)
     else:
-        indices = torch.linspace(first, last, nframes).round().long()
-    return indices.tolist(), nframes / count * video_fps
+        indices = torch.linspace(first_frame, last_frame, nframes).round().long()
+    return indices.tolist(), nframes / num_frames * video_fps
 
 
 def smart_nframes(
@@ -265,9 +268,9 @@ def smart_nframes(
         max_frames = (
             math.floor(sampling.get("max_frames", MAX_FRAMES) / frame_factor) * frame_factor
         )
-        wanted = total_frames / video_fps * sampling.get("fps", FPS)
-        wanted = min(max(wanted, min_frames), max_frames, total_frames)
-        nframes = math.floor(wanted / frame_factor) * frame_factor
+        wanted_frames = total_frames / video_fps * sampling.get("fps", FPS)
+        wanted_frames = min(max(wanted_frames, min_frames), max_frames, total_frames)
+        nframes = math.floor(wanted_frames / frame_factor) * frame_factor
     if not FRAME_FACTOR <= nframes <= total_frames:
         raise ValueError(f"{nframes} frames would be taken of a video of {total_frames}")
     return nframes
@@ -295,7 +298,7 @@ def frame_size(
         return processor.videos.frame_size(processor, nframes, height, width, **options)
     nframes = math.ceil(nframes / processor.temporal_patch_size) * processor.temporal_patch_size
     min_pixels = options.get("min_pixels", MIN_FRAME_TOKENS * factor**2)
-    share = options.get("total_pixels", TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
-    limit = max(min(MAX_FRAME_TOKENS * factor**2, share), int(min_pixels * 1.05))
-    max_pixels = min(options.get("max_pixels", limit), limit)
+    pixel_share = options.get("total_pixels", TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
+    pixel_limit = max(min(MAX_FRAME_TOKENS * factor**2, pixel_share), int(min_pixels * 1.05))
+    max_pixels = min(options.get("max_pixels", pixel_limit), pixel_limit)
     return smart_resize(height, width, factor, min_pixels, max_pixels)

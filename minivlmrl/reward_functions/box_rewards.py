@@ -96,21 +96,24 @@ def box_columns(
 
     An answer's space is the row's answer_extent, or its box_space, or the processor's.
     """
-    sizes = []
-    extents = []
-    patch = processor.image_processor.patch_size
+    image_sizes = []
+    answer_extents = []
+    patch_size = processor.image_processor.patch_size
     for row, prompt in zip(rows, prompts, strict=True):
-        size = extent = None
+        image_size = None
+        answer_extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
             # known after the prompt was made
-            size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
-            space = row.columns.get("box_space") or processor.box_space
-            resized = width * patch, height * patch
-            extent = row.columns.get("answer_extent") or boxes.extent(space, size, resized)
-        sizes += [size] * num_generations
-        extents += [extent] * num_generations
-    return {"image_sizes": sizes, "answer_extents": extents}
+            image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
+            box_space = row.columns.get("box_space") or processor.box_space
+            resized_size = width * patch_size, height * patch_size
+            answer_extent = row.columns.get("answer_extent")
+            if not answer_extent:
+                answer_extent = boxes.extent(box_space, image_size, resized_size)
+        image_sizes += [image_size] * num_generations
+        answer_extents += [answer_extent] * num_generations
+    return {"image_sizes": image_sizes, "answer_extents": answer_extents}
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:

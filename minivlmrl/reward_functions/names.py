@@ -96,40 +96,40 @@ class Reward:
         if not any(is_judged):
             return [math.nan] * len(is_judged)
         columns = {column: list(compress(values, is_judged)) for column, values in columns.items()}
-        missing = sorted(self.columns - columns.keys())
-        if missing:
+        missing_columns = sorted(self.columns - columns.keys())
+        if missing_columns:
             raise ValueError(
-                f"reward {self.name} needs column {missing[0]!r}; "
+                f"reward {self.name} needs column {missing_columns[0]!r}; "
                 f"the rows have {sorted(columns.keys() - GIVEN)}"
             )
         texts = columns["completions"]
-        rows = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
+        prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         columns["completions"] = [Text(text) for text in texts]
         if columns.get("prompts"):
             columns["prompts"] = [question(prompt) for prompt in columns["prompts"]]
         try:
             values = _call(self.function, columns)
         except (Exception, SystemExit) as error:
-            raise self._blamed(texts, rows, columns, error) from error
-        values = iter(checked_values(self.name, values, texts, rows))
+            raise self._blamed(texts, prefixes, columns, error) from error
+        values = iter(checked_values(self.name, values, texts, prefixes))
         return [next(values) if judged else math.nan for judged in is_judged]
 
-    def _blamed(self, texts: list[str], rows: list[str], columns: dict, error) -> ValueError:
+    def _blamed(self, texts: list[str], prefixes: list[str], columns: dict, error) -> ValueError:
         """Find the first completion with which it fails, by asking about one at a time."""
-        row = ""
+        prefix = ""
         failed_with = f"{len(texts)} completions together, for none alone"
         for i, text in enumerate(texts):
             try:
                 _call(self.function, {name: [values[i]] for name, values in columns.items()})
             except (Exception, SystemExit) as error_alone:
-                row = rows[i]
+                prefix = prefixes[i]
                 failed_with = f"the completion {text!r:.80}"
                 error = error_alone
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
-            return ValueError(f"{row}{error}")  # one of ours says what is wrong
+            return ValueError(f"{prefix}{error}")  # one of ours says what is wrong
         line = line_of(self.function, error)
-        return ValueError(f"{row}reward {self.name} raised {error!r}{line} for {failed_with}")
+        return ValueError(f"{prefix}reward {self.name} raised {error!r}{line} for {failed_with}")
 
 
 def get_reward(name: str) -> Reward:
@@ -155,17 +155,17 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 
-def checked_values(name: str, values, completions: list[str], rows: list[str]) -> list[float]:
+def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
-        judged = list(zip(values, completions, rows, strict=True))
+        judged_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name} returned {values!r:.80}; "
             f"it must be a list of {len(completions)} numbers, one a completion"
         ) from error
     checked = []
-    for value, text, row in judged:
+    for value, text, prefix in judged_rows:
         if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
             value = value.item()
         if value is None:
@@ -174,7 +174,7 @@ def checked_values(name: str, values, completions: list[str], rows: list[str]) -
             checked.append(float(value))
         else:
             raise ValueError(
-                f"{row}reward {name} returned {value!r:.80} for the completion {text!r:.80}; "
+                f"{prefix}reward {name} returned {value!r:.80} for the completion {text!r:.80}; "
                 "it must be a finite number, or None for 'cannot judge'"
             )
     return checked
@@ -189,8 +189,8 @@ def line_of(function: Callable, error: Exception) -> str:
     if code is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f" in {code.co_filename}:{lines[-1]}" if lines else ""
+    line_numbers = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f" in {code.co_filename}:{line_numbers[-1]}" if line_numbers else ""
 
 
 def guarded(name: str, function: Callable, /, *arguments, **options):
