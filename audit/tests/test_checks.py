@@ -15,6 +15,8 @@ from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
 from minivlmrl.objectives.parity import FIXTURES
+from minivlmrl.objectives.policy_losses import policy_terms
+from minivlmrl.objectives.preference_losses import dpo_loss
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 from minivlmrl.vision import window_order
@@ -24,6 +26,7 @@ from minivlmrl_audit.checks import (
     assert_same_logps,
     assert_split_invariant,
 )
+from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
@@ -120,3 +123,9 @@ def test_our_numbers_are_those_of_the_fixture():
     with torch.no_grad():
         logits = model.double().lm_head(model(batch))
     assert (logits - x["logits"]).abs().max() < 1e-5
+
+
+def test_options_are_those_of_the_losses():
+    """What the audit may change is what a loss takes, with the same default."""
+    for options, loss in ((PolicyOptions(), policy_terms), (DPOOptions(), dpo_loss)):
+        assert arguments(options).items() <= loss.__kwdefaults__.items()
