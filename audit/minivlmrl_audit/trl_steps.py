@@ -24,16 +24,26 @@ from minivlmrl_audit import dump
 from minivlmrl_audit.options import DPOOptions, PolicyOptions
 
 ROLLOUT = (
-    *("num_generations", "scale_rewards", "reward_weights", "multi_objective_aggregation"),
-    *("temperature", "max_completion_length", "mask_truncated_completions"),
+    "num_generations",
+    "scale_rewards",
+    "reward_weights",
+    "multi_objective_aggregation",
+    "temperature",
+    "max_completion_length",
+    "mask_truncated_completions",
 )
 # what a release does that lacks an option of GRPO; before 0.16 rows were averaged
-OLDER = {"scale_rewards": True, "use_bias_correction_kl": False, "loss_type": "bnpo"}
-OLDER |= {"epsilon": 0.2, "epsilon_high": None}
+OLDER = {
+    "scale_rewards": True,
+    "use_bias_correction_kl": False,
+    "loss_type": "bnpo",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+}
 SCALES = {True: "group", False: "none"}  # up to 0.21
 # of a trainer, the newest first: what generates, what gives log-probabilities
-GENERATES = "_generate_and_score_completions", "_prepare_inputs"
-SCORES = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
+GENERATES = ("_generate_and_score_completions", "_prepare_inputs")
+SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
 OUTPUTS = {
     "log_probs": ("per_token_logps", "logps_gradient"),
     "entropy": ("entropies", "entropies_gradient"),
@@ -47,18 +57,21 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump an SFTTrainer's; a model that takes no num_items_in_batch is averaged by micro-batch."""
     if getattr(trainer.args, "label_smoothing_factor", 0):
         raise ValueError("label_smoothing_factor: the audit has no definition of it; leave it 0")
-    kind = getattr(trainer.args, "loss_type", "nll").removeprefix("chunked_")
-    about = {"kind": "sft", "loss": {"loss_type": kind}}
-    about["mean_over"] = "step" if trainer.model_accepts_loss_kwargs else "micro_batch"
+    loss_type = getattr(trainer.args, "loss_type", "nll").removeprefix("chunked_")
+    about = {
+        "kind": "sft",
+        "loss": {"loss_type": loss_type},
+        "mean_over": "step" if trainer.model_accepts_loss_kwargs else "micro_batch",
+    }
 
     def rows(inputs: dict) -> dict:
-        follows = inputs["attention_mask"].cumsum(1) > 1  # nothing predicts the first token
-        prompt = {"prompt_mask": (~follows).long()}
+        predicted = inputs["attention_mask"].cumsum(1) > 1  # nothing predicts the first token
+        tensors = {"completion_mask": ((inputs["labels"] != -100) & predicted).long()}
         if getattr(trainer, "completion_only_loss", False):
-            prompt = prompt_mask(trainer, inputs["input_ids"])
-        elif getattr(trainer.args, "assistant_only_loss", False):
-            prompt = {}
-        return {"completion_mask": ((inputs["labels"] != -100) & follows).long()} | prompt
+            return tensors | prompt_mask(trainer, inputs["input_ids"])
+        if not getattr(trainer.args, "assistant_only_loss", False):
+            tensors["prompt_mask"] = (~predicted).long()
+        return tensors
 
     return Steps(trainer, folder, steps, about, rows)
 
@@ -73,12 +86,13 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
     def rows(inputs: dict) -> dict:
-        asked = inputs.get("prompt_attention_mask")  # up to 0.28, which joins them later
-        pairs = len(inputs["input_ids"]) // 2 if asked is None else len(asked)
-        count = torch.arange(2 * pairs)
-        tensors = {"pair": count % pairs, "chosen": (count < pairs).long()}
-        if asked is not None:
-            return tensors | {"asked": asked.sum(1).repeat(2)}
+        prompts = inputs.get("prompt_attention_mask")  # up to 0.28, which joins them later
+        pairs = len(inputs["input_ids"]) // 2 if prompts is None else len(prompts)
+        number = torch.arange(2 * pairs)
+        tensors = {"pair": number % pairs, "chosen": (number < pairs).long()}
+        if prompts is not None:
+            tensors["prompt_lengths"] = prompts.sum(1).repeat(2)
+            return tensors
         tensors["completion_mask"] = inputs["completion_mask"]
         return tensors | prompt_mask(trainer, inputs["input_ids"])
 
@@ -87,128 +101,35 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a GRPOTrainer's: rewards, groups and advantages of the rollout too."""
-    a = trainer.args
-    has = OLDER | vars(trainer.args)
-    has["scale_rewards"] = SCALES.get(has["scale_rewards"], has["scale_rewards"])
-    if not hasattr(a, "epsilon"):
-        has["loss_type"] = "grpo"
-    loss = {name: x for name, x in has.items() if name in PolicyOptions.__dataclass_fields__}
-    high = has["epsilon"] if has["epsilon_high"] is None else has["epsilon_high"]
-    loss |= {"epsilon_low": has["epsilon"], "epsilon_high": high}
-    about = {"kind": "grpo", "loss": loss} | {name: has.get(name) for name in ROLLOUT}
+    return GRPOSteps(trainer, folder, steps)
+
+
+def grpo_options(trainer) -> dict:
+    """Read the options of GRPO as a step has them, of any release."""
+    config = OLDER | vars(trainer.args)
+    config["scale_rewards"] = SCALES.get(config["scale_rewards"], config["scale_rewards"])
+    if not hasattr(trainer.args, "epsilon"):
+        config["loss_type"] = "grpo"
+    config["epsilon_low"] = config["epsilon"]
+    if config["epsilon_high"] is None:
+        config["epsilon_high"] = config["epsilon"]
     tokenizer = tokenizer_of(trainer)
-    parts = a.gradient_accumulation_steps
-    about["stop_token_ids"] = list(getattr(trainer, "eos_token_ids", [tokenizer.eos_token_id]))
-    about["pad_token_id"] = tokenizer.pad_token_id
-    about["steps_per_rollout"] = has.get("steps_per_generation", parts) / parts
-    about["image_token_id"] = getattr(trainer, "_image_pad_token_id", None)
-    log = []  # of a rollout: (prompts, what was drawn, pictures) of turns, (row, pictures) of calls
-
-    def drew(result, ids, images, *_):
-        if not log:  # each row has its own dictionary of tools
-            for row, tools in enumerate(trainer._sync_tool_dicts):
-                tools |= {name: partial(called, row, tool) for name, tool in tools.items()}
-        log.append(([*ids], [*result[0]], images))  # the loop writes into these lists
-
-    def called(row: int, tool, **arguments):
-        answer = tool(**arguments)
-        parts = answer if isinstance(answer, list) else []
-        log.append((row, [part["image"] for part in parts if part.get("type") == "image"]))
-        return answer
-
-    def generated(result: dict, examples: list):
-        images = [e.get("images") or [e.get("image")] for e in examples]
-        keys = [
-            (str(e["prompt"]), *(x and x.tobytes() for x in own))
-            for e, own in zip(examples, images, strict=True)
-        ]
-        # a prompt may return
-        group = [(key, keys[:i].count(key) // a.num_generations) for i, key in enumerate(keys)]
-        record.rollout["group"] = torch.tensor([group.index(key) for key in group])
-        record.rollout["rollout_advantages"] = result["advantages"].clone()
-        result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
-        counted = result["completion_mask"] * result.get("tool_mask", 1)
-        about["rollout_tokens"] = int(counted.sum())
-        about["rollout_drawn"] = int((result["completion_ids"] != tokenizer.pad_token_id).sum())
-        about["old_model"] = "model"
-        if log:
-            record.rollout |= conversations(trainer, log)
-            log.clear()
-
-    def judged(result, *_):
-        record.rollout["rewards"] = result.clone()
-
-    def rows(inputs: dict) -> dict:
-        off = has.get("use_adaptive_entropy") and trainer._last_world_entropy > a.entropy_target
-        loss["entropy_coef"] = 0.0 if off else getattr(trainer, "entropy_coef", 0.0)
-        prompt = pad(inputs["prompt_mask"], (0, inputs["completion_ids"].shape[1]))
-        counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        own = {"completion_mask": counted, "prompt_mask": prompt}
-        if inputs.get("sampling_per_token_logps") is not None:
-            own["sampler_logps"] = inputs["sampling_per_token_logps"]
-        known = {name: x for name, x in inputs.items() if name in dump.BY_ROW and x is not None}
-        return known | own
-
-    record = Steps(trainer, folder, steps, about, rows)
-    record.wrap(next(name for name in GENERATES if hasattr(trainer, name)), after=generated)
-    record.wrap(next(name for name in SCORES if hasattr(trainer, name)), after=record.scored)
-    if hasattr(trainer, "_calculate_rewards"):
-        record.wrap("_calculate_rewards", after=judged)
-    if getattr(trainer, "tools", None) and not getattr(trainer, "_has_async_funcs", False):
-        record.wrap("_generate_single_turn", after=drew)
-    return record
+    parts = config["gradient_accumulation_steps"]
+    names = PolicyOptions.__dataclass_fields__
+    about = {
+        "kind": "grpo",
+        "loss": {name: value for name, value in config.items() if name in names},
+        "stop_token_ids": list(getattr(trainer, "eos_token_ids", [tokenizer.eos_token_id])),
+        "pad_token_id": tokenizer.pad_token_id,
+        "steps_per_rollout": config.get("steps_per_generation", parts) / parts,
+        "image_token_id": getattr(trainer, "_image_pad_token_id", None),
+    }
+    return about | {name: config.get(name) for name in ROLLOUT}
 
 
 def tokenizer_of(trainer):
     """Return the tokenizer, whatever holds it."""
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-
-
-def conversations(trainer, log: list) -> dict:
-    """Lay out what the sampler had in a rollout, drawn or given; pictures of prompts, then tools.
-
-    A later turn belongs to the row whose ids it goes on with, maybe encoded again.
-    """
-    (prompts, drawn, images), *log = log
-    ids = [[*x] for x in drawn]
-    flags = [[1] * len(x) for x in drawn]
-    had = [*drawn]
-    shows = [[*(x or [])] for x in images or [()] * len(ids)]
-    waiting = [[] for _ in ids]
-    for row, of_turn, *turn in log:
-        if not turn:
-            waiting[row] += of_turn
-            continue
-        at = -1
-        encode = partial(tokenizer_of(trainer).encode, add_special_tokens=False)
-        again = [encode(tokenizer_of(trainer).decode(own)) for own in had]
-        for given, new in zip(row, of_turn, strict=True):
-            fits = [
-                max((shared(x + own, given) == len(x + own), shared(x + own, given)) for own in of)
-                for x, *of in zip(prompts, had, again, strict=True)
-            ]
-            at = max(range(at + 1, len(ids)), key=fits.__getitem__)
-            given, own = given[len(prompts[at]) :], had[at]
-            if given[: len(own)] != own:
-                own = again[at]
-            cut = len(own) if given[: len(own)] == own else shared(had[at], given)
-            new = new[: trainer.max_completion_length - len(given)]
-            flags[at] += [0] * len(given[cut:]) + [1] * len(new)
-            ids[at] += given[cut:] + new
-            had[at], shows[at] = given + new, shows[at] + waiting[at]
-        waiting = [[] for _ in ids]
-    padded = (pad_sequence(list(map(torch.tensor, x)), True, -1) for x in (ids, flags))
-    tensors = dict(zip(("sampler_ids", "sampler_mask"), padded, strict=True))
-    tensors["sampler_num_images"] = torch.tensor([*map(len, shows)])
-    if flat := [image for own in shows for image in own]:
-        given = trainer.processing_class.image_processor(images=flat, return_tensors="pt")
-        tensors |= {f"sampler_{name}": given[name] for name in ("pixel_values", "image_grid_thw")}
-    return tensors
-
-
-def shared(x: list, y: list) -> int:
-    """Count how many first tokens are the same."""
-    return next((i for i, pair in enumerate(zip(x, y, strict=False)) if len({*pair}) > 1), len(x))
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
@@ -220,9 +141,10 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     if not processor.chat_template:
         return {}
     render = partial(processor.apply_chat_template, chat, tokenize=False)
-    without, asked = (render(add_generation_prompt=on) for on in (False, True))
-    tokenizer = getattr(processor, "tokenizer", processor)
-    start = tokenizer.encode(asked.removeprefix(without), add_special_tokens=False)
+    generation_prompt = render(add_generation_prompt=True).removeprefix(
+        render(add_generation_prompt=False)
+    )
+    start = tokenizer_of(trainer).encode(generation_prompt, add_special_tokens=False)
     starts = (ids.unfold(1, len(start), 1) == torch.tensor(start)).all(-1)
     ends = torch.where(starts, torch.arange(starts.shape[1]) + len(start), 0).amax(1, keepdim=True)
     return {"prompt_mask": (torch.arange(ids.shape[1]) < ends).long()}
@@ -239,9 +161,10 @@ class Steps(ExitStack, TrainerCallback):
         self.trainer = trainer
         self.folder = Path(folder)
         self.steps = steps
-        self.about, self.rows = about, rows
-        self.parts = []
-        self.tensors = {}
+        self.about = about
+        self.rows = rows
+        self.parts = []  # tensors of each micro-batch so far
+        self.tensors = {}  # of the step: weights, gradients, the optimizer's state
         self.rollout = {}
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
@@ -251,26 +174,31 @@ class Steps(ExitStack, TrainerCallback):
         self.callback(trainer.remove_callback, self)
         self.wrap("compute_loss", self.begin)
         self.wrap("training_step", after=self.keep_loss)
-        own = hasattr(trainer, "_clip_grad_norm")  # not before transformers 5
-        clips = (trainer, "_clip_grad_norm") if own else (trainer.accelerator, "clip_grad_norm_")
-        self.wrap(clips[1], lambda *_: self.copy("grad"), self.keep_norm, clips[0])
+        if hasattr(trainer, "_clip_grad_norm"):  # not before transformers 5
+            self.wrap("_clip_grad_norm", self.keep_gradients, self.keep_norm)
+        else:
+            owner = trainer.accelerator
+            self.wrap("clip_grad_norm_", self.keep_gradients, self.keep_norm, owner)
 
     def keep_loss(self, loss, *_):
         self.parts[-1]["loss"] = loss.detach().view(1)
 
+    def keep_gradients(self, *_):
+        self.copy("grad")
+
     def keep_norm(self, norm, *_):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
-    def wrap(self, name: str, before=lambda *_: None, after=lambda *_: None, owner=None):
+    def wrap(self, name: str, before=None, after=None, owner=None):
         """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
         owner = owner or self.trainer
         inner = getattr(owner, name)
 
         def outer(*arguments, **options):
-            if self.on:
+            if before and self.on:
                 before(*arguments)
             result = inner(*arguments, **options)
-            if self.on:
+            if after and self.on:
                 after(result, *arguments)
             return result
 
@@ -287,46 +215,52 @@ class Steps(ExitStack, TrainerCallback):
         for name in ("pixel_values", "image_grid_thw", "num_images"):
             if inputs.get(name) is not None:
                 part[name] = torch.as_tensor(inputs[name])
-        part["micro_batch"] = torch.full((len(next(iter(part.values()))),), len(self.parts))
+        row_count = len(next(iter(part.values())))
+        part["micro_batch"] = torch.full((row_count,), len(self.parts))
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
         """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
-        part = self.parts[-1] if self.parts else {}
+        if not self.parts:
+            return
+        part = self.parts[-1]
         logps = getattr(output, "log_probs", None)
-        if part and logps is None and self.about["kind"] != "grpo":
-            ids = options.get("input_ids", arguments[0] if arguments else None)
-            self.from_logits(part, ids, options["attention_mask"], output.logits)
-        if not part or logps is None:
+        if logps is None:
+            if self.about["kind"] != "grpo":
+                ids = options.get("input_ids", arguments[0] if arguments else None)
+                self.from_logits(part, ids, options["attention_mask"], output.logits)
             return
         if self.about["kind"] == "dpo" and not logps.requires_grad:
             part.setdefault("ref_per_token_logps", pad(logps, (1, 0)))
         if "per_token_logps" in part or not logps.requires_grad:
             return
-        part.update({name: options[name] for name in ("input_ids", "attention_mask")})
+        part["input_ids"] = options["input_ids"]
+        part["attention_mask"] = options["attention_mask"]
         for name, (ours, slope) in OUTPUTS.items():
             x = output.get(name)
-            if x is not None:
-                part[ours] = pad(x.detach(), (1, 0))
-            if x is not None and x.requires_grad:
+            if x is None:
+                continue
+            part[ours] = pad(x.detach(), (1, 0))
+            if x.requires_grad:
                 # what is masked gets a gradient that goes nowhere
                 part[slope] = torch.zeros_like(part[ours])
-                keep = partial(self.keep_slope, part, slope, output.label_mask)
-                x.register_hook(keep)
+                x.register_hook(partial(self.keep_slope, part, slope, output.label_mask))
 
     def scored(self, result, model, input_ids, attention_mask, *_):
         """Keep what a trainer's own method gives, where the model gives logits alone."""
-        part = self.parts[-1] if self.parts else {"per_token_logps": None}
         if isinstance(result, dict):
-            result = result["logps"], result.get("entropies")
-        logps, entropies, *_ = (result, None) if isinstance(result, torch.Tensor) else result
-        if "per_token_logps" in part or not logps.requires_grad:
+            result = (result["logps"], result.get("entropies"))
+        outputs = (result, None) if isinstance(result, torch.Tensor) else result
+        part = self.parts[-1] if self.parts else None
+        if part is None or "per_token_logps" in part or not outputs[0].requires_grad:
             return
-        part.update(input_ids=input_ids, attention_mask=attention_mask)
-        for x, (ours, slope) in zip((logps, entropies), OUTPUTS.values(), strict=False):
-            if x is not None:
-                part[ours] = x.detach()
-            if x is not None and x.requires_grad:
+        part["input_ids"] = input_ids
+        part["attention_mask"] = attention_mask
+        for x, (ours, slope) in zip(outputs[:2], OUTPUTS.values(), strict=False):
+            if x is None:
+                continue
+            part[ours] = x.detach()
+            if x.requires_grad:
                 part[slope] = torch.zeros_like(x)
                 x.register_hook(partial(part.__setitem__, slope))
 
@@ -334,14 +268,17 @@ class Steps(ExitStack, TrainerCallback):
         """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
         labels = ids[:, 1:, None]
         logps = logits.detach()[:, :-1].log_softmax(-1)
-        own = pad(logps.gather(2, labels)[..., 0], (1, 0))
+        label_logps = pad(logps.gather(2, labels)[..., 0], (1, 0))
         if not logits.requires_grad:
-            part.setdefault("ref_per_token_logps", own)
+            part.setdefault("ref_per_token_logps", label_logps)
             return
-        part.update(input_ids=ids, attention_mask=attention_mask, per_token_logps=own)
-        if (asked := part.pop("asked", None)) is not None:
-            after = attention_mask.cumsum(1) > asked[:, None]
-            part["completion_mask"] = (after & attention_mask.bool()).long()
+        part["input_ids"] = ids
+        part["attention_mask"] = attention_mask
+        part["per_token_logps"] = label_logps
+        prompt_lengths = part.pop("prompt_lengths", None)
+        if prompt_lengths is not None:
+            completion = attention_mask.cumsum(1) > prompt_lengths[:, None]
+            part["completion_mask"] = (completion & attention_mask.bool()).long()
             part["prompt_mask"] = attention_mask - part["completion_mask"]
 
         def keep(gradient):
@@ -358,10 +295,11 @@ class Steps(ExitStack, TrainerCallback):
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
         for name, p in self.trainer.model.named_parameters():
-            of = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
-            of |= self.trainer.optimizer.state.get(p, {})
-            for kind in (kind for kind in kinds if of.get(kind) is not None):
-                self.tensors[f"{kind}.{name}"] = of[kind].detach().clone()
+            values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
+            values.update(self.trainer.optimizer.state.get(p, {}))
+            for kind in kinds:
+                if values.get(kind) is not None:
+                    self.tensors[f"{kind}.{name}"] = values[kind].detach().clone()
 
     def on_pre_optimizer_step(self, args, state, control, **_):
         if not self.on:
@@ -369,21 +307,37 @@ class Steps(ExitStack, TrainerCallback):
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
         if "grad_norm" not in self.tensors:
             self.copy("grad")
-        drops = (part.p for part in self.trainer.model.modules() if isinstance(part, Dropout))
-        later = self.about["kind"] == "grpo" and not self.about.get("old_model")
-        # whose forward cannot be computed again: a reference may have moved since the rollout
-        noisy = args.neftune_noise_alpha or any(drops)
-        lost = {"model": noisy, "ref_model": later and args.sync_ref_model}
+        self.save_models(args, self.folder / str(state.global_step))
+        self.about["optimizer"] = self.optimizer_settings(args, state)
+        self.about["schedule"] = {
+            "type": text_of(args.lr_scheduler_type),
+            "learning_rate": args.learning_rate,
+            "warmup_steps": args.get_warmup_steps(state.max_steps),
+            "max_steps": state.max_steps,
+            "step": state.global_step,
+        }
+        self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
+
+    def save_models(self, args, folder: Path):
+        """Save the models whose forwards can be computed again, and their tokenizer."""
+        dropouts = [x.p for x in self.trainer.model.modules() if isinstance(x, Dropout)]
+        lost = set()
+        if args.neftune_noise_alpha or any(dropouts):
+            lost.add("model")
+        is_later = self.about["kind"] == "grpo" and not self.about.get("old_model")
+        if is_later and args.sync_ref_model:  # the reference may have moved since the rollout
+            lost.add("ref_model")
         for name, model in self.models.items():
-            self.about[name] = None if lost[name] else name
-            if not lost[name]:
-                for part in (model, tokenizer_of(self.trainer)):
-                    part.save_pretrained(self.folder / str(state.global_step) / name)
-        names = (name for name, _ in self.trainer.model.named_parameters())
-        warmup = args.get_warmup_steps(state.max_steps)
-        kind = args.lr_scheduler_type
-        self.about["optimizer"] = {
-            "name": str(getattr(args.optim, "value", args.optim)).partition("_")[0],
+            self.about[name] = None if name in lost else name
+            if name not in lost:
+                model.save_pretrained(folder / name)
+                tokenizer_of(self.trainer).save_pretrained(folder / name)
+
+    def optimizer_settings(self, args, state) -> dict:
+        """Read the settings of AdamW as a step has them."""
+        names = [name for name, _ in self.trainer.model.named_parameters()]
+        return {
+            "name": text_of(args.optim).partition("_")[0],
             "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
             "betas": [args.adam_beta1, args.adam_beta2],
             "eps": args.adam_epsilon,
@@ -392,14 +346,6 @@ class Steps(ExitStack, TrainerCallback):
             "max_grad_norm": args.max_grad_norm,
             "step": state.global_step + 1,
         }
-        self.about["schedule"] = {
-            "type": str(getattr(kind, "value", kind)),
-            "learning_rate": args.learning_rate,
-            "warmup_steps": warmup,
-            "max_steps": state.max_steps,
-            "step": state.global_step,
-        }
-        self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
 
     def on_optimizer_step(self, args, state, control, **_):
         if self.on:
@@ -410,3 +356,171 @@ class Steps(ExitStack, TrainerCallback):
         self.parts = []
         self.tensors = {}
         self.about["old_model"] = None
+
+
+class GRPOSteps(Steps):
+    """Writes steps of a GRPOTrainer, with what their rollouts had."""
+
+    def __init__(self, trainer, folder, steps: int):
+        super().__init__(trainer, folder, steps, grpo_options(trainer), self.row_tensors)
+        self.conversations = []  # of a rollout whose completions call tools
+        self.wrap(first_method(trainer, GENERATES), after=self.generated)
+        self.wrap(first_method(trainer, SCORES), after=self.scored)
+        if hasattr(trainer, "_calculate_rewards"):
+            self.wrap("_calculate_rewards", after=self.judged)
+        if getattr(trainer, "tools", None) and not getattr(trainer, "_has_async_funcs", False):
+            self.wrap("_generate_single_turn", after=self.drew)
+
+    def drew(self, result, prompts: list, pictures, *_):
+        """Keep a turn: the ids that the sampler was given, and what it drew."""
+        drawn = result[0]
+        if self.conversations:
+            go_on(self.conversations, prompts, drawn, self.trainer)
+            return
+        pictures = pictures or [[]] * len(prompts)
+        for prompt, ids, shown in zip(prompts, drawn, pictures, strict=True):
+            self.conversations.append(Conversation(prompt, ids, list(shown or [])))
+        # each row has its own dictionary of tools
+        for row, tools in enumerate(self.trainer._sync_tool_dicts):
+            for name, tool in tools.items():
+                tools[name] = partial(self.call, self.conversations[row], tool)
+
+    @staticmethod
+    def call(conversation: "Conversation", tool, **arguments):
+        """Call a tool for a row, and keep the pictures that it answers."""
+        answer = tool(**arguments)
+        parts = answer if isinstance(answer, list) else []
+        pictures = [part["image"] for part in parts if part.get("type") == "image"]
+        conversation.answered += pictures
+        return answer
+
+    def generated(self, result: dict, examples: list):
+        """Keep a rollout: groups, advantages, and what the sampler had."""
+        keys = [prompt_key(example) for example in examples]
+        groups = []
+        for i, key in enumerate(keys):  # a prompt may return
+            groups.append((key, keys[:i].count(key) // self.trainer.args.num_generations))
+        self.rollout["group"] = torch.tensor([groups.index(group) for group in groups])
+        self.rollout["rollout_advantages"] = result["advantages"].clone()
+        result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
+        counted = result["completion_mask"] * result.get("tool_mask", 1)
+        drawn = result["completion_ids"] != self.about["pad_token_id"]
+        self.about["rollout_tokens"] = int(counted.sum())
+        self.about["rollout_drawn"] = int(drawn.sum())
+        self.about["old_model"] = "model"
+        if self.conversations:
+            processor = self.trainer.processing_class
+            self.rollout |= conversation_tensors(self.conversations, processor)
+            self.conversations = []
+
+    def judged(self, result, *_):
+        self.rollout["rewards"] = result.clone()
+
+    def row_tensors(self, inputs: dict) -> dict:
+        """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
+        args = self.trainer.args
+        self.about["loss"]["entropy_coef"] = getattr(self.trainer, "entropy_coef", 0.0)
+        is_adaptive = getattr(args, "use_adaptive_entropy", False)
+        if is_adaptive and self.trainer._last_world_entropy > args.entropy_target:
+            self.about["loss"]["entropy_coef"] = 0.0
+        names = [name for name in inputs if name in dump.BY_ROW and inputs[name] is not None]
+        tensors = {name: inputs[name] for name in names}
+        completion_length = inputs["completion_ids"].shape[1]
+        tensors["completion_mask"] = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        tensors["prompt_mask"] = pad(inputs["prompt_mask"], (0, completion_length))
+        if inputs.get("sampling_per_token_logps") is not None:
+            tensors["sampler_logps"] = inputs["sampling_per_token_logps"]
+        return tensors
+
+
+def first_method(trainer, names: tuple[str, ...]) -> str:
+    """Find the first of these methods that a trainer has."""
+    return next(name for name in names if hasattr(trainer, name))
+
+
+def text_of(option) -> str:
+    """Return the text of an option that may be an enumeration's."""
+    return str(getattr(option, "value", option))
+
+
+def prompt_key(example: dict) -> tuple:
+    """Tell prompts apart, by their texts and pictures."""
+    pictures = example.get("images") or [example.get("image")]
+    return str(example["prompt"]), *(image and image.tobytes() for image in pictures)
+
+
+class Conversation:
+    """What the sampler had of a completion whose prompt and first turn are given."""
+
+    def __init__(self, prompt: list[int], drawn: list[int], pictures: list):
+        self.prompt = prompt
+        self.ids = list(drawn)  # after the prompt
+        self.flags = [1] * len(drawn)  # 1: drawn, 0: given
+        self.last = drawn  # what the last turn had after the prompt, maybe encoded again
+        self.pictures = pictures
+        self.answered = []  # pictures that tools gave since the last turn
+
+    def agreement(self, given: list[int], again: list[int]) -> tuple[bool, int]:
+        """Say whether given ids go on with this, or with it encoded again, and for how many."""
+        best = (False, 0)
+        for form in (self.last, again):
+            start = self.prompt + form
+            count = shared(start, given)
+            best = max(best, (count == len(start), count))
+        return best
+
+    def add(self, given: list[int], again: list[int], drawn: list[int]):
+        """Add a turn: what was given after the prompt, and what was drawn then."""
+        begin = shared(self.last, given)
+        for form in (again, self.last):
+            if given[: len(form)] == form:
+                begin = len(form)
+        new = given[begin:]
+        self.ids += new + drawn
+        self.flags += [0] * len(new) + [1] * len(drawn)
+        self.last = given + drawn
+        self.pictures += self.answered
+
+
+def go_on(conversations: list[Conversation], prompts: list, drawn: list, trainer):
+    """Add a later turn of some rows, in their order: each goes on with the ids of its row."""
+    tokenizer = tokenizer_of(trainer)
+    again = []
+    for conversation in conversations:
+        text = tokenizer.decode(conversation.last)
+        again.append(tokenizer.encode(text, add_special_tokens=False))
+    row = -1
+    for given, row_drawn in zip(prompts, drawn, strict=True):
+        fits = [x.agreement(given, form) for x, form in zip(conversations, again, strict=True)]
+        row = max(range(row + 1, len(fits)), key=fits.__getitem__)
+        given = given[len(conversations[row].prompt) :]
+        room = trainer.max_completion_length - len(given)
+        conversations[row].add(given, again[row], row_drawn[:room])
+    for conversation in conversations:
+        conversation.answered = []
+
+
+def conversation_tensors(conversations: list[Conversation], processor) -> dict:
+    """Lay out what the sampler had in a rollout; pictures of prompts, then of tools."""
+    ids = [torch.tensor(conversation.ids) for conversation in conversations]
+    flags = [torch.tensor(conversation.flags) for conversation in conversations]
+    counts = [len(conversation.pictures) for conversation in conversations]
+    tensors = {
+        "sampler_ids": pad_sequence(ids, True, -1),
+        "sampler_mask": pad_sequence(flags, True, -1),
+        "sampler_num_images": torch.tensor(counts),
+    }
+    pictures = [image for conversation in conversations for image in conversation.pictures]
+    if pictures:
+        fields = processor.image_processor(images=pictures, return_tensors="pt")
+        tensors["sampler_pixel_values"] = fields["pixel_values"]
+        tensors["sampler_image_grid_thw"] = fields["image_grid_thw"]
+    return tensors
+
+
+def shared(x: list, y: list) -> int:
+    """Count how many first tokens are the same; all of x where y ends before they differ."""
+    for i, (one, other) in enumerate(zip(x, y, strict=False)):
+        if one != other:
+            return i
+    return len(x)
