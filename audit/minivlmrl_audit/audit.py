@@ -18,7 +18,7 @@ from torch import Tensor
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl_audit import stages, updates
 from minivlmrl_audit.dump import DAMAGES, Dump, read
-from minivlmrl_audit.moves import TABLE, formula
+from minivlmrl_audit.moves import TABLE, Change, formula
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
 STAGES = {
@@ -136,7 +136,7 @@ def audit(d: Dump) -> list[Finding]:
             continue  # it is of ids that nothing explains
         differing = {finding.stage: finding for finding in findings if not finding.ok}
         try:
-            answer = stage(d, {})
+            answer = stage(d, Change(d, {}))
             if answer is None:
                 continue
             count = sum(theirs.numel() for theirs, _, _ in answer.values())
@@ -163,8 +163,7 @@ def audit(d: Dump) -> list[Finding]:
 
 def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str, Finding]):
     """Explain a stage that differs, and let the stages after it know."""
-    fitting = [fits(finding.stage, d, causes) for causes in named]
-    fitting = [fit for fit in fitting if fit]
+    fitting = list(filter(None, [fits(finding.stage, d, causes) for causes in named]))
     finding.again = bool(fitting)
     finding.explained = fitting or explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
@@ -202,7 +201,7 @@ def merged(causes: list[Cause]) -> dict | None:
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     """Compute a stage with a deviation; None: with it the step has no answer."""
     try:
-        return None if change is None else STAGES[name](d, change)
+        return None if change is None else STAGES[name](d, Change(d, change))
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
 
@@ -234,8 +233,7 @@ def explain(name: str, d: Dump) -> list[Fit]:
     d.cache = None
     d.part = None
     if name in LOGPS:
-        fitting = [fits(name, d, causes) for causes, _ in fitting]
-        fitting = [fit for fit in fitting if fit]
+        fitting = list(filter(None, [fits(name, d, causes) for causes, _ in fitting]))
     limit = max(10 * min((left for _, left in fitting), default=0.0), TOLERANCE / 100)
     return [(causes, left) for causes, left in fitting if left <= limit]
 
@@ -326,31 +324,20 @@ def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> Fit
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """Name what a factor may come from; None: nothing that is known, and any number is one."""
-    sources = []
-    if is_near(factor, 0.0):
-        sources.append("it is exactly zero")
-    if is_near(factor, -1.0):
-        sources.append("the sign is wrong")
+    known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     counts = {}
     for what, text in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
         if count != 1:
             counts[what] = count
-    for what, count in counts.items():
-        if is_near(factor, count):
-            sources.append(f"not divided by the {count:g} {what}")
-    for what, count in counts.items():
-        if is_near(factor, 1 / count):
-            sources.append(f"divided once more by the {count:g} {what}")
+    known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
+    known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
+    is_near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
+    sources = [says for number, says in known if is_near(number)]
     if not sources and (few or not math.isfinite(factor)):
         return None
     says = " or ".join(sources) or f"all of it is {factor:.6g} times"
     return Cause(f"factor {factor:.6g}", says, costs="the learning rate means something else")
-
-
-def is_near(factor: float, number: float) -> bool:
-    """Tell whether a measured factor is this number."""
-    return math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7)
 
 
 def where(answer: dict, d: Dump) -> list[str]:

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from minivlmrl_audit.audit import Cause, explain, fits, where
+from minivlmrl_audit.audit import Cause, computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.options import DPOOptions, PolicyOptions
-from minivlmrl_audit.stages import loss
 
 OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions}  # of a kind, as the audit takes them
 SEARCHES = 3  # for a mistake that explains cases: each takes seconds
@@ -52,7 +51,7 @@ def mistakes(cases: list[tuple]) -> list[str]:
         says = "; or ".join(dict.fromkeys(names)) or "no known mistake"
         lines.append(f"{len(steps) - len(rest)} of them: {says}")
         if not tied[0]:  # where it differs first
-            lines += [f"  {line}" for line in where(loss(steps[0], {}), steps[0])]
+            lines += [f"  {line}" for line in where(computed("loss", steps[0], {}), steps[0])]
         steps = rest
     return lines
 

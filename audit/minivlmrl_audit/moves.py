@@ -28,28 +28,37 @@ def formula(text: str, **names):
         raise FormulaError(f"causes.yaml: {text!r}: {type(error).__name__} {error}") from error
 
 
-def piece(d, change: dict, name: str, x, at=(), **names):
-    """Return the piece x of a definition, or what a deviation has in its place.
+class Change(dict):
+    """A deviation of the step d: what is in the place of named pieces of a definition."""
 
-    That is a value; or a formula of x and `names`; or (kind, text), one of the orders of a Dump in
-    which x is taken; or (kind, text, formula), which also knows `region`: the tokens or pictures
-    that the text names, at the indices `at` of which x is.
-    """
-    deviation = change.get(name)
-    if deviation is None:
-        return x
-    if isinstance(deviation, str):
-        return formula(deviation, x=x, **names)
-    if not isinstance(deviation, tuple):
-        return deviation
-    kind, text, *formulas = deviation
-    if not formulas:
-        order = getattr(d, kind)[text]
-        return pad(x, (0, 1)).gather(1, order) if kind == "columns" else x[order]
-    region = formula(TABLE[kind][text], **names) if kind == "pictures" else getattr(d, kind)[text]
-    for index in at:
-        region = region[index]
-    return formula(formulas[0], x=x, region=region, **names)
+    def __init__(self, d, values: dict):
+        super().__init__(values)
+        self.d = d
+
+    def __call__(self, name: str, x, at=(), **names):
+        """Return the piece x of a definition, or what the deviation has in its place.
+
+        That is a value; or a formula of x and `names`; or (kind, text), one of the orders of a Dump
+        in which x is taken; or (kind, text, formula), which also knows `region`: the tokens or
+        pictures that the text names, at the indices `at` of which x is.
+        """
+        deviation = self.get(name)
+        if deviation is None:
+            return x
+        if isinstance(deviation, str):
+            return formula(deviation, x=x, **names)
+        if not isinstance(deviation, tuple):
+            return deviation
+        kind, text, *formulas = deviation
+        if kind == "pictures" and formulas:
+            region = formula(TABLE[kind][text], **names)
+            return formula(formulas[0], x=x, region=region, **names)
+        unit = getattr(self.d, kind)[text]
+        if not formulas:
+            return pad(x, (0, 1)).gather(1, unit) if kind == "columns" else x[unit]
+        for index in at:
+            unit = unit[index]
+        return formula(formulas[0], x=x, region=unit, **names)
 
 
 def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:

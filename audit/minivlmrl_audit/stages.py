@@ -1,12 +1,11 @@
 """What of a step can be computed again from the rest of it: advantages, masks, loss, gradient.
 
 A stage is a function (dump, change) -> {name: (theirs, ours, unit)}, or None where the dump lacks
-something. `change` is empty for the definition, or a deviation of causes.yaml. An error is |theirs
-- ours| / unit, the size of the terms.
+something. change(name, x) is x, a piece of the definition, or what a deviation of causes.yaml has
+in its place. An error is |theirs - ours| / unit, the size of the terms.
 """
 
 import copy
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -17,37 +16,36 @@ from minivlmrl.losses import Counts
 from minivlmrl.objectives.policy_losses import AVERAGES, kept_tokens, mean_entropy, policy_terms
 from minivlmrl.objectives.preference_losses import dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import first, formula, piece, shown_as
+from minivlmrl_audit.moves import Change, first, formula, shown_as
 from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 Loss = tuple[Tensor, Tensor]  # of a micro-batch, and the size of what was added up
 
 
-def advantages(d: Dump, change: dict) -> Answer:
+def advantages(d: Dump, change: Change) -> Answer:
     """Compute them from rewards (N, K) and the group of each completion."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
     rewards = d.get("rewards")
     group = d.get("group")
     if theirs is None or rewards is None or group is None or theirs.dim() != 1:
         return None
-    deviated = partial(piece, d, change)
     group_size = d.about.get("num_generations") or int((group == group[0]).sum())
     index = torch.arange(len(group))
-    group = deviated("group", group, index=index, group_size=group_size)
-    rewards = deviated("rewards", rewards.view(len(group), -1))
+    group = change("group", group, index=index, group_size=group_size)
+    rewards = change("rewards", rewards.view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
-    weights = deviated("weights", torch.tensor(weights, dtype=torch.float64))
+    weights = change("weights", torch.tensor(weights, dtype=torch.float64))
     value, unit = aggregate(d, change, rewards, weights, group)
     if change.get("again"):
-        value, _ = normalise(d, change, value, group, "batch", "batch")
+        value, _ = normalise(change, value, group, "batch", "batch")
         unit = unit * 2
-    value = deviated("rollout advantages", value)
-    value = deviated("advantages", value)
+    value = change("rollout advantages", value)
+    value = change("advantages", value)
     return {"advantages": (theirs, value, unit)}
 
 
-def aggregate(d: Dump, change: dict, rewards: Tensor, weights: Tensor, group: Tensor) -> Loss:
+def aggregate(d: Dump, change: Change, rewards: Tensor, weights: Tensor, group: Tensor) -> Loss:
     """Make one advantage (N,) of a completion's K rewards, and the unit of float32's rounding.
 
     TRL's multi_objective_aggregation says whether they are normalised before they are added.
@@ -57,20 +55,19 @@ def aggregate(d: Dump, change: dict, rewards: Tensor, weights: Tensor, group: Te
     if before == change.get("other aggregation", False):
         total = (rewards * weights).nansum(1).masked_fill(unjudged, torch.nan)
         scale = d.about.get("scale_rewards", "group")
-        return normalise(d, change, total, group, "group", scale)
-    parts = [normalise(d, change, x, group, "group", "group") for x in rewards.unbind(1)]
+        return normalise(change, total, group, "group", scale)
+    parts = [normalise(change, x, group, "group", "group") for x in rewards.unbind(1)]
     values = torch.stack([value for value, _ in parts], 1).masked_fill(rewards.isnan(), 0)
     total = (values * weights).sum(1).masked_fill(unjudged, torch.nan)
-    value, unit = normalise(d, change, total, group, "batch", "batch")
+    value, unit = normalise(change, total, group, "batch", "batch")
     return value, unit + sum(unit for _, unit in parts)
 
 
-def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scale: str) -> Loss:
+def normalise(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> Loss:
     """Make advantages (N,) of x, 0 where it is NaN, and the unit of float32's rounding.
 
     centre, scale: "group" or "batch", of which the mean and the deviation are; "none": no scale.
     """
-    deviated = partial(piece, d, change)
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
     all_judged = x[~x.isnan()]
@@ -82,30 +79,30 @@ def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scal
             continue
         names = {"rewards": rewards, "judged": judged, "all_judged": all_judged}
         choices = {"group": judged, "batch": all_judged}
-        baseline[member] = deviated("mean", choices[centre].mean(), **names)
-        scaling = deviated("scaling rewards", choices.get(scale), **names)
+        baseline[member] = change("mean", choices[centre].mean(), **names)
+        scaling = change("scaling rewards", choices.get(scale), **names)
         if scaling is not None:
             std = scaling.std() if len(scaling) > 1 else x.new_tensor(torch.nan)
-            divisor[member] = deviated("divisor", std + 1e-4, std=std, scaling_rewards=scaling)
-    divisor = deviated("deviation", divisor)
-    value = (x - deviated("baseline", baseline)) / divisor
+            divisor[member] = change("divisor", std + 1e-4, std=std, scaling_rewards=scaling)
+    divisor = change("deviation", divisor)
+    value = (x - change("baseline", baseline)) / divisor
     value = value.nan_to_num(0.0, 0.0, 0.0)
     rounding = 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0)
     return value, value.abs().max() + rounding + 1e-30
 
 
-def rows(d: Dump, change: dict) -> Answer:
+def rows(d: Dump, change: Change) -> Answer:
     """Take the advantage of each row from its completion in the rollout."""
     rollout = d.get("rollout_advantages")
     theirs = d.get("advantages")
     row = d.get("row")
     if rollout is None or theirs is None or row is None or theirs.dim() != 1:
         return None
-    value = piece(d, change, "advantages", rollout[row], rollout_advantages=rollout)
+    value = change("advantages", rollout[row], rollout_advantages=rollout)
     return {"advantages": (theirs, value, rollout.abs().max() + 1e-30)}
 
 
-def tokens(d: Dump, change: dict) -> Answer:
+def tokens(d: Dump, change: Change) -> Answer:
     """Take ids of completions from the sampler, which drew or was given them: never from text."""
     sampled = d.sampled(change)
     if sampled is None or d.get("prompt_mask") is None:
@@ -115,18 +112,18 @@ def tokens(d: Dump, change: dict) -> Answer:
     their_ids = d["input_ids"].where(d.completion, no_token)
     their_ids = pad(their_ids, (0, ids.shape[1] - d.width), value=no_token)
     our_ids = ids.where(ids >= 0, no_token)
-    our_ids = piece(d, change, "tokens", our_ids, their_ids=their_ids, no_token=no_token)
+    our_ids = change("tokens", our_ids, their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
     attended = attended & theirs.any(1, keepdim=True)  # what was cut may be left out of the forward
-    ours = piece(d, change, "attended", attended)
+    ours = change("attended", attended)
     return {
         "input_ids": (their_ids.double(), our_ids.double(), 1.0),
         "attention_mask": (theirs.double(), ours.double(), 1.0),
     }
 
 
-def pictures(d: Dump, change: dict) -> Answer:
+def pictures(d: Dump, change: Change) -> Answer:
     """Show each row the pictures of its prompt, then those that tools answered, in order."""
     if d.get("sampler_num_images") is None:
         return None
@@ -172,7 +169,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
     return [all_pictures[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def mask(d: Dump, change: dict) -> Answer:
+def mask(d: Dump, change: Change) -> Answer:
     """Tell which tokens count: drawn ones up to a turn's stop token, or real ones of answers."""
     is_grpo = d.about["kind"] == "grpo"
     if d.get("prompt_mask") is None or (is_grpo and not d.about.get("stop_token_ids")):
@@ -181,12 +178,12 @@ def mask(d: Dump, change: dict) -> Answer:
     real = d["attention_mask"].bool()
     if is_grpo:
         real = sampled_tokens(d, change, drawn, forced)
-    counted = piece(d, change, "tool mask", 1 - forced.double()) * (d.completion & real)
+    counted = change("tool mask", 1 - forced.double()) * (d.completion & real)
     ours = other_mask(d, counted, change)
     return {"completion_mask": (d["completion_mask"].double(), ours, 1.0)}
 
 
-def sampled_tokens(d: Dump, change: dict, drawn: Tensor, forced: Tensor) -> Tensor:
+def sampled_tokens(d: Dump, change: Change, drawn: Tensor, forced: Tensor) -> Tensor:
     """Tell which tokens (n, S) are of a turn, up to its stop token, or of a tool's answer."""
     ids = d["input_ids"]
     end_tokens = drawn & torch.isin(ids, torch.tensor(d.about["stop_token_ids"]))
@@ -195,9 +192,9 @@ def sampled_tokens(d: Dump, change: dict, drawn: Tensor, forced: Tensor) -> Tens
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
     answer_follows = here_or_later(forced)
     ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
-    ended = piece(d, change, "ended", ended, end_tokens=end_tokens)
+    ended = change("ended", ended, end_tokens=end_tokens)
     real = forced | (in_turn & (ended | answer_follows | text_follows))
-    if piece(d, change, "drop truncated", d.about.get("mask_truncated_completions")):
+    if change("drop truncated", d.about.get("mask_truncated_completions")):
         real = real & ended
     return real
 
@@ -207,7 +204,7 @@ def here_or_later(x: Tensor) -> Tensor:
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
-def other_mask(d: Dump, mask: Tensor, change: dict, key: str = "mask") -> Tensor:
+def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tensor:
     """Change a mask (n, S) as a deviation has it."""
     completion = d.completion.double()
     next_counts = mask.roll(-1, 1)
@@ -223,10 +220,10 @@ def other_mask(d: Dump, mask: Tensor, change: dict, key: str = "mask") -> Tensor
         "last_tokens": last_tokens,
         "end_tokens": end_tokens,
     }
-    return piece(d, change, key, mask, **names)
+    return change(key, mask, **names)
 
 
-def loss(d: Dump, change: dict) -> Answer:
+def loss(d: Dump, change: Change) -> Answer:
     """Compute the loss of each micro-batch as it went into backward, and its gradient (n, S)."""
     their_loss = d.get("loss")
     if their_loss is None and d.get("logps_gradient") is None:
@@ -234,7 +231,7 @@ def loss(d: Dump, change: dict) -> Answer:
     mask = other_mask(d, d["completion_mask"].double(), change)
     outputs = [d.get(name) for name in ("per_token_logps", "entropies")]
     leaves = [x.clone().requires_grad_() for x in outputs if x is not None]
-    logps = piece(d, change, "logps", leaves[0])
+    logps = change("logps", leaves[0])
     compute = LOSSES[d.about["kind"]]
     parts = [compute(d, part, logps, leaves[-1], mask, change) for part in d.micro_batches]
     losses = torch.stack([value for value, _ in parts])
@@ -255,7 +252,7 @@ def loss(d: Dump, change: dict) -> Answer:
     return answer
 
 
-def inputs(d: Dump, logps: Tensor, mask: Tensor, change: dict) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(d: Dump, logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
     detached = logps.detach()
     old = d.get("old_per_token_logps", detached)
@@ -268,11 +265,14 @@ def inputs(d: Dump, logps: Tensor, mask: Tensor, change: dict) -> tuple[Tensor, 
         "mask": mask,
         "counted_share": mask.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1),
     }
-    deviated = partial(piece, d, change, **names)
-    return deviated("policy", logps), deviated("old", old), deviated("reference", ref)
+    return (
+        change("policy", logps, **names),
+        change("old", old, **names),
+        change("reference", ref, **names),
+    )
 
 
-def counts(d: Dump, part: Tensor, mask: Tensor, change: dict, each: int = 1) -> Counts:
+def counts(d: Dump, part: Tensor, mask: Tensor, change: Change, each: int = 1) -> Counts:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch.
 
     each: 2 where tokens of every second row alone count, as of chosen answers.
@@ -285,14 +285,14 @@ def counts(d: Dump, part: Tensor, mask: Tensor, change: dict, each: int = 1) -> 
     if "rollout_tokens" in d.about and is_ours and not by_part:
         drawn = d.about.get("rollout_drawn")
         tokens = d.about["rollout_tokens"]
-        tokens = piece(d, change, "rollout tokens", tokens, rollout_drawn=drawn)
+        tokens = change("rollout tokens", tokens, rollout_drawn=drawn)
         tokens /= d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
     return Counts(count, max(tokens, 1), d.about.get("max_completion_length"))
 
 
-def changed(options, change: dict):
+def changed(options, change: Change):
     """Copy options of a loss, with those that `change` names."""
     result = copy.copy(options)
     for name in change.keys() & vars(options):
@@ -306,20 +306,19 @@ def changed(options, change: dict):
 
 
 def policy(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: dict
+    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
 ) -> Loss:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     if change.get("clipped alone"):
         return clipped_alone(d, part, logps, entropies, mask, change)
-    deviated = partial(piece, d, change)
     definition = PolicyOptions(**d.about.get("loss", {}))
     options = changed(definition, change)
     sign = -1.0 if change.get("flip") else 1.0  # -min(-x, -y) is max(x, y)
-    times = deviated("policy term", 1.0)
+    times = change("policy term", 1.0)
     scale = sign * (times or 1.0)  # of the sum: what is beside the policy's term is divided by it
-    options.beta = deviated("KL", options.beta) * sign / (times or 1.0)
-    options.entropy_coef = deviated("entropy", options.entropy_coef)
-    ratio_mask = deviated("ratio mask", mask)[part]
+    options.beta = change("KL", options.beta) * sign / (times or 1.0)
+    options.entropy_coef = change("entropy", options.entropy_coef)
+    ratio_mask = change("ratio mask", mask)[part]
     entropies = entropies[part]
     kept = tokens_kept(d, change, part, entropies, ratio_mask, options.top_entropy_quantile)
     logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
@@ -336,7 +335,7 @@ def policy(
     )
     names = {"per_token_logps": logps, "old_per_token_logps": old, "ref_per_token_logps": reference}
     terms = terms * scale * mask[part]
-    terms = deviated("terms", terms, at=(part,), beta=options.beta, **names)
+    terms = change("terms", terms, at=(part,), beta=options.beta, **names)
     weights = other_mask(d, mask, change, "divide")
     count = counts(d, part, weights, change)
     average = AVERAGES[change.get("average", definition.loss_type)]
@@ -347,27 +346,30 @@ def policy(
 
 
 def clipped_alone(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: dict
+    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
 ) -> Loss:
     """Compute a loss that takes the clipped term without the min: min(x, y) + max(x, y) - x."""
     rest = {name: value for name, value in change.items() if name != "clipped alone"}
-    compute = partial(policy, d, part, logps, entropies, mask)
-    smaller, unit = compute(rest)
-    larger, _ = compute(rest | {"flip": True})
-    unclipped, _ = compute(rest | {"epsilon_low": 1e9, "epsilon_high": 1e9})
+
+    def compute(**other) -> Loss:
+        return policy(d, part, logps, entropies, mask, Change(d, rest | other))
+
+    smaller, unit = compute()
+    larger, _ = compute(flip=True)
+    unclipped, _ = compute(epsilon_low=1e9, epsilon_high=1e9)
     return smaller + larger - unclipped, unit
 
 
-def policy_advantages(d: Dump, part: Tensor, change: dict) -> Tensor:
+def policy_advantages(d: Dump, part: Tensor, change: Change) -> Tensor:
     """Take the advantages of the rows `part`, (rows,) or (rows, S)."""
     value = d["advantages"]
     if value.dim() == 2:
         value = d.align(value)
-    value = piece(d, change, "advantages", value)[part]
-    return piece(d, change, "whitened", value)
+    value = change("advantages", value)[part]
+    return change("whitened", value)
 
 
-def sampler_terms(d: Dump, part: Tensor, change: dict) -> dict[str, Tensor]:
+def sampler_terms(d: Dump, part: Tensor, change: Change) -> dict[str, Tensor]:
     """Take what the rows `part` have of the sampler: log-probabilities, weights of its mismatch."""
     result = {}
     if d.get("sampler_logps") is not None:
@@ -375,12 +377,12 @@ def sampler_terms(d: Dump, part: Tensor, change: dict) -> dict[str, Tensor]:
     ratio = d.get("importance_sampling_ratio")
     if ratio is not None:
         ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
-        result["importance_sampling_ratio"] = piece(d, change, "correction", ratio)[part]
+        result["importance_sampling_ratio"] = change("correction", ratio)[part]
     return result
 
 
 def tokens_kept(
-    d: Dump, change: dict, part: Tensor, entropies: Tensor, ratio_mask: Tensor, quantile: float
+    d: Dump, change: Change, part: Tensor, entropies: Tensor, ratio_mask: Tensor, quantile: float
 ) -> Tensor:
     """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
     names = {
@@ -390,19 +392,18 @@ def tokens_kept(
         "completion": d.completion[part].double(),
         "kept_tokens": kept_tokens,
     }
-    return piece(d, change, "kept", kept_tokens(entropies, ratio_mask, quantile), **names)
+    return change("kept", kept_tokens(entropies, ratio_mask, quantile), **names)
 
 
-def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: dict) -> Loss:
+def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change) -> Loss:
     """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
-    deviated = partial(piece, d, change)
     logps, _, reference = inputs(d, logps, mask, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
-    index = deviated("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    index = torch.stack([index[:, 0], deviated("rejected pair", index[:, 1])], 1)
-    reference = deviated("references", reference[index], mask=mask[index])
+    index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
+    index = torch.stack([index[:, 0], change("rejected pair", index[:, 1])], 1)
+    reference = change("references", reference[index], mask=mask[index])
     names = ("chosen", "rejected", "reference of chosen", "reference of rejected")
-    times = logps.new_tensor([deviated(name, 1.0) for name in names]).view(2, 2, 1)
+    times = logps.new_tensor([change(name, 1.0) for name in names]).view(2, 2, 1)
     squares = d.get("log_sum_sq_probs")
     options = changed(DPOOptions(**d.about.get("loss", {})), change)
     value, _ = dpo_loss(
@@ -417,13 +418,13 @@ def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: di
     return value, value.detach().abs() + 1e-2
 
 
-def demonstrations(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: dict) -> Loss:
+def demonstrations(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change) -> Loss:
     """Compute SFT for the rows `part`."""
     loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     count = counts(d, part, other_mask(d, mask, change, "divide"), change)
     value = sft_loss(logps[part], mask[part], loss_type, counts=count)
     names = {"per_token_logps": logps, "mask": mask, "part": part}
-    value = piece(d, change, "mean of rows", value, **names)
+    value = change("mean of rows", value, **names)
     return value, value.detach().abs() + 1e-30
 
 

@@ -236,15 +236,8 @@ class Steps(ExitStack, TrainerCallback):
             return
         part["input_ids"] = options["input_ids"]
         part["attention_mask"] = options["attention_mask"]
-        for name, (ours, slope) in OUTPUTS.items():
-            x = output.get(name)
-            if x is None:
-                continue
-            part[ours] = pad(x.detach(), (1, 0))
-            if x.requires_grad:
-                # what is masked gets a gradient that goes nowhere
-                part[slope] = torch.zeros_like(part[ours])
-                x.register_hook(partial(self.keep_slope, part, slope, output.label_mask))
+        # what is masked gets a gradient that goes nowhere
+        keep_outputs(part, [output.get(name) for name in OUTPUTS], 1, output.label_mask)
 
     def scored(self, result, model, input_ids, attention_mask, *_):
         """Keep what a trainer's own method gives, where the model gives logits alone."""
@@ -256,13 +249,7 @@ class Steps(ExitStack, TrainerCallback):
             return
         part["input_ids"] = input_ids
         part["attention_mask"] = attention_mask
-        for x, (ours, slope) in zip(outputs[:2], OUTPUTS.values(), strict=False):
-            if x is None:
-                continue
-            part[ours] = x.detach()
-            if x.requires_grad:
-                part[slope] = torch.zeros_like(x)
-                x.register_hook(partial(part.__setitem__, slope))
+        keep_outputs(part, outputs[:2])
 
     def from_logits(self, part: dict, ids, attention_mask, logits):
         """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
@@ -287,10 +274,6 @@ class Steps(ExitStack, TrainerCallback):
             part["logps_gradient"] = pad(slope, (1, 0))
 
         logits.register_hook(keep)
-
-    @staticmethod
-    def keep_slope(part: dict, name: str, mask, gradient):
-        part[name] = pad(gradient * mask, (1, 0))
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
@@ -431,6 +414,21 @@ class GRPOSteps(Steps):
         if inputs.get("sampling_per_token_logps") is not None:
             tensors["sampler_logps"] = inputs["sampling_per_token_logps"]
         return tensors
+
+
+def keep_outputs(part: dict, outputs, missing_columns: int = 0, mask=1):
+    """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
+    for x, (name, slope_name) in zip(outputs, OUTPUTS.values(), strict=False):
+        if x is None:
+            continue
+        part[name] = pad(x.detach(), (missing_columns, 0))
+        if x.requires_grad:
+            part[slope_name] = torch.zeros_like(part[name])
+            x.register_hook(partial(keep_slope, part, slope_name, missing_columns, mask))
+
+
+def keep_slope(part: dict, name: str, missing_columns: int, mask, gradient):
+    part[name] = pad(gradient * mask, (missing_columns, 0))
 
 
 def first_method(trainer, names: tuple[str, ...]) -> str:

@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import first, piece, shown_as
+from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
@@ -56,7 +55,7 @@ class Settings(NamedTuple):
     coupled: bool  # Adam with L2: the decay goes through the moments
 
 
-def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
+def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
     """Compute log-probabilities and entropies (2, n, S) of the rows `part` by a folder's model.
 
     Returns that model too. A search computes a row once for each deviation and picture.
@@ -80,15 +79,15 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
             with torch.set_grad_enabled(grad):
                 cache[key] = row_logps(d, change, model, row, images[picture_row])
         value = value.index_copy(1, rows[row : row + 1], cache[key][:, None])
-    return torch.stack([piece(d, change, "logps", x) for x in value]), model
+    return torch.stack([change("logps", x) for x in value]), model
 
 
-def row_logps(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
+def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
     counted = d["completion_mask"][row].bool()
     real = d["attention_mask"][row].bool() | counted
     completion = d.completion[row] | counted
-    attended = piece(d, change, "attended", real, at=(row,))
+    attended = change("attended", real, at=(row,))
     tokens = RowTokens(row, d["input_ids"][row], real, completion, attended)
     number = attended.cumsum(0)  # of each token among those that the model gets, from 1
     # nothing predicts the first token
@@ -98,14 +97,14 @@ def row_logps(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
         return value
     batch = batch_of_row(d, change, model, tokens, images)
     states = model(batch, select=number[scored] - 2)  # of the token before
-    temperature = piece(d, change, "temperature", d.about.get("temperature", 1.0))
+    temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (model.lm_head(states) / temperature).log_softmax(-1)
     logps = log_probs.gather(1, tokens.ids[scored][:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return value.index_copy(1, scored, torch.stack([logps, entropies]).double())
 
 
-def batch_of_row(d: Dump, change: dict, model, tokens: RowTokens, images: list) -> GroupBatch:
+def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
     """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
     shows = pictures_of_row(d, change, model.config, tokens, images)
     no_patches = d.get("pixel_values", torch.zeros(0, 0))[:0]
@@ -127,9 +126,10 @@ def batch_of_row(d: Dump, change: dict, model, tokens: RowTokens, images: list) 
     return batch
 
 
-def pictures_of_row(d: Dump, change: dict, config, tokens: RowTokens, images: list) -> RowPictures:
+def pictures_of_row(
+    d: Dump, change: Change, config, tokens: RowTokens, images: list
+) -> RowPictures:
     """Change a row's pictures (patches, grid) as a deviation has them, and find their tokens."""
-    deviated = partial(piece, d, change)
     image_ids = torch.tensor([config.image_token_id, config.video_token_id])
     placeholders = torch.isin(tokens.ids, image_ids) & tokens.real
     num_given = int((first(placeholders) & ~tokens.completion).sum())  # in the prompt
@@ -141,15 +141,15 @@ def pictures_of_row(d: Dump, change: dict, config, tokens: RowTokens, images: li
     sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
     picture = picture_of_tokens(placeholders, sizes)[tokens.attended]
     present = torch.isin(numbers, picture)
-    as_text = deviated("as text", ~present, **names)
-    blind = deviated("blind", ~present, **names)
+    as_text = change("as text", ~present, **names)
+    blind = change("blind", ~present, **names)
     patches = []
     for number, (pixels, _) in zip(numbers, images, strict=True):
-        patches.append(deviated("pixels", pixels, **names | {"number": number}))
+        patches.append(change("pixels", pixels, **names | {"number": number}))
     return RowPictures(picture, grids, patches, present & ~as_text, present & ~blind)
 
 
-def positions(d: Dump, change: dict, tokens: RowTokens, position_ids: Tensor) -> Tensor:
+def positions(d: Dump, change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
     """Change the positions (3, T) of a row's attended tokens as a deviation has them."""
     completion = tokens.completion[tokens.attended]
     names = {
@@ -158,7 +158,7 @@ def positions(d: Dump, change: dict, tokens: RowTokens, position_ids: Tensor) ->
         "prompt_length": int((~completion).sum()),
     }
     at = (tokens.row, tokens.attended)
-    return piece(d, change, "positions", position_ids, at=at, **names)
+    return change("positions", position_ids, at=at, **names)
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def of_unattended(d: Dump) -> Tensor:
     return (before == 0) & ("attended" in (d.ids or {}))
 
 
-def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
+def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if d.get(name) is None or not d.about.get(folder):
         return None
@@ -198,7 +198,7 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     return {name: (theirs, (value * counted)[part], unit)}
 
 
-def gradients(d: Dump, change: dict) -> Answer:
+def gradients(d: Dump, change: Change) -> Answer:
     """Compute the gradients of all micro-batches of the step, through the model."""
     written = d.parameters("grad")
     theirs = {hub_name(name.removeprefix("module.")): x for name, x in written.items()}
@@ -220,10 +220,10 @@ def gradients(d: Dump, change: dict) -> Answer:
     return answer
 
 
-def accumulate(d: Dump, change: dict, slopes: Tensor) -> Tensors:
+def accumulate(d: Dump, change: Change, slopes: Tensor) -> Tensors:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
-    shares = piece(d, change, "micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
+    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
     total = {}
     for number, share in enumerate(shares.tolist()):
         part = micro_batch_gradients(d, number, slopes)
@@ -241,7 +241,7 @@ def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> Tensors:
     cache = {} if d.cache is None else d.cache
     if number not in cache:
         part = d.micro_batches[number]
-        value, model = forward(d, d.forward, d.about["model"], part, grad=True)
+        value, model = forward(d, Change(d, d.forward), d.about["model"], part, grad=True)
         if value.requires_grad:  # some row has tokens
             (value * slopes).sum().backward()
         parameters = model.named_parameters()
@@ -270,7 +270,7 @@ def clipped(gradients: Tensors, max_norm: float) -> Tensors:
     return {name: x * share for name, x in gradients.items()}
 
 
-def clip(d: Dump, change: dict) -> Answer:
+def clip(d: Dump, change: Change) -> Answer:
     """Compute the norm that is logged, and what clipping leaves of the gradients."""
     gradients = d.parameters("grad")
     theirs = d.parameters("clipped")
@@ -279,17 +279,17 @@ def clip(d: Dump, change: dict) -> Answer:
     max_norm = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
     norm = get_total_norm(gradients.values()).item()
     names = {"gradients": gradients, "max_norm": max_norm, "norm": norm, "clip_share": clip_share}
-    ours = piece(d, change, "clip", clipped(gradients, max_norm), **names)
+    ours = change("clip", clipped(gradients, max_norm), **names)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.get("grad_norm") is not None and not d.about.get("some"):
         norm_after = get_total_norm(ours.values()).item()
-        logged = torch.tensor([piece(d, change, "norm", norm, norm_after=norm_after)])
+        logged = torch.tensor([change("norm", norm, norm_after=norm_after)])
         answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * norm + 1e-30
     return answer
 
 
-def update(d: Dump, change: dict) -> Answer:
+def update(d: Dump, change: Change) -> Answer:
     """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
     options = d.about.get("optimizer", {})
     before = d.parameters("before")
@@ -298,13 +298,12 @@ def update(d: Dump, change: dict) -> Answer:
     gradients = clipped or d.parameters("grad")
     if options.get("name") != "adamw" or not before or not after or not gradients:
         return None
-    deviated = partial(piece, d, change)
     reset = change.get("reset")  # moments begin anew in this step
-    first_step = deviated("first step", 1 if reset else options["step"])
+    first_step = change("first step", 1 if reset else options["step"])
     settings = Settings(
         rate=options["learning_rate"],
-        betas=deviated("betas", options["betas"]),
-        eps=deviated("eps", options["eps"]),
+        betas=change("betas", options["betas"]),
+        eps=change("eps", options["eps"]),
         steps=range(first_step, first_step + change.get("times", 1)),
         coupled=change.get("coupled", False),
     )
@@ -315,9 +314,9 @@ def update(d: Dump, change: dict) -> Answer:
     for name, weight in before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else options["weight_decay"]
-        decay = deviated("decay", decay, **decays)
+        decay = change("decay", decay, **decays)
         state = moments.get(name, zero), squares.get(name, zero)
-        ours = adamw(deviated, settings, weight, gradients.get(name, zero), state, decay)
+        ours = adamw(change, settings, weight, gradients.get(name, zero), state, decay)
         if change.get("frozen") and re.search(change["frozen"], name):
             ours = weight
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
@@ -326,11 +325,8 @@ def update(d: Dump, change: dict) -> Answer:
     return answer
 
 
-def adamw(deviated, settings: Settings, weight, gradient, state, decay) -> Tensor:
-    """Move a weight by AdamW's steps; `state` is its first and second moment.
-
-    deviated: (name, piece of the definition, names) -> what a deviation has in its place.
-    """
+def adamw(change, settings: Settings, weight, gradient, state, decay) -> Tensor:
+    """Move a weight by AdamW's steps; `state` is its first and second moment."""
     beta1, beta2 = settings.betas
     m, v = state
     for t in settings.steps:
@@ -342,16 +338,16 @@ def adamw(deviated, settings: Settings, weight, gradient, state, decay) -> Tenso
         m = beta1 * m + (1 - beta1) * slope
         v = beta2 * v + (1 - beta2) * slope.square()
         corrections = (1 - beta1**t, 1 - beta2**t)
-        correction1, correction2 = deviated("correction", corrections)
+        correction1, correction2 = change("correction", corrections)
         variance = v / correction2
         root = variance.sqrt() + settings.eps
-        root = deviated("root", root, variance=variance, eps=settings.eps)
-        move = deviated("move", m / correction1 / root, gradient=slope)
+        root = change("root", root, variance=variance, eps=settings.eps)
+        move = change("move", m / correction1 / root, gradient=slope)
         weight = weight - settings.rate * move
     return weight
 
 
-def schedule(d: Dump, change: dict) -> Answer:
+def schedule(d: Dump, change: Change) -> Answer:
     """Compute the learning rate of step t = 0, 1, ... as transformers' schedules give it."""
     options = d.about.get("schedule")
     optimizer = d.about.get("optimizer", {})
@@ -359,9 +355,9 @@ def schedule(d: Dump, change: dict) -> Answer:
     if not options or "learning_rate" not in optimizer or options["type"] not in kinds:
         return None
     kind = change.get("type", options["type"])
-    t = max(0, piece(d, change, "step", options["step"], micro_batches=len(d.micro_batches)))
+    t = max(0, change("step", options["step"], micro_batches=len(d.micro_batches)))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
-    warmup = piece(d, change, "warmup", configured)
+    warmup = change("warmup", configured)
     done = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
     share = 1.0
     if t < warmup:

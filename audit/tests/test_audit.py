@@ -13,7 +13,6 @@ from test_parity import DAPO, usual
 
 from minivlmrl.objectives import parity
 from minivlmrl_audit import audit as module
-from minivlmrl_audit import stages
 from minivlmrl_audit.audit import (
     CAUSES,
     EVALUATIONS,
@@ -30,7 +29,6 @@ from minivlmrl_audit.checks import assert_step
 from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
 from minivlmrl_audit.moves import TABLE, FormulaError, edited, first
-from minivlmrl_audit.updates import schedule
 
 ROOT = Path(__file__).parents[2]
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
@@ -252,14 +250,14 @@ def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
     """Two steps of warmup out of ten, and what deviations make of them."""
     about = {"type": kind, "learning_rate": 1.0, "warmup_steps": 2, "max_steps": 10, "step": step}
     d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": 0.3}}, ONE_ROW)
-    has, should, _ = schedule(d, change)["learning_rate"]
+    has, should, _ = computed("schedule", d, change)["learning_rate"]
     assert has.item() == 0.3 and should.item() == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
 def test_recorded_losses_of_trl_are_healthy(kind):
     for _, options, batch, value, gradient in parity.cases(kind=kind):
-        assert error(stages.loss(as_step(batch, options, value, gradient), {})) < TOLERANCE, options
+        assert error(computed("loss", as_step(batch, options, value, gradient), {})) < TOLERANCE, options
 
 
 @pytest.mark.parametrize("wrong, says", [

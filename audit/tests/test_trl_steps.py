@@ -26,6 +26,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.train import optimizer_step
 from minivlmrl_audit.audit import LOGPS, STAGES, audit, main, possible_causes, report
 from minivlmrl_audit.dump import read
+from minivlmrl_audit.moves import Change
 from minivlmrl_audit.stages import shown
 
 BUGS = {name: bug.trl for name, bug in bugs.BUGS.items() if bug.trl}
@@ -204,8 +205,8 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
         d = dumped(folder, tmp_path / kind, kind, **options)
         for name, stage in STAGES.items():
             d.part, d.cache = torch.arange(1) if name in LOGPS else None, {}
-            for cause in possible_causes(name, d) if stage(d, {}) else ():
-                answer = stage(d, cause.change) if never.get((name, cause.name), True) else True
+            for cause in possible_causes(name, d) if stage(d, Change(d, {})) else ():
+                answer = stage(d, Change(d, cause.change)) if never.get((name, cause.name), True) else True
                 never[name, cause.name] = answer is None
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
 
