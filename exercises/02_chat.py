@@ -34,7 +34,9 @@ WRONG = {
 
 
 def tries(layout_turn):
-    text, image, video = {"type": "text", "text": "What?"}, {"type": "image"}, {"type": "video"}
+    text = {"type": "text", "text": "What?"}
+    image = {"type": "image"}
+    video = {"type": "video"}
     messages = {
         "text": "Hello",
         "text and a picture": [text, image],

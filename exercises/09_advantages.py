@@ -87,7 +87,8 @@ WRONG = {
 def tries(group_advantages):
     import torch
 
-    nan, equal = float("nan"), [1.0, 1.0, 1.0, 1.0]
+    nan = float("nan")
+    equal = [1.0, 1.0, 1.0, 1.0]
     groups = {
         "1, 1, 0, 0": [1.0, 1.0, 0.0, 0.0],
         "two groups": [1.0, 0.0, 0.0, 0.0, 5.0, 4.0, 6.0, 7.0],

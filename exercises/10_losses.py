@@ -103,8 +103,10 @@ def tries(grpo_loss):
     from minivlmrl.losses import Counts, PolicyLoss
 
     logps = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]])
-    old, ref = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]]), logps - 0.2
-    mask, advantages = torch.tensor([[1.0, 1, 1], [1, 1, 0]]), torch.tensor([0.8, -0.5])
+    old = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
+    ref = logps - 0.2
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
+    advantages = torch.tensor([0.8, -0.5])
     given = {
         "old": {"old_per_token_logps": old},
         "old and reference": {"old_per_token_logps": old, "ref_per_token_logps": ref},

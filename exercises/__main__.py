@@ -55,21 +55,31 @@ class Exercise:
     def text(self, fill: str | None = None) -> str:
         """The file for a reader; with `fill` instead of the hole."""
         first, last = self.lines
-        hole = f"# ---- your lines; the book has {last - first + 1} here\n"
-        hole += f'raise NotImplementedError("exercise {self.number}: fill this in")\n# ---- end of your lines'
-        hole = textwrap.indent(hole if fill is None else fill, self.margin)
-        head = f'"""Exercise {self.number}: {self.function.name} of minivlmrl/{self.path.name}, with a hole.\n'
-        head += f'{self.own["TASK"]}\npython -m exercises {self.number} --check    # or --hint\n"""\n'
-        before, after = self.source(self.function.lineno, first - 1), self.source(last + 1, self.function.end_lineno)
-        return "\n".join([head, *self.imports, "\n", *before, hole, *after, ""])
+        if fill is None:
+            fill = (
+                f"# ---- your lines; the book has {last - first + 1} here\n"
+                f'raise NotImplementedError("exercise {self.number}: fill this in")\n'
+                "# ---- end of your lines"
+            )
+        docstring = (
+            f'"""Exercise {self.number}: {self.function.name} of minivlmrl/{self.path.name}, with a hole.\n'
+            f"{self.own['TASK']}\n"
+            f"python -m exercises {self.number} --check    # or --hint\n"
+            '"""\n'
+        )
+        before = self.source(self.function.lineno, first - 1)
+        after = self.source(last + 1, self.function.end_lineno)
+        filled = textwrap.indent(fill, self.margin)
+        return "\n".join([docstring, *self.imports, "\n", *before, filled, *after, ""])
 
     def wrong_answers(self) -> list[tuple[str, str]]:
         """(what is wrong, a filling of the hole); an edit whose words the book no longer has is left out."""
-        code, found = self.solution, []
-        for says, edits in self.own["WRONG"].items():
+        answers = []
+        for mistake, edits in self.own["WRONG"].items():
             for right, wrong in edits if isinstance(edits, list) else [edits]:
-                found += [(says, code.replace(right, wrong))] if code.count(right) == 1 else []
-        return found
+                if self.solution.count(right) == 1:
+                    answers.append((mistake, self.solution.replace(right, wrong)))
+        return answers
 
     @cached_property
     def right(self) -> dict[str, list]:
@@ -79,20 +89,24 @@ class Exercise:
     @cached_property
     def known(self) -> list[tuple[str, dict[str, list]]]:
         """(what is wrong, what the book with this mistake answers)."""
-        return [(says, self.answers(self.text(fill), "a wrong answer")) for says, fill in self.wrong_answers()]
+        return [(mistake, self.answers(self.text(fill), "a wrong answer")) for mistake, fill in self.wrong_answers()]
 
     def answers(self, text: str, where: str) -> dict[str, list]:
         """What the function of a file answers: for each thing it makes, (what was asked, answer) of each try."""
-        names, found, before = {}, {}, sys.gettrace()
+        names = {}
+        answers = {}
+        tracer = sys.gettrace()
         sys.settrace(line_counter(where))
         try:
             exec(compile(text, where, "exec"), names)
             for asked, parts in self.own["tries"](never_none(names[self.function.name])):
-                for kind, answer in (parts if isinstance(parts, dict) else {"": parts}).items():
-                    found.setdefault(kind, []).append((asked, answer))
+                if not isinstance(parts, dict):
+                    parts = {"": parts}
+                for kind, answer in parts.items():
+                    answers.setdefault(kind, []).append((asked, answer))
         finally:
-            sys.settrace(before)
-        return found
+            sys.settrace(tracer)
+        return answers
 
 
 def line_counter(where: str):
@@ -128,20 +142,41 @@ def load(number: int, book: Path = BOOK) -> Exercise:
     holes = markers()
     if not 1 <= number <= len(holes):
         raise ValueError(f"there is no exercise {number}: they are 1 to {len(holes)}")
-    hole, keys = holes[number - 1], (holes[number - 1]["function"], holes[number - 1]["does"])
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(book.glob("*.py"))}
-    files = [(path, ast.parse(text)) for path, text in texts.items() if any(key in text for key in keys)]
-    functions = [(path, tree, node) for path, tree in files for node in tree.body if isinstance(node, ast.FunctionDef)]
-    found = [place for place in functions if place[2].name == hole["function"]]
-    found = found or [place for place in functions if (ast.get_docstring(place[2]) or "").startswith(hole["does"])]
-    if not found:
-        known = f"is named {hole['function']} or has a docstring that begins with {hole['does']!r}"
-        raise ValueError(f"exercises/holes.yaml: no function of the book {known}; say what exercise {number} is about")
-    path, tree, function = found[0]
-    first, last = (statements(function)[place - 1] for place in hole["cut"])
-    own = runpy.run_path(str(FOLDER / f"{number:02}_{hole['name']}.py"))
-    lines, margin = (first.lineno, last.end_lineno), " " * first.col_offset
-    return Exercise(number, path, function, needed(tree, function, path.stem), lines, margin, own)
+    hole = holes[number - 1]
+    path, tree, function = find_function(hole, number, book)
+    first_number, last_number = hole["cut"]
+    first = statements(function)[first_number - 1]
+    last = statements(function)[last_number - 1]
+    return Exercise(
+        number=number,
+        path=path,
+        function=function,
+        imports=needed(tree, function, path.stem),
+        lines=(first.lineno, last.end_lineno),
+        margin=" " * first.col_offset,
+        own=runpy.run_path(str(FOLDER / f"{number:02}_{hole['name']}.py")),
+    )
+
+
+def find_function(hole: dict, number: int, book: Path) -> tuple[Path, ast.Module, ast.FunctionDef]:
+    """Find the function of a hole in the book by its name, else by how its docstring begins; with its file."""
+    by_docstring = []
+    for path in sorted(book.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if hole["function"] not in text and hole["does"] not in text:
+            continue
+        tree = ast.parse(text)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == hole["function"]:
+                return path, tree, node
+            if isinstance(node, ast.FunctionDef) and (ast.get_docstring(node) or "").startswith(hole["does"]):
+                by_docstring.append((path, tree, node))
+    if not by_docstring:
+        raise ValueError(
+            f"exercises/holes.yaml: no function of the book is named {hole['function']} or has a docstring that "
+            f"begins with {hole['does']!r}; say what exercise {number} is about"
+        )
+    return by_docstring[0]
 
 
 def markers() -> list[dict]:
@@ -151,104 +186,157 @@ def markers() -> list[dict]:
 
 def statements(function: ast.FunctionDef) -> list[ast.stmt]:
     """All statements of a function but its docstring, in the order of their lines, also those inside others."""
-    found = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
-    return sorted(found, key=lambda node: (node.lineno, node.col_offset))[1 if ast.get_docstring(function) else 0 :]
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
+    nodes.sort(key=lambda node: (node.lineno, node.col_offset))
+    return nodes[1:] if ast.get_docstring(function) else nodes
 
 
 def needed(tree: ast.Module, function: ast.FunctionDef, module: str) -> list[str]:
     """The imports of a function that is alone in a file: of what its module imports and defines, what it uses."""
-    used = {"torch", *(node.id for node in ast.walk(function) if isinstance(node, ast.Name))} - {function.name}
-    lines, own = [], set()
+    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    used.add("torch")
+    used.discard(function.name)
+    lines = []
+    defined = set()
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             node.names = [name for name in node.names if (name.asname or name.name) in used]
-            lines += [ast.unparse(node)] if node.names else []
+            if node.names:
+                lines.append(ast.unparse(node))
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.Assign):
-            own |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            targets = [name for target in node.targets for name in ast.walk(target)]
+            defined |= {name.id for name in targets if isinstance(name, ast.Name)}
     if "Tensor" in used and "import torch" not in lines:
         lines.insert(0, "import torch")
-    return lines + ([f"from minivlmrl.{module} import {', '.join(sorted(own & used))}"] if own & used else [])
+    if defined & used:
+        lines.append(f"from minivlmrl.{module} import {', '.join(sorted(defined & used))}")
+    return lines
 
 
 def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
     """Whether a filled-in file is right, and what to say of it."""
     try:
-        given, *others = (exercise.answers(text, where) for _ in range(4))
+        given, *others = [exercise.answers(text, where) for _ in range(4)]
     except Exception as error:  # a reader's code may raise anything
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
-        line = getattr(error, "lineno", None) or (lines or [None])[-1]
-        place = f"{where}, line {line}" if line else where
-        return False, f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}"
+        return False, describe_error(error, where)
     right = exercise.right
     if any(not same(given[kind], again[kind]) for again in others for kind in given):
         return False, f"not yet: {DRAWS}"
-    left = {kind for kind in right if not same(given[kind], right[kind])}
-    if not left:
-        tries = max(map(len, right.values()))
-        return True, f"pass: it answers all {tries} tries as minivlmrl/{exercise.path.name} does"
-    explained = [  # a mistake that changes what is right here was not made
-        (says, {kind for kind in left if same(given[kind], wrong[kind])})
-        for says, wrong in exercise.known
-        if all(same(wrong[kind], right[kind]) for kind in right.keys() - left)
-    ]
-    named = []
-    while best := max(
-        ((len(kinds & left), -i) for i, (_, kinds) in enumerate(explained) if kinds & left), default=None
-    ):
-        says, kinds = explained[-best[1]]
-        named.append(says)
-        left -= kinds
-    if left:
-        kind = next(kind for kind in right if kind in left)
-        named.append(shown(exercise, given[kind], kind))
-    return False, "not yet: " + "\nand: ".join(named)
+    wrong_kinds = [kind for kind in right if not same(given[kind], right[kind])]
+    if not wrong_kinds:
+        num_tries = max(map(len, right.values()))
+        return True, f"pass: it answers all {num_tries} tries as minivlmrl/{exercise.path.name} does"
+    mistakes, unexplained = find_mistakes(exercise, given, wrong_kinds)
+    if unexplained:
+        mistakes.append(describe_difference(exercise, given[unexplained[0]], unexplained[0]))
+    return False, "not yet: " + "\nand: ".join(mistakes)
 
 
-def shown(exercise: Exercise, given: list, kind: str) -> str:
+def describe_error(error: Exception, where: str) -> str:
+    """Say what a filled-in file raised, and in which of its lines."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    place = f"{where}, line {line}" if line else where
+    return f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}"
+
+
+def find_mistakes(exercise: Exercise, given: dict, wrong_kinds: list[str]) -> tuple[list[str], list[str]]:
+    """Find the known mistakes that explain most of what is wrong, and what none of them explains."""
+    right = exercise.right
+    right_kinds = right.keys() - wrong_kinds
+    explained = []  # (mistake, the kinds of answers that it explains)
+    for mistake, answers in exercise.known:
+        # a mistake that changes what is right here was not made
+        if all(same(answers[kind], right[kind]) for kind in right_kinds):
+            explained.append((mistake, {kind for kind in wrong_kinds if same(given[kind], answers[kind])}))
+    mistakes = []
+    unexplained = list(wrong_kinds)
+    while explained:
+        mistake, kinds = max(explained, key=lambda pair: len(pair[1].intersection(unexplained)))
+        if kinds.isdisjoint(unexplained):
+            break
+        mistakes.append(mistake)
+        unexplained = [kind for kind in unexplained if kind not in kinds]
+    return mistakes, unexplained
+
+
+def describe_difference(exercise: Exercise, given: list, kind: str) -> str:
     """Say of what is no known mistake how it differs, and which mistakes would answer the first try so."""
     right = exercise.right[kind]
-    first = next(place for place, answer in enumerate(right) if not same(given[place], answer))
-    (asked, expected), (_, got) = right[first], given[first]
-    wrong = [says for says, answers in exercise.known if same(given[first], answers[kind][first])]
-    said = form(got, expected) or difference(got, expected)
-    lines = [said, f"asked: {asked}", f"expected{kind and f' {kind}'}: {expected}", f"got: {got}"]
-    return "\n".join([*filter(None, lines), *(f"perhaps: {says}" for says in dict.fromkeys(wrong))])
+    first = 0  # the first try that differs
+    while same(given[first], right[first]):
+        first += 1
+    asked, expected = right[first]
+    _, got = given[first]
+    label = f"expected {kind}" if kind else "expected"
+    lines = [f"asked: {asked}", f"{label}: {expected}", f"got: {got}"]
+    difference = form(got, expected) or compare(got, expected)
+    if difference:
+        lines.insert(0, difference)
+    for mistake, answers in exercise.known:
+        line = f"perhaps: {mistake}"
+        if same(given[first], answers[kind][first]) and line not in lines:
+            lines.append(line)
+    return "\n".join(lines)
 
 
-def difference(got, expected) -> str:
+def compare(got, expected) -> str:
     """Say where two answers of one form differ, by how much, and what all differences have in common."""
-    pairs = list(zip(leaves(got), leaves(expected), strict=True))
-    off = [(place, a, b) for (place, a), (_, b) in pairs if not same(a, b)]
-    place, a, b = max(off, key=lambda one: abs(one[1] - one[2]) if is_number(one[1]) and one[1] == one[1] else math.inf)
-    by = f", by {abs(a - b):.3g}" if is_number(a) and is_number(b) and math.isfinite(a - b) else ""
-    most = f", most at {place.removesuffix('[]')}" if place else ""
-    a, b = (f"{x:.8g}" if isinstance(x, float) else repr(x) for x in (a, b))
-    said = f"{len(off)} of {len(pairs)} values differ{most}: {a} where {b} is right{by}"
-    return f"{said}{common([(a, b) for (_, a), (_, b) in pairs])}"
+    places = [place for place, _ in leaves(got)]
+    pairs = list(zip([value for _, value in leaves(got)], [value for _, value in leaves(expected)], strict=True))
+    wrong = [index for index, pair in enumerate(pairs) if not same(*pair)]
+
+    def distance(index: int) -> float:
+        ours, theirs = pairs[index]
+        if not is_number(ours) or math.isnan(ours):
+            return math.inf
+        return abs(ours - theirs)
+
+    largest = max(wrong, key=distance)
+    ours, theirs = pairs[largest]
+    place = places[largest].removesuffix("[]")
+    text = f"{len(wrong)} of {len(pairs)} values differ"
+    if place:
+        text += f", most at {place}"
+    text += f": {shown(ours)} where {shown(theirs)} is right"
+    if is_number(ours) and is_number(theirs) and math.isfinite(ours - theirs):
+        text += f", by {abs(ours - theirs):.3g}"
+    return text + common(pairs)
+
+
+def shown(value) -> str:
+    return f"{value:.8g}" if isinstance(value, float) else repr(value)
 
 
 def common(pairs: list[tuple]) -> str:
     """Say whether all numbers are those that are right in another order, or times or plus one number."""
-    if len(pairs) < 3 or not all(is_number(x) and math.isfinite(x) for pair in pairs for x in pair):
+    numbers = [x for pair in pairs for x in pair]
+    if len(pairs) < 3 or not all(is_number(x) and math.isfinite(x) for x in numbers):
         return ""
-    got, right = (torch.tensor(numbers, dtype=torch.float64) for numbers in zip(*pairs, strict=True))
-    factor, more = (got @ right / (right @ right)).item() if right.any() else 0.0, (got - right).mean().item()
+    got, right = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    factor = (got @ right / (right @ right)).item() if right.any() else 0.0
+    offset = (got - right).mean().item()
     if abs(factor - 1) > 1e-3 and len(set(right.tolist())) > 1 and same(got, factor * right):
         return f"; each is {factor:.4g} times what is right"
     if same(got.sort().values, right.sort().values):
         return "; the numbers are right, their order is not"
-    return f"; each is {abs(more):.4g} too {'large' if more > 0 else 'small'}" if same(got, right + more) else ""
+    if same(got, right + offset):
+        return f"; each is {abs(offset):.4g} too {'large' if offset > 0 else 'small'}"
+    return ""
 
 
 def leaves(value, place: str = "") -> list[tuple[str, object]]:
     """List the numbers and texts in an answer with their indices: [("[0, 2]", 0.5)]."""
     if isinstance(value, torch.Tensor):
-        value = value.detach()
-        return [(f"{place}{list(index)}", value[index].item()) for index in product(*map(range, value.shape))]
+        indices = product(*map(range, value.shape))
+        return [(f"{place}{list(index)}", value[index].item()) for index in indices]
     if isinstance(value, list | tuple):
-        return [leaf for index, inside in enumerate(value) for leaf in leaves(inside, f"{place}[{index}]")]
+        inside = []
+        for index, part in enumerate(value):
+            inside += leaves(part, f"{place}[{index}]")
+        return inside
     return [(place, value)]
 
 
@@ -267,7 +355,9 @@ def form(got, expected) -> str:
     if isinstance(got, list | tuple):
         if len(got) != len(expected):
             return f"its length is {len(got)}; {len(expected)} is right"
-        return next(filter(None, map(form, got, expected)), "")
+        for ours, theirs in zip(got, expected, strict=True):
+            if form(ours, theirs):
+                return form(ours, theirs)
     return ""
 
 
@@ -277,7 +367,9 @@ def same(a, b) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         return torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-7, equal_nan=True)
-    return all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
+    if isinstance(a, list | tuple):
+        return all(map(same, a, b))
+    return a == b
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -299,23 +391,34 @@ def run(options: argparse.Namespace) -> int:
     """Do what the command line asks for."""
     if options.number is None:
         for number in range(1, len(markers()) + 1):
-            exercise = load(number)
-            where, (first, last) = f"{exercise.function.name} in {exercise.path.name}", exercise.lines
-            print(f"{number:3}  {where:40}{last - first + 1:3} lines, {len(exercise.own['WRONG'])} mistakes known")
+            print(describe(load(number)))
         return 0
-    exercise, file = load(options.number), Path(options.check or f"exercise_{options.number}.py")
-    passed, says = True, (exercise.own["HINT"] if options.hint else exercise.solution).strip("\n")
+    exercise = load(options.number)
+    file = Path(options.check or f"exercise_{options.number}.py")
     if options.check is not None:
         if not file.is_file():
             raise ValueError(f"{file}: no such file; `python -m exercises {options.number}` writes it")
-        passed, says = check(exercise, file.read_text(encoding="utf-8"), str(file))
-    elif not options.hint and not options.solution:
-        if file.exists():
-            raise ValueError(f"{file} is there already: check it with --check, or remove it to begin anew")
+        passed, text = check(exercise, file.read_text(encoding="utf-8"), str(file))
+        print(text, file=sys.stdout if passed else sys.stderr)
+        return 0 if passed else 1
+    if options.hint:
+        print(exercise.own["HINT"].strip("\n"))
+    elif options.solution:
+        print(exercise.solution)
+    elif file.exists():
+        raise ValueError(f"{file} is there already: check it with --check, or remove it to begin anew")
+    else:
         file.write_text(exercise.text(), encoding="utf-8")
-        says = f"{file} is {exercise.function.name} with a hole. Fill it in, then add --check to this command."
-    print(says, file=sys.stdout if passed else sys.stderr)
-    return int(not passed)
+        print(f"{file} is {exercise.function.name} with a hole. Fill it in, then add --check to this command.")
+    return 0
+
+
+def describe(exercise: Exercise) -> str:
+    """A line of the list."""
+    first, last = exercise.lines
+    place = f"{exercise.function.name} in {exercise.path.name}"
+    num_mistakes = len(exercise.own["WRONG"])
+    return f"{exercise.number:3}  {place:40}{last - first + 1:3} lines, {num_mistakes} mistakes known"
 
 
 if __name__ == "__main__":

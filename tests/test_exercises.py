@@ -80,7 +80,8 @@ def test_the_page_shows_what_is_printed_today():
 
 def test_a_readers_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    file, exercise = tmp_path / "exercise_9.py", EXERCISES[9]
+    file = tmp_path / "exercise_9.py"
+    exercise = EXERCISES[9]
     assert main(["9", "--check"]) == 2 and "exercise_9.py: no such file" in capsys.readouterr().err
     assert main(["9"]) == 0 and file.read_text() == exercise.text()
     assert main(["9"]) == 2 and "exercise_9.py is there already" in capsys.readouterr().err
