@@ -123,9 +123,9 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     words = ["--model", "m", "--prompt", "p"]
     for name, value in given.items():
         words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    assert command.sampling(command.parser().parse_args(words)) == SamplingOptions(**given)
-    assert command.sampling(command.parser().parse_args(words[:4])) == SamplingOptions()
-    assert "ties with the k-th stay" in " ".join(command.parser().format_help().split())
+    assert command.sampling_options(command.build_parser().parse_args(words)) == SamplingOptions(**given)
+    assert command.sampling_options(command.build_parser().parse_args(words[:4])) == SamplingOptions()
+    assert "ties with the k-th stay" in " ".join(command.build_parser().format_help().split())
 
 
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,35 +35,47 @@ from minivlmrl.scale.ranks import World, find_device
 
 def main(arguments: list[str]):
     """Print the answer of a model. Its weights are read last: mistakes show before."""
-    options = parser().parse_args(arguments)
-    params = sampling(options)
+    options = build_parser().parse_args(arguments)
+    sampling = sampling_options(options)
+    sampling.graph = "never"  # each token is printed when it is there
     device = choose_device(options.device)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    images = [fetch_image(source) for source in options.image]
-    videos = [VideoFile(partial(load_video, source)) for source in options.video]
-    data = DataSection()
-    asked = find_folder(options.model) / ASKED
-    if asked.is_file():  # as the run that trained it
-        data = load_config(asked).data
-        print(f"asked as {asked} says: {data.prompt_template!r:.80}", file=sys.stderr)
-    count = {"image": len(images), "video": len(videos)}
-    system = options.system
-    template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
-    system = data.system_prompt if system is None else system
+    data = data_section(find_folder(options.model) / ASKED)
     processor = replace(processor, template=with_values(processor.template, data.template))
-    processor = with_tools(processor, params.environment)
-    messages = conversation(options.prompt, count, template, system)
-    prompt = Row(messages, images, videos=videos).prompt(processor)
+    processor = with_tools(processor, sampling.environment)
+    row = build_row(options, data)
+    prompt = row.prompt(processor)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    stream = Stream(processor.tokenizer, hidden)
+    hidden_ids = sampling.stop_token_ids
+    if hidden_ids is None:
+        hidden_ids = processor.stop_token_ids
+    stream = Stream(processor.tokenizer, hidden_ids)
     print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
-    params.graph = "never"  # each token is printed when it is there
-    sampler = build_sampler(model, processor, params, World(device=device), listen=stream.hear)
+    sampler = build_sampler(model, processor, sampling, World(device=device), listen=stream.hear)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
+
+
+def data_section(file: Path) -> DataSection:
+    """Read how the run that trained a model asked it, or take the defaults."""
+    if not file.is_file():
+        return DataSection()
+    data = load_config(file).data
+    print(f"asked as {file} says: {data.prompt_template!r:.80}", file=sys.stderr)
+    return data
+
+
+def build_row(options: argparse.Namespace, data: DataSection) -> Row:
+    """Put the question and its pictures into the form of a row."""
+    images = [fetch_image(source) for source in options.image]
+    videos = [VideoFile(partial(load_video, source)) for source in options.video]
+    counts = {"image": len(images), "video": len(videos)}
+    template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
+    system = data.system_prompt if options.system is None else options.system
+    messages = conversation(options.prompt, counts, template, system)
+    return Row(messages, images, videos=videos)
 
 
 class Stream:
@@ -85,7 +98,7 @@ class Stream:
         print(self.decoder.decode(b"", final=True))
 
 
-def sampling(options: argparse.Namespace) -> SamplingOptions:
+def sampling_options(options: argparse.Namespace) -> SamplingOptions:
     """Build the sampling options that the command line names."""
     fields = typing.get_type_hints(SamplingOptions)
     named = {name: value for name, value in vars(options).items() if name in fields}
@@ -99,35 +112,44 @@ def choose_device(device: str | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        cause = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} cannot be used ({cause})") from error
+        raise ValueError(
+            f"--device {name} cannot be used ({str(error).splitlines()[0]})"
+        ) from error
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
-    about = {"description": __doc__.splitlines()[0], "allow_abbrev": False}
-    p = argparse.ArgumentParser("python -m minivlmrl ask", **about)
-    p.add_argument("--model", required=True, help="a folder, or an id on the hub")
-    p.add_argument("--prompt", required=True, help="<image> in it: where each belongs")
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(
+        "python -m minivlmrl ask", description=about, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a folder, or an id on the hub")
+    add("--prompt", required=True, help="<image> in it: where each belongs")
     media = {"action": "append", "default": [], "metavar": "FILE"}
-    p.add_argument("--image", **media, help="a picture, again for more")
-    p.add_argument("--video", **media, help="again for more")
-    p.add_argument("--system", help="instead of the family's system message")
-    p.add_argument("--seed", type=int, default=0, help="same seed, same answer")
-    p.add_argument("--device", help="default: cuda if there is one")
-    p.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the model's")
-    p.add_argument("--min_pixels", type=int, help="of an image; default: the model's")
-    p.add_argument("--max_pixels", type=int, help="of an image; default: the model's")
-    group = p.add_argument_group("sampling", SamplingOptions.__doc__)
-    said = help_of(SamplingOptions)
-    kinds = typing.get_type_hints(SamplingOptions)
-    for name in (n for n in kinds if n not in ("engine", "vllm")):  # it draws itself
-        kind = kinds[name]
-        nargs = None
-        while inside := typing.get_args(kind):  # int of int | None, str of list[str]
-            nargs = "*" if typing.get_origin(kind) is list else nargs
-            kind = str if isinstance(inside[0], str) else inside[0]
-        given = {"type": kind, "nargs": nargs, "metavar": kind.__name__.upper()}
-        sentence = said[name].replace("%", "%%")
-        group.add_argument(f"--{name}", **given, default=argparse.SUPPRESS, help=sentence)
-    return p
+    add("--image", **media, help="a picture, again for more")
+    add("--video", **media, help="again for more")
+    add("--system", help="instead of the family's system message")
+    add("--seed", type=int, default=0, help="same seed, same answer")
+    add("--device", help="default: cuda if there is one")
+    add("--dtype", choices=DTYPES, help="of the weights; default: the model's")
+    add("--min_pixels", type=int, help="of an image; default: the model's")
+    add("--max_pixels", type=int, help="of an image; default: the model's")
+    group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
+    sentences = help_of(SamplingOptions)
+    for name, hint in typing.get_type_hints(SamplingOptions).items():
+        if name not in ("engine", "vllm"):  # it draws itself
+            sentence = sentences[name].replace("%", "%%")
+            default = argparse.SUPPRESS
+            group.add_argument(f"--{name}", **value_of(hint), default=default, help=sentence)
+    return parser
+
+
+def value_of(hint) -> dict:
+    """Say how argparse reads a field: int | None as one int, list[str] as several texts."""
+    nargs = None
+    while inside := typing.get_args(hint):
+        if typing.get_origin(hint) is list:
+            nargs = "*"
+        hint = str if isinstance(inside[0], str) else inside[0]
+    return {"type": hint, "nargs": nargs, "metavar": hint.__name__.upper()}

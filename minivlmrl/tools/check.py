@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from minivlmrl.advantages import combine, group_std, nanstd
 from minivlmrl.algorithms.table import find_algorithms
@@ -30,6 +31,7 @@ from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import BLIND, draw
 from minivlmrl.run.memory import check_memory
 from minivlmrl.run.start import mistakes, prepare
+from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
@@ -54,9 +56,10 @@ def main(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    found = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
-    print("\n".join(f"- {sentence}" for sentence in found) or "nothing found that will go wrong")
-    return int(bool(found))
+    sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))  # each once
+    lines = [f"- {sentence}" for sentence in sentences]
+    print("\n".join(lines) or "nothing found that will go wrong")
+    return int(bool(lines))
 
 
 def check(config) -> Iterator[str]:
@@ -67,108 +70,161 @@ def check(config) -> Iterator[str]:
     model, processor, datasets = prepare(config, stages, world)
     online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
     yield from mistakes(config, datasets)
-    yield from check_settings(config, model, datasets, online)
+    if online:
+        yield from check_sampling(config.sampling)
+    for stage in config.stages:
+        yield from check_training(config, stage, model, len(datasets[stage]))
     for stage, algorithm in stages.items():
+        rows = spread(datasets[stage])
         yield from check_files(datasets[stage], algorithm.answers)
-        yield from check_rows(spread(datasets[stage]), processor)
-        yield from check_answers(config, algorithm.answers, spread(datasets[stage]), processor)
+        yield from check_rows(rows, processor)
+        yield from check_answers(config, algorithm.answers, rows, processor)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
-        yield from check_demonstrations(config, rows_of["demonstrations"], processor)
-    asked = rows_of.get("prompts")
-    if asked is not None:
-        some = spread(datasets.get("eval", ())), spread(asked)
-        held_out, known = ({str(row.columns.get("solution")) for row in one} for one in some)
-        if len(some[0]) > 1 and len(held_out) == 1 < len(known):
-            cure = "mix the rows of data.eval_file, of which data.eval_rows takes the first"
-            yield f"all evaluation rows have the solution {held_out.pop()!r:.80}: {cure}"
-        rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
+        yield from check_demonstrations(config, spread(rows_of["demonstrations"]), processor)
+    if "prompts" in rows_of:
+        rows = spread(rows_of["prompts"])
+        rows = [replace(row, key=f"check/{index}") for index, row in enumerate(rows)]
+        yield from check_held_out(spread(datasets.get("eval", ())), rows)
         yield from check_rewards(config, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
-            gather, G = config.rollout.gather_weights, getattr(config, online[0]).num_generations
-            sample = build_sampler(model, processor, config.sampling, world, gather)
-            yield from check_rollouts(config, sample, rows, G)
+            gather_weights = config.rollout.gather_weights
+            sample = build_sampler(model, processor, config.sampling, world, gather_weights)
+            num_generations = getattr(config, online[0]).num_generations
+            yield from check_rollouts(config, sample, rows, num_generations)
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
     ranks.shutdown()
 
 
-def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator[str]:
-    """Name numbers that no run learns with."""
-    small = sum(parameter.numel() for parameter in model.parameters()) < 10**8
-    usual = 1e-2 if small or not config.model.path else 1e-3 if config.adapter.r else 1e-4
-    heat, k, p = config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
-    if online and not 0.2 <= heat <= 2:
-        yield f"sampling.temperature is {heat:g}: completions are all alike, or noise; take 1.0"
-    if online and (k == 1 or p < 0.1):
-        yield f"sampling.top_k is {k}, top_p {p:g}: completions are all alike; take 0 and 1.0"
-    for stage in config.stages:
-        o = getattr(config, stage)
-        count = len(datasets[stage])
-        rate, steps, warmup = o.learning_rate, o.max_steps, o.warmup_steps
-        if rate > usual:
-            cause = f"over {usual:g} such weights are lost in a few steps"
-            yield f"{stage}.learning_rate is {rate:g}: {cause}; lower it"
-        if 0 < steps <= warmup:
-            yield f"{stage}.warmup_steps is {warmup}: all {steps} steps are warmup; lower it"
-        if getattr(o, "beta", 0) > 1:
-            yield f"{stage}.beta is {o.beta:g}: the policy will not move; take 0.1"
-        if o.prompts_per_step >= 4 * count:
-            yield f"a step repeats its {count} rows several times: lower {stage}.prompts_per_step"
+def check_sampling(sampling: SamplingOptions) -> Iterator[str]:
+    """Options with which nothing is tried."""
+    if not 0.2 <= sampling.temperature <= 2:
+        yield (
+            f"sampling.temperature is {sampling.temperature:g}: "
+            "completions are all alike, or noise; take 1.0"
+        )
+    if sampling.top_k == 1 or sampling.top_p < 0.1:
+        yield (
+            f"sampling.top_k is {sampling.top_k}, top_p {sampling.top_p:g}: "
+            "completions are all alike; take 0 and 1.0"
+        )
+
+
+def check_training(config, stage: str, model, num_rows: int) -> Iterator[str]:
+    """Numbers with which a stage does not learn."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters < 10**8 or not config.model.path:
+        highest_rate = 1e-2
+    elif config.adapter.r:
+        highest_rate = 1e-3
+    else:
+        highest_rate = 1e-4
+    options = getattr(config, stage)
+    if options.learning_rate > highest_rate:
+        yield (
+            f"{stage}.learning_rate is {options.learning_rate:g}: "
+            f"over {highest_rate:g} such weights are lost in a few steps; lower it"
+        )
+    if 0 < options.max_steps <= options.warmup_steps:
+        yield (
+            f"{stage}.warmup_steps is {options.warmup_steps}: "
+            f"all {options.max_steps} steps are warmup; lower it"
+        )
+    if getattr(options, "beta", 0) > 1:
+        yield f"{stage}.beta is {options.beta:g}: the policy will not move; take 0.1"
+    if options.prompts_per_step >= 4 * num_rows:
+        yield f"a step repeats its {num_rows} rows several times: lower {stage}.prompts_per_step"
 
 
 def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
-    """Copies, whatever their files are called, and boxes of photographs that EXIF turns."""
     for part in getattr(rows, "parts", [rows]):  # a weight has the rows of a file several times
-        if not isinstance(part, FileDataset):
-            continue
-        often = Counter(part.asked)
-        alike = [i for i, asked in enumerate(part.asked) if often[asked] > 1]
-        different = len(part) - len(alike) + len({part.content(i, names) for i in alike})
-        if different <= len(part) / 2 and len(part) > 3:
-            yield f"{different} of {len(part)} rows differ in picture or question: drop copies"
-        turned = []  # are boxes inside of the picture as the file has it, and as it is shown?
-        for row, media in map(part.read, spread(range(len(part)))):
-            boxes = parse_boxes(str(row.columns.get("solution") or ""))
-            for one in media if boxes else ():
-                with open_image(one.source, part.folder) as image:
-                    sizes = image.size, load_image(image).size
-                    if image.getexif().get(ORIENTATION, 1) != 1:
-                        fits = (all(Box(*x, size).inside() for x in boxes) for size in sizes)
-                        turned.append(list(fits))
-        if turned and [False, True] not in turned:
-            cause = "boxes are read as of what is shown, and none fits that alone"
-            yield f"{len(turned)} images are turned by their EXIF, {cause}; save them upright"
+        if isinstance(part, FileDataset):
+            yield from check_copies(part, names)
+            yield from check_turned(part)
+
+
+def check_copies(rows: FileDataset, names: Sequence[str]) -> Iterator[str]:
+    """Rows that are copies, whatever their files are called."""
+    counts = Counter(rows.asked)
+    contents = set()
+    for index, asked in enumerate(rows.asked):
+        # files are read only of rows that ask the same
+        contents.add(asked if counts[asked] == 1 else rows.content(index, names))
+    if len(contents) <= len(rows) / 2 and len(rows) > 3:
+        yield f"{len(contents)} of {len(rows)} rows differ in picture or question: drop copies"
+
+
+def check_turned(rows: FileDataset) -> Iterator[str]:
+    """Boxes of photographs that EXIF turns."""
+    fits = []  # are boxes inside of a picture as the file has it, and as it is shown?
+    for row, media in map(rows.read, spread(range(len(rows)))):
+        boxes = parse_boxes(str(row.columns.get("solution") or ""))
+        for item in media if boxes else ():
+            with open_image(item.source, rows.folder) as image:
+                if image.getexif().get(ORIENTATION, 1) != 1:
+                    shown = load_image(image)
+                    fits.append((all_inside(boxes, image), all_inside(boxes, shown)))
+    if fits and (False, True) not in fits:
+        yield (
+            f"{len(fits)} images are turned by their EXIF, boxes are read as of what is shown, "
+            "and none fits that alone; save them upright"
+        )
+
+
+def all_inside(boxes: Sequence, image) -> bool:
+    return all(Box(*corners, image.size).inside() for corners in boxes)
 
 
 def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Rows that are alike, pictures that show nothing, questions that hold their answer."""
-    texts = [text_of(row.messages[-1]).strip().lower() for row in rows]
     solutions = [str(row.columns.get("solution") or "") for row in rows]
-    said = [(find_answer(text) or text).strip().lower() for text in solutions]
-    pictures = [image for row in rows for image in row.images]
-    several = len(rows) > 3
+    yield from check_pictures(rows)
+    yield from check_prompts(rows, processor)
+    yield from check_questions(rows, solutions)
+    yield from check_boxes(rows, solutions)
+
+
+def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
+    """Pictures that are one and the same, or show nothing."""
     shown = [tuple(image.tobytes() for image in row.images) for row in rows]
-    prompts = [row.prompt(processor) for row in rows]
-    grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
-    told = sum(answer != "" and answer in text for answer, text in zip(said, texts, strict=True))
-    others = [answer in texts[0] for answer in said if answer != said[0]]
-    if several and all(shown) and len(set(shown)) == 1:
+    if len(rows) > 3 and all(shown) and len(set(shown)) == 1:
         yield "all rows show one picture: look at what the column image or images names"
+    pictures = [image for row in rows for image in row.images]
+    num_plain = sum(image.getcolors(1) is not None for image in pictures)
+    if 5 * num_plain > len(pictures):
+        yield (
+            f"{num_plain} of {len(pictures)} images have one colour: "
+            "look at the files, they may be damaged, or masks"
+        )
+
+
+def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+    """Prompts without pictures, or with too many tokens or too few."""
+    prompts = [row.prompt(processor) for row in rows]
+    longest = max(len(prompt.input_ids) for prompt in prompts)
+    if longest > 8192:
+        yield f"a prompt has {longest} tokens: lower data.max_pixels or cut the text"
+    grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
         yield "no row has an image or video: name the column image or images"
-    if (longest := max(len(prompt.input_ids) for prompt in prompts)) > 8192:
-        yield f"a prompt has {longest} tokens: lower data.max_pixels or cut the text"
-    if several and told > 0.8 * len(rows) and 0 < len(others) > 3 * sum(others):
-        yield f"{told} of {len(rows)} questions hold their solution: take it out of the prompt"
-    plain = sum(image.getcolors(1) is not None for image in pictures)
-    if 5 * plain > len(pictures):
-        cure = "look at the files, they may be damaged, or masks"
-        yield f"{plain} of {len(pictures)} images have one colour: {cure}"
-    tokens = max(map(processor.image_processor.num_tokens, grids), default=0)
-    if tokens == 1 and max(max(image.size) for image in pictures) > 28:
+        return
+    num_tokens = max(map(processor.image_processor.num_tokens, grids))
+    sides = [max(image.size) for row in rows for image in row.images]
+    if num_tokens == 1 and max(sides, default=0) > 28:
         yield "each image is one token, which shows next to nothing: raise data.max_pixels"
-    yield from check_boxes(rows, solutions)
+
+
+def check_questions(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
+    """Questions that hold their answer; one that names all answers to choose from may."""
+    questions = [text_of(row.messages[-1]).strip().lower() for row in rows]
+    answers = [(find_answer(text) or text).strip().lower() for text in solutions]
+    num_told = 0
+    for answer, question in zip(answers, questions, strict=True):
+        num_told += answer != "" and answer in question
+    others_told = [answer in questions[0] for answer in answers if answer != answers[0]]
+    names_few = sum(others_told) < len(others_told) / 3
+    if len(rows) > 3 and num_told > 0.8 * len(rows) and names_few:
+        yield f"{num_told} of {len(rows)} questions hold their solution: take it out of the prompt"
 
 
 def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
@@ -176,27 +232,43 @@ def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
     boxes = []
     for row, text in zip(rows, solutions, strict=True):
         corners = parse_boxes(find_answer(text) or text) if row.images else []
-        boxes += (found := [Box(*four, row.images[0].size) for four in corners])
-        if not all(box.valid and box.inside() and max(box.x2, box.y2) > 1 for box in found):
-            yield f"{row.where}: {text:.80} is outside; write x1, y1, x2, y2 in pixels of the file"
-            return
-    middles = [(box.x1 + box.x2, box.y1 + box.y2, *box.extent) for box in boxes]
-    if len({*boxes}) > 7 and all(x < width and y < height for x, y, width, height in middles):
-        what = "all boxes are in the upper left quarter"
-        cure = "as x, y, width, height would be; write x1, y1, x2, y2 in pixels of the file"
-        yield f"{what}, {cure}"
+        for box in [Box(*four, row.images[0].size) for four in corners]:
+            if not box.valid or not box.inside() or max(box.x2, box.y2) <= 1:
+                yield (
+                    f"{row.where}: {text:.80} is outside; "
+                    "write x1, y1, x2, y2 in pixels of the file"
+                )
+                return
+            boxes.append(box)
+    if len(set(boxes)) > 7 and all(in_first_quarter(box) for box in boxes):
+        yield (
+            "all boxes are in the upper left quarter, as x, y, width, height would be; "
+            "write x1, y1, x2, y2 in pixels of the file"
+        )
+
+
+def in_first_quarter(box: Box) -> bool:
+    """Tell whether the middle of a box is in the upper left quarter of its picture."""
+    width, height = box.extent
+    return box.x1 + box.x2 < width and box.y1 + box.y2 < height
 
 
 def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """Answers to learn from that are alike, do not end, or are longer than what is drawn later."""
-    stops = config.sampling.stop_token_ids or processor.stop_token_ids
-    most = config.sampling.max_new_tokens
+    stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
+    max_new_tokens = config.sampling.max_new_tokens
+    draws_later = {"grpo", "ppo"} & set(config.stages)
     for name in names:
         ids = [encode_completion(processor, row.messages, getattr(row, name)).ids for row in rows]
-        if last := {int(one[-1]) for one in ids} - set(stops):
-            yield f"a {name} ends with {min(last)}: name it in sampling.stop_token_ids, or none"
-        if {"grpo", "ppo"} & set(config.stages) and (longest := max(map(len, ids))) > most:
-            yield f"a {name} has {longest} tokens, sampling.max_new_tokens is {most}: raise it"
+        last_ids = {int(answer_ids[-1]) for answer_ids in ids} - set(stop_ids)
+        if last_ids:
+            yield f"a {name} ends with {min(last_ids)}: name it in sampling.stop_token_ids, or none"
+        longest = max(map(len, ids))
+        if draws_later and longest > max_new_tokens:
+            yield (
+                f"a {name} has {longest} tokens, "
+                f"sampling.max_new_tokens is {max_new_tokens}: raise it"
+            )
     labels = {row.columns.get("label") for row in rows}
     if names == ("completion",) and len(labels) == 1 and None not in labels:
         yield f"every label is {labels.pop()}: kto needs good and bad answers; or take sft"
@@ -204,158 +276,262 @@ def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> I
 
 def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """Demonstrations must earn the rewards that a later stage gives."""
-    some = spread(rows)
-    texts = [text_of(as_turns(row.completion)[-1]) for row in some]
+    texts = [text_of(as_turns(row.completion)[-1]) for row in rows]
+    has_tags = any("<answer>" in text for text in texts)
     for reward in online_rewards(config):
-        if not reward.columns <= some[0].columns.keys():
+        if not reward.columns <= rows[0].columns.keys():
             continue
-        name = reward.name
-        mean = earned([reward], some, texts, processor).nanmean().item()
+        mean = earned([reward], rows, texts, processor).nanmean().item()
         if mean < 0.2:
             cure = "are the labels shuffled, or does the reward ask for another form?"
-            tagged = any("<answer>" in text for text in texts)
-            if name != "format" and processor.answer == "tags" and not tagged:
+            if reward.name != "format" and processor.answer == "tags" and not has_tags:
                 cure = "set data.answer: whole, or write <answer>...</answer>"
-            cause = "sft would teach what is not rewarded"
-            yield f"demonstrations earn {mean:.2f} of reward {name}: {cause}; {cure}"
+            yield (
+                f"demonstrations earn {mean:.2f} of reward {reward.name}: "
+                f"sft would teach what is not rewarded; {cure}"
+            )
     yield from unread_boxes(config, texts, processor)
 
 
 def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator[str]:
     """Answers with boxes in a notation that no reward knows."""
-    names = ("iou", "acc_0_5", "giou", "box_format")
-    judges = [reward.name for reward in online_rewards(config) if reward.name in names]
-    answers = [find_answer(text, processor.answer) for text in texts]
-    unread = [said for said in answers if said and not (parse_boxes(said) or says_none(said))]
-    if judges and len(unread) > 0.2 * len(texts):
-        cure = 'ask for {"bbox_2d": [x1, y1, x2, y2]}, or write a reward that reads them'
-        what = f"such as {unread[0]!r:.80}, hold nothing that {judges[0]} reads"
-        yield f"{len(unread)} of {len(texts)} answers, {what}; {cure}"
+    box_rewards = ("iou", "acc_0_5", "giou", "box_format")
+    names = [reward.name for reward in online_rewards(config) if reward.name in box_rewards]
+    unread = []
+    for text in texts:
+        answer = find_answer(text, processor.answer)
+        if answer and not parse_boxes(answer) and not says_none(answer):
+            unread.append(answer)
+    if names and len(unread) > 0.2 * len(texts):
+        yield (
+            f"{len(unread)} of {len(texts)} answers, such as {unread[0]!r:.80}, hold nothing that "
+            f'{names[0]} reads; ask for {{"bbox_2d": [x1, y1, x2, y2]}}, '
+            "or write a reward that reads them"
+        )
+
+
+def check_held_out(held_out: Sequence[Row], trained: Sequence[Row]) -> Iterator[str]:
+    """Evaluation rows that one answer would pass."""
+    solutions = set(solutions_of(held_out))
+    if len(held_out) > 1 and len(solutions) == 1 < len(set(solutions_of(trained))):
+        yield (
+            f"all evaluation rows have the solution {solutions.pop()!r:.80}: "
+            "mix the rows of data.eval_file, of which data.eval_rows takes the first"
+        )
 
 
 def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """What the rewards give for texts that need no picture."""
     rewards = online_rewards(config)
-    weights = torch.tensor([config.rewards[reward.name] for reward in rewards])
-    if not rewards or not (weights > 0).any():
+    weights = reward_weights(config, rewards)
+    if not (weights > 0).any():
         return
-    solutions = [str(row.columns.get("solution")) for row in rows]
-    form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer, "{}\n{}")
-    rollouts = [form.format("hm", find_answer(solution) or solution) for solution in solutions]
-    right = earned(rewards, rows, rollouts, processor)
-    [(constant, count)] = Counter(rollouts).most_common(1)
+    solutions = solutions_of(rows)
+    texts = [as_rollout(find_answer(text) or text, processor) for text in solutions]
+    right = earned(rewards, rows, texts, processor)
     if any(row.columns.get("solution") is not None for row in rows):
-        always = earned(rewards, rows, [constant] * len(rows), processor)
-        share = combine(always, weights).nanmean() / weights.clamp(min=0).sum()
-        if count > 1 and share > 0.8:
-            cure = "the rows hardly need their pictures; balance them"
-            yield f"always writing {constant!r:.80} earns {share:.2f} of all: {cure}"
-    numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
-    asked = [text_of(row.messages[-1]) for row in rows]
-    units = [text.removeprefix(x).strip() for text, x in zip(solutions, numbers, strict=True)]
-    if 2 * sum(unit not in text for unit, text in zip(units, asked, strict=True)) > len(rows):
-        alone = earned(rewards, rows, [form.format("hm", x) for x in numbers], processor)
-        for k in (alone.nanmean(0) < 0.5 * right.nanmean(0)).nonzero()[:, 0].tolist():
-            what = f"takes {solutions[0]!r:.40} and not {numbers[0]!r:.40}"
-            cure = "name the unit in the question, or take recipes/answers.py:number"
-            yield f"reward {rewards[k].name} {what}: {cure}"
-    given = {}  # name of a text: what it earns, (n, K)
+        yield from check_constant(rewards, weights, rows, texts, processor)
+    yield from check_units(rewards, rows, solutions, right, processor)
+    hacks = {}  # name of a text -> what it earns, (n, K)
     for name, text in HACKS.items():
-        texts = [text.replace("{question}", question) for question in asked]
-        given[name] = earned(rewards, rows, texts, processor)
-    differ = nanstd(torch.cat([right, *given.values()]).double().T) * weights.abs()
-    most = differ.max().item()
-    others = (differ.nansum() - differ.max()).item()
-    if 0 < 100 * others < most:
-        what = f"reward {rewards[int(differ.argmax())].name} differs by {most:.2g} between texts"
-        yield f"{what}, the others by {others:.2g}: they count for nothing; lower its weight"
-    least = combine(given["nothing"], weights).nanmean()
-    if columns_of(rewards) and combine(right, weights).nanmean() <= least:
+        texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
+        hacks[name] = earned(rewards, rows, texts, processor)
+    yield from check_scales(rewards, weights, torch.cat([right, *hacks.values()]))
+    nothing = combine(hacks["nothing"], weights).nanmean()
+    if columns_of(rewards) and combine(right, weights).nanmean() <= nothing:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
     for k, reward in enumerate(rewards):
-        means = {name: values[:, k].nanmean().item() for name, values in given.items()}
-        if reward.columns:  # it knows the truth
-            for name in (name for name, mean in means.items() if mean > 0.3 and weights[k] > 0):
-                what = f"{name} ({HACKS[name]!r:.40})"
-                cure = "a policy finds this; make the reward ask for the answer itself"
-                yield f"reward {reward.name} gives {means[name]:.2f} to {what}: {cure}"
-        elif {*means.values(), right[:, k].nanmean().item()} == {means["nothing"]} != {0.0}:
-            what = f"{means['nothing']:.3g} of every text that was tried, even of nothing"
-            yield f"reward {reward.name} says {what}: look at what it reads"
+        means = {name: values[:, k].nanmean().item() for name, values in hacks.items()}
+        if not reward.columns:
+            yield from check_same(reward, [*means.values(), right[:, k].nanmean().item()])
+        elif weights[k] > 0:
+            yield from check_hacks(reward, means)
 
 
-def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
+def check_constant(
+    rewards: list[Reward], weights: Tensor, rows: Sequence[Row], texts, processor: Processor
+) -> Iterator[str]:
+    """One right answer that is right for nearly all rows."""
+    [(constant, count)] = Counter(texts).most_common(1)
+    values = earned(rewards, rows, [constant] * len(rows), processor)
+    share = combine(values, weights).nanmean() / weights.clamp(min=0).sum()
+    if count > 1 and share > 0.8:
+        yield (
+            f"always writing {constant!r:.80} earns {share:.2f} of all: "
+            "the rows hardly need their pictures; balance them"
+        )
+
+
+def check_units(
+    rewards: list[Reward],
+    rows: Sequence[Row],
+    solutions: Sequence[str],
+    right: Tensor,
+    processor: Processor,
+) -> Iterator[str]:
+    """Solutions with a unit that no question names and a reward insists on."""
+    numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
+    num_unnamed = 0
+    for row, solution, number in zip(rows, solutions, numbers, strict=True):
+        unit = solution.removeprefix(number).strip()
+        num_unnamed += unit not in text_of(row.messages[-1])
+    if 2 * num_unnamed <= len(rows):
+        return
+    texts = [as_rollout(number, processor) for number in numbers]
+    means = earned(rewards, rows, texts, processor).nanmean(0)  # (K,)
+    for reward, mean, right_mean in zip(rewards, means, right.nanmean(0), strict=True):
+        if mean < 0.5 * right_mean:
+            yield (
+                f"reward {reward.name} takes {solutions[0]!r:.40} and not {numbers[0]!r:.40}: "
+                "name the unit in the question, or take recipes/answers.py:number"
+            )
+
+
+def check_scales(rewards: list[Reward], weights: Tensor, values: Tensor) -> Iterator[str]:
+    """A reward beside which the others do not count; values: of all texts, (m, K)."""
+    spreads = nanstd(values.double().T) * weights.abs()  # (K,)
+    largest = spreads.max().item()
+    others = (spreads.nansum() - spreads.max()).item()
+    if 0 < 100 * others < largest:
+        yield (
+            f"reward {rewards[int(spreads.argmax())].name} differs by {largest:.2g} between texts, "
+            f"the others by {others:.2g}: they count for nothing; lower its weight"
+        )
+
+
+def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
+    """A reward that is told no truth and gives the same to all texts, of which one is empty."""
+    if means[0] != 0 and all(mean == means[0] for mean in means):
+        yield (
+            f"reward {reward.name} says {means[0]:.3g} of every text that was tried, "
+            "even of nothing: look at what it reads"
+        )
+
+
+def check_hacks(reward: Reward, hack_means: dict[str, float]) -> Iterator[str]:
+    """A reward that is told the truth and likes what is no answer."""
+    for name, mean in hack_means.items():
+        if mean > 0.3:
+            yield (
+                f"reward {reward.name} gives {mean:.2f} to {name} ({HACKS[name]!r:.40}): "
+                "a policy finds this; make the reward ask for the answer itself"
+            )
+
+
+def check_rollouts(
+    config, sample: RunSampler, rows: Sequence[Row], num_generations: int
+) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
     processor = sample.processor
     rewards = online_rewards(config)
-    names = [reward.name for reward in rewards]
-    weights = torch.tensor([config.rewards[name] for name in names])
-    values, drawn = draw(sample, rows, G, rewards)
-    total = combine(values, weights)
-    flat = [c for group in drawn for c in group]
-    cut = sum(not c.stopped for c in flat) / len(flat)
+    values, groups = draw(sample, rows, num_generations, rewards)
+    completions = [completion for group in groups for completion in group]
+    cut = sum(not completion.stopped for completion in completions) / len(completions)
     if cut > 0.3:
-        limit = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
-        yield f"{cut:.0%} of {len(flat)} completions are cut at {limit}; {LONGER}"
-    equal = (group_std(total.double(), G) < 1e-8).double().mean().item() if G > 1 else 0.0
+        yield (
+            f"{cut:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
+            f"({config.sampling.max_new_tokens}); {LONGER}"
+        )
+    weights = reward_weights(config, rewards)
+    totals = combine(values, weights)
+    stds = group_std(totals.double(), num_generations)  # NaN for groups of one
+    equal = (stds < 1e-8).double().mean().item()
     if equal > 0.9:
-        cure = "take easier or harder prompts, train sft first, or look at what the rewards ask for"
-        what = f"{equal:.0%} of {len(rows)} groups earn the same for all {G} completions"
-        yield f"{what} and would teach nothing; {cure}"
-    asked = "<answer>" in "".join(text_of(message) for row in rows for message in row.messages)
-    if "format" in names and not asked and values[:, names.index("format")].nanmean() < 0.05:
+        yield (
+            f"{equal:.0%} of {len(rows)} groups earn the same for all {num_generations} "
+            "completions and would teach nothing; "
+            "take easier or harder prompts, train sft first, or look at what the rewards ask for"
+        )
+    means = dict(zip([reward.name for reward in rewards], values.nanmean(0), strict=True))
+    prompts = "".join(text_of(message) for row in rows for message in row.messages)
+    if "<answer>" not in prompts and means.get("format", 1) < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
-    texts = [processor.turn(c) for c in flat]
-    unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
-    if unparsed > 0.5:
-        what = f"{unparsed:.0%} of the completions have no answer"
-        cure = f"set data.answer (tags, whole, last_line), or {FORM}"
-        yield f"{what} where data.answer ({processor.answer}) looks; {cure}"
+    texts = [processor.turn(completion) for completion in completions]
+    yield from check_found(texts, processor.answer)
     yield from unread_boxes(config, texts, processor)
-    if any(row.images for row in rows):
-        grey = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
-        real = total.nanmean()
-        blind = combine(draw(sample, grey, G, rewards)[0], weights).nanmean()
-        if real > 0 and blind > 0.95 * real and equal < 1:
-            what = f"with grey pictures the completions earn {blind:.2f}, else {real:.2f}"
-            yield f"{what}: check that the right images are with the right rows"
-    yield from check_labels(config, rows, drawn, processor)
+    if equal < 1 and any(row.images for row in rows):
+        grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
+        grey_values, _ = draw(sample, grey_rows, num_generations, rewards)
+        yield from check_grey(totals, combine(grey_values, weights))
+    yield from check_labels(rewards, rows, groups, processor)
 
 
-def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor) -> Iterator[str]:
+def check_found(texts: Sequence[str], place: str) -> Iterator[str]:
+    """Completions without an answer where data.answer says that it is."""
+    answers = [find_answer(text, place) for text in texts]
+    unparsed = answers.count(None) / len(texts)
+    if unparsed > 0.5:
+        yield (
+            f"{unparsed:.0%} of the completions have no answer where data.answer ({place}) looks; "
+            f"set data.answer (tags, whole, last_line), or {FORM}"
+        )
+
+
+def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
+    """Completions that earn as much without the pictures, both (n,)."""
+    real_mean = totals.nanmean()
+    grey_mean = grey_totals.nanmean()
+    if real_mean > 0 and grey_mean > 0.95 * real_mean:
+        yield (
+            f"with grey pictures the completions earn {grey_mean:.2f}, else {real_mean:.2f}: "
+            "check that the right images are with the right rows"
+        )
+
+
+def check_labels(
+    rewards: list[Reward], rows: Sequence[Row], groups: list, processor: Processor
+) -> Iterator[str]:
     """Completions that fit the solutions of other rows as well as their own."""
     prompts = [row.prompt(processor) for row in rows]
-    for reward in online_rewards(config):
-        truth = reward.columns
+    for reward in rewards:
         means = []
-        for shift in range(len(rows) if truth else 0):  # with what the row so many rows later says
+        for shift in range(len(rows)):  # with what the row so many rows later says
             swapped = []
             for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True):
-                columns = {column: other.columns.get(column) for column in truth}
-                swapped.append(replace(row, columns=row.columns | columns))
-            columns = recipe_columns(swapped, prompts, drawn, processor)
+                truth = {column: other.columns.get(column) for column in reward.columns}
+                swapped.append(replace(row, columns=row.columns | truth))
+            columns = recipe_columns(swapped, prompts, groups, processor)
             means.append(ask_rewards([reward], columns).nanmean())
         others = torch.tensor(means[1:])
         if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
-            what = f"{means[0]:.2f}, and {others.mean():.2f} with the solutions of other rows"
-            cure = "were the solutions shuffled? Else train sft first"
-            yield f"reward {reward.name} is {what}; {cure}"
+            yield (
+                f"reward {reward.name} is {means[0]:.2f}, and {others.mean():.2f} with the "
+                "solutions of other rows; were the solutions shuffled? Else train sft first"
+            )
 
 
-def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Processor) -> torch.Tensor:
+def as_rollout(answer: str, processor: Processor) -> str:
+    """Write an answer where the rewards look for it."""
+    if processor.answer == "tags":
+        return ROLLOUT.format("hm", answer)
+    return answer if processor.answer == "whole" else f"hm\n{answer}"
+
+
+def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Processor) -> Tensor:
     """What a text for each row earns, (n, K)."""
     prompts = [row.prompt(processor) for row in rows]
-    ids = [[*processor.tokenizer.encode(text), processor.stop_token_ids[0]] for text in texts]
-    said = [[Completion(torch.tensor(one), torch.zeros(len(one)), True)] for one in ids]
-    return ask_rewards(rewards, recipe_columns(rows, prompts, said, processor))
+    groups = []
+    for text in texts:
+        ids = torch.tensor([*processor.tokenizer.encode(text), processor.stop_token_ids[0]])
+        groups.append([Completion(ids, torch.zeros(len(ids)), True)])
+    return ask_rewards(rewards, recipe_columns(rows, prompts, groups, processor))
+
+
+def solutions_of(rows: Sequence[Row]) -> list[str]:
+    return [str(row.columns.get("solution")) for row in rows]
 
 
 def spread(rows: Sequence) -> list:
     """Draw at most PROMPTS rows: with a fixed step all could be of one kind, as every second is."""
-    numbers = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
-    return [rows[number] for number in sorted(numbers)]
+    indices = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
+    return [rows[index] for index in sorted(indices)]
 
 
 def online_rewards(config) -> list[Reward]:
     """The rewards that need no model of their own."""
     return [reward for reward in config.training_rewards if reward.name != "reward_model"]
+
+
+def reward_weights(config, rewards: list[Reward]) -> Tensor:
+    """The weight of each reward, (K,)."""
+    return torch.tensor([config.rewards[reward.name] for reward in rewards])

@@ -13,17 +13,17 @@ from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 def main(arguments: list[str]):
     """Write base plus adapter, in the dtype of the base."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
-    parser.add_argument("--model", required=True, help="the base: a folder, or an id on the hub")
-    parser.add_argument("--adapter", required=True, help="a folder that PEFT or a run wrote")
-    parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument(
-        "--quantize", choices=list(QUANTIZED), help="as adapter.quantize of the run"
-    )
+    add = parser.add_argument
+    add("--model", required=True, help="the base: a folder, or an id on the hub")
+    add("--adapter", required=True, help="a folder that PEFT or a run wrote")
+    add("--out", required=True, help="the folder to write")
+    add("--quantize", choices=QUANTIZED, help="as adapter.quantize of the run")
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = Path(options.adapter)
-    pair = folder / "adapter" / WEIGHTS, adapter / WEIGHTS
-    if all(map(Path.is_file, pair)) and digest([pair[0]]) == digest([pair[1]]):
+    given = adapter / WEIGHTS
+    merged = folder / "adapter" / WEIGHTS  # which a run writes beside weights that have it
+    if merged.is_file() and given.is_file() and digest([merged]) == digest([given]):
         raise ValueError(f"{folder}: has this adapter in its weights already; give its base")
     model = load_model(folder)
     processor = load_processor(folder)
