@@ -18,7 +18,7 @@ from minivlmrl.scale.sharding import is_sharded, reshard
 class OptimizerSection:
     """AdamW as all stages have it; learning rate and adam_beta2 are each stage's own."""
 
-    # moments of the weights' dtype, or of 8 bits a value
+    # with moments of the weights' dtype, or of 8 bits a value
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # for all weights
     max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # scale gradients to this norm
@@ -29,7 +29,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Make AdamW over all parameters that require gradients, fused or with moments of 8 bits."""
     reshard(model)  # gathered weights are other parameters, and none to train
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"betas": (0.9, config.adam_beta2), "weight_decay": section.weight_decay}
     if section.name == "adamw_8bit":
         return AdamW8bit(parameters, config.learning_rate, **options)
@@ -40,8 +40,11 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     """Make what the optimizer keeps of a parameter before its first update."""
     if isinstance(optimizer, AdamW8bit):
         return adamw8bit.empty_state(parameter)
-    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), device=parameter.device), **moments}
+    return {
+        "step": torch.zeros((), device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
@@ -49,7 +52,9 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    if hasattr(norm, "full_tensor"):  # of sharded weights
+        norm = norm.full_tensor()
+    return norm.item()
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
@@ -59,9 +64,9 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
     if config.lr_scheduler_type == "constant":
         return config.learning_rate
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
     remaining = 1 - progress
     if config.lr_scheduler_type == "cosine":
         remaining = 0.5 * (1 + math.cos(math.pi * progress))

@@ -36,15 +36,16 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        # Python allows no other
-        heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
-        asked = [number for number in heard if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-        self.before = {number: signal.signal(number, self.note) for number in asked}
+        self.handlers = {}  # those that this context replaces
+        if threading.current_thread() is threading.main_thread():  # Python allows no other
+            for number in self.SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                    self.handlers[number] = signal.signal(number, self.note)
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
         """Print the message of Preempted instead of raising it."""
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):
             return False
@@ -57,23 +58,26 @@ class StopSignals:
         """Handle a signal."""
         now = time.monotonic()
         name = signal.Signals(number).name
-        same = min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST
+        same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
         if name == "SIGHUP":
             for stream in self.terminals:  # to write to one that is gone is an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if self.first is not None and now - self.first >= same:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif self.first is None:
+        if self.first is None:
             self.first = now
             if self.world.is_main:  # print is not safe in a handler
-                said = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
-                os.write(2, said.encode())
+                text = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
+                os.write(2, text.encode())
+        elif now - self.first >= same_request:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def leave(self):
         """After a signal end long work (Preempted) if nothing is lost; all ranks call it."""
-        if self.asked() and (where := self.save()):
-            raise Preempted(f"preempted: --resume=auto goes on from {where}")
+        if not self.asked():
+            return
+        state = self.save()
+        if state:
+            raise Preempted(f"preempted: --resume=auto goes on from {state}")
 
     def asked(self) -> bool:
         """Whether any rank was signalled; all ranks call this, to stop after the same step."""

@@ -5,6 +5,7 @@ needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128
 policy.model.norm.weight.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from minivlmrl.hub.recipe_values import require
 from minivlmrl.scale.checkpoint import check_finite
 from minivlmrl.scale.ranks import World
 
-BLOCK = 2**16  # bytes
+BLOCK = 2**16  # bytes that `blocks` reads at once
 FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
 
 
@@ -39,30 +40,35 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     if not hasattr(tensor, "device_mesh"):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     mesh = tensor.device_mesh
-    share = -(-len(tensor) // mesh.size(mesh.ndim - 1))
-    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * share
+    num_shards = mesh.size(mesh.ndim - 1)
+    shard_rows = math.ceil(len(tensor) / num_shards)
+    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * shard_rows
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
     """Whether this rank writes its rows of the number-th tensor: every row is written once."""
     if hasattr(tensor, "device_mesh"):  # by the first of the replicas
-        return len(tensor.to_local()) > 0 and not any(tensor.device_mesh.get_coordinate()[:-1])
+        replica = tensor.device_mesh.get_coordinate()[:-1]
+        return len(tensor.to_local()) > 0 and not any(replica)
     return number % world.size == world.rank
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
     """Write this rank's part of tensors, every row once; return the names of its files."""
+    names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
-    own = [name for number, name in enumerate(tensors) if writes(tensors[name], number, world)]
-    for name in own:
+    for name in names:
         rows, first = local_rows(tensors[name])
-        check_finite({} if name.startswith("algorithm.") else {name: rows}, folder)
+        if not name.startswith("algorithm."):
+            check_finite({name: rows}, folder)
         content[f"{first}:{name}"] = rows.cpu().contiguous()
-        if name == own[-1] or sum(part.nbytes for part in content.values()) >= FILE_SIZE:
-            files.append(f"{world.rank:04d}_{len(files):04d}.safetensors")
-            save_tensors(content, folder / files[-1])
-            flush_file(folder / files[-1])
+        is_full = sum(part.nbytes for part in content.values()) >= FILE_SIZE
+        if is_full or name == names[-1]:
+            file = f"{world.rank:04d}_{len(files):04d}.safetensors"
+            save_tensors(content, folder / file)
+            flush_file(folder / file)
+            files.append(file)
             content = {}
     return files
 
@@ -79,30 +85,29 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
     return {name: sorted(parts) for name, parts in pieces.items()}
 
 
-def read_rows(
-    name: str, pieces: list[tuple[int, int, Path]], start: int = 0, end: int = 2**62
-) -> Tensor:
-    """Read the rows from `start` to `end` of a tensor, by default all."""
-    found = []
-    for first, rows, file in pieces:
+def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
+    """Read the rows from `start` to `end` of a tensor."""
+    parts = []
+    for first, num_rows, file in pieces:
         low = max(start, first)
-        high = min(end, first + rows)
+        high = min(end, first + num_rows)
         if low < high:
             # not kept open: all that was read would be in memory
             with safe_open(file, framework="pt") as handle:
-                found.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
-    return torch.cat(found)
+                parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
+    return torch.cat(parts)
 
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
     """Read this rank's rows of a tensor into it (ValueError: shape or dtype are others)."""
-    own, start = local_rows(tensor)
-    saved = sum(rows for _, rows, _ in pieces)
-    count = len(tensor) if tensor.dim() else 1
-    require(saved == count, name, f"{saved} rows", f"{count} rows")
-    if len(own):
-        rows = read_rows(name, pieces, start, start + len(own))
-        found, expected = ([part.dtype, *part.shape] for part in (rows, own))
-        require(found == expected, name, found, str(expected))
-        own.copy_(rows)
+    saved_rows = sum(num_rows for _, num_rows, _ in pieces)
+    tensor_rows = len(tensor) if tensor.dim() else 1
+    require(saved_rows == tensor_rows, name, f"{saved_rows} rows", f"{tensor_rows} rows")
+    local, start = local_rows(tensor)
+    if len(local):
+        rows = read_rows(name, pieces, start, start + len(local))
+        saved = [rows.dtype, *rows.shape]
+        expected = [local.dtype, *local.shape]
+        require(saved == expected, name, saved, str(expected))
+        local.copy_(rows)
