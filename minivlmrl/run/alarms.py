@@ -223,16 +223,16 @@ def looks_away(evaluations: list[dict], rows: int) -> str | None:
         return line["sampled"] - max(line["grey"], line["swapped"])
 
     lines = [line for line in evaluations if "grey" in line]
-    best = max(lines, key=worth)
-    last = lines[-1]
-    rise = last["sampled"] - best["sampled"]
-    loss = worth(best) - worth(last)
+    best_line = max(lines, key=worth)
+    last_line = lines[-1]
+    rise = last_line["sampled"] - best_line["sampled"]
+    loss = worth(best_line) - worth(last_line)
     if min(rise, loss) <= 1 / math.sqrt(rows):
         return None
     return (
-        f"what is sampled of held-out rows rose from {best['sampled']:.3g} to "
-        f"{last['sampled']:.3g}, but pictures add {worth(last):.3g} to it instead of "
-        f"{worth(best):.3g}; the text gives answers away: take rows that need their pictures"
+        f"what is sampled of held-out rows rose from {best_line['sampled']:.3g} to "
+        f"{last_line['sampled']:.3g}, but pictures add {worth(last_line):.3g} to it instead of "
+        f"{worth(best_line):.3g}; the text gives answers away: take rows that need their pictures"
     )
 
 

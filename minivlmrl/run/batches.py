@@ -86,8 +86,9 @@ def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution"
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
     if config.eval_file:  # its rows are asked for answers, unless all that is trained on are pairs
-        needed = NEEDS["pairs"] if set(stages.values()) == {"pairs"} else eval_columns
-        datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)
+        if set(stages.values()) == {"pairs"}:
+            eval_columns = NEEDS["pairs"]
+        datasets["eval"] = _rows(config, config.eval_file, eval_columns, config.eval_rows)
     return datasets
 
 
@@ -120,12 +121,14 @@ def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: boo
                     f"there are: {', '.join(run.rewards)}"
                 )
         constants = {"row_rewards": section.rewards} if section.rewards else {}
-        needed = columns
+        needed_columns = columns
         if section.rewards and is_judged:
             rewards = [r for r in run.training_rewards if r.name in section.rewards]
-            needed = columns_of(rewards)
+            needed_columns = columns_of(rewards)
         image_root = section.image_root or config.image_root
-        part = _rows(config, section.file, needed, constants=constants, image_root=image_root)
+        part = _rows(
+            config, section.file, needed_columns, constants=constants, image_root=image_root
+        )
         parts.append(part)
     return mix(parts, sections)
 

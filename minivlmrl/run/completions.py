@@ -70,8 +70,8 @@ class CompletionsLog:
         logged = zip(step.prompts[:GROUPS], groups(algorithm, step), strict=False)
         for prompt_index, (row, line) in logged:
             completions = step.rollout.completions[prompt_index]
-            for completion, written in zip(completions, line["completions"], strict=True):
-                paths = written.get("pictures", ())
+            for completion, described in zip(completions, line["completions"], strict=True):
+                paths = described.get("pictures", ())
                 for (picture, *_), path in zip(completion.pictures, paths, strict=True):
                     self.save(picture, Path(path).stem)
             images = []
@@ -182,7 +182,7 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     stream = DecodeStream(skip_special_tokens=False)
     token_ids = completion.ids.tolist()
     logps = completion.logps.tolist()
-    written = completion.written.tolist()
-    for token_id, logp, by_policy in zip(token_ids, logps, written, strict=True):
+    is_written = completion.written.tolist()
+    for token_id, logp, by_policy in zip(token_ids, logps, is_written, strict=True):
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

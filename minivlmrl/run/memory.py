@@ -59,9 +59,9 @@ class Work:
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of tensors created in this context that still exist, and the most (.peak)."""
 
-    def __init__(self, known: list[Tensor]):  # they and their views are not counted
+    def __init__(self, uncounted: list[Tensor]):  # they and their views are not counted
         super().__init__()
-        self.counted = {tensor.untyped_storage()._cdata for tensor in known}
+        self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
 
@@ -114,7 +114,6 @@ class Costs:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         head = 0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
         self.backbone = self.parameters - head
-        self.counted = {}  # activations that were asked for before
 
     def build(self, run: RunConfig) -> nn.Module:
         """Make the model of a run on the meta device."""
@@ -125,12 +124,6 @@ class Costs:
 
     def activations(self, run: RunConfig, work: Work, train: bool) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
-        key = repr((run.model, run.adapter, work, train))
-        if key not in self.counted:
-            self.counted[key] = self._count_activations(run, work, train)
-        return self.counted[key]
-
-    def _count_activations(self, run: RunConfig, work: Work, train: bool) -> int:
         model = self.build(run)
         batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
@@ -385,10 +378,10 @@ def check_memory(run: RunConfig, world: World):
     if run.data.max_pixels:
         image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
     for stage in run.stages:
-        needed = peak_bytes(plan(run, stage, costs, world.size, TEXT_TOKENS, image_tokens))
-        if needed > gpu_bytes:
+        needed_bytes = peak_bytes(plan(run, stage, costs, world.size, TEXT_TOKENS, image_tokens))
+        if needed_bytes > gpu_bytes:
             raise ValueError(
-                f"{stage} needs about {needed / GB:.1f} GB on each of {world.size} GPUs, and one "
-                f"has {gpu_bytes / GB:.1f}: docs/memory.md lists what saves memory, `python -m "
+                f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
+                f"and one has {gpu_bytes / GB:.1f}: docs/memory.md lists what saves memory, `python -m "
                 "minivlmrl plan` adds it up; --check_memory=false starts it as it is"
             )

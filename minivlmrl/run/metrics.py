@@ -65,14 +65,14 @@ class MetricsLog(ExitStack):
         for log in self.trackers:
             log(values, self.steps)
 
-    def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
-        """Begin a stage with a new bar; `done` steps took `seconds` before the run was resumed."""
+    def stage(self, algorithm, optimizer, steps_done: int = 0, seconds: float = 0.0):
+        """Begin a stage with a new bar; a resumed one has done steps, which took `seconds`."""
         self.algorithm = algorithm
         self.name = algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
-        if done and self.resumed_alarms:
+        if steps_done and self.resumed_alarms:
             self.alarms.restore(self.resumed_alarms)
-        bar = progress_bar(self.name, algorithm.config.max_steps, self.world.is_main, done)
+        bar = progress_bar(self.name, algorithm.config.max_steps, self.world.is_main, steps_done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
@@ -142,29 +142,31 @@ class MetricsLog(ExitStack):
                 shown[short_name] = f"{metrics[name]:.3f}"
         self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)  # the bar needs room
         self.bar.update()
-        every = 10 if "ipykernel" in sys.modules else 1  # a notebook keeps all lines
-        if self.bar.disable and (number % every == 0 or number + 1 == self.bar.total):
+        print_every = 10 if "ipykernel" in sys.modules else 1  # a notebook keeps all lines
+        if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
             print(done, *values, f"{step_time:.2f} s", flush=True)
 
-    def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float, rows=1):
-        """Record what held-out rows say after `done` steps; its `seconds` are not the stage's."""
+    def evaluation(
+        self, stage: str, steps_done: int, values: dict[str, float], seconds: float, rows=1
+    ):
+        """Record what held-out rows say after so many steps; its `seconds` are not the stage's."""
         if self.bar is not None:
             self.begin_time += seconds
         if not self.files:
             return
-        line = {"stage": stage, "step": done}
+        line = {"stage": stage, "step": steps_done}
         self.write(EVALUATIONS, line | values)
         self.track(curves(values))
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
-        tqdm.write(f"held-out, {stage} {done}: {shown} ({seconds:.1f} s)")
+        tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
         if "grey" in values:
             evaluations = read_lines(Path(self.files[EVALUATIONS].name), Logged)
             warning = looks_away(evaluations, rows)
             if warning:
                 self.write(WARNINGS, line | {"warning": warning})
-                tqdm.write(f"step {done}: {warning}", file=sys.stderr)
+                tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""
@@ -172,11 +174,13 @@ class MetricsLog(ExitStack):
         return self.seconds
 
 
-def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
+def progress_bar(
+    name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True
+) -> tqdm:
     """A bar that stays on the first rank's terminal; without a terminal there is none."""
     return tqdm(
         total=total,
-        initial=done,
+        initial=initial,
         desc=name,
         leave=leave,
         disable=not is_main or not sys.stderr.isatty(),

@@ -81,8 +81,8 @@ def collect_completions(folder: Path) -> list[dict]:
     """Read the lines of STEPS logged steps at most, with the last one."""
     lines = read_lines(folder / COMPLETIONS, Shown)
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
-    every = max(1, math.ceil(len(steps) / STEPS))
-    shown_steps = {*steps[::every], *steps[-1:]}
+    stride = max(1, math.ceil(len(steps) / STEPS))
+    shown_steps = {*steps[::stride], *steps[-1:]}
     return [line for line in lines if (line["stage"], line["step"]) in shown_steps]
 
 

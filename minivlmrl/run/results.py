@@ -63,21 +63,21 @@ class Results:
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
         if self.held_out is not None:
-            done = algorithm.config.max_steps if algorithm else 0
-            self.progress.results[name] = self.evaluate(name, algorithm, done)
+            steps_done = algorithm.config.max_steps if algorithm else 0
+            self.progress.results[name] = self.evaluate(name, algorithm, steps_done)
 
-    def after_step(self, algorithm, done: int):
-        """Evaluate and save if it is time after `done` steps; at the end measure() evaluates."""
-        if done == 0:
+    def after_step(self, algorithm, steps_done: int):
+        """Evaluate and save if it is time after so many steps; at the end measure() evaluates."""
+        if steps_done == 0:
             return
         config = self.config
-        is_last = done == algorithm.config.max_steps
-        if config.eval_steps and done % config.eval_steps == 0 and not is_last:
-            self.evaluate(f"after step {done} of {algorithm.stage}", algorithm, done)
-        if config.save_steps and done % config.save_steps == 0:
+        is_last = steps_done == algorithm.config.max_steps
+        if config.eval_steps and steps_done % config.eval_steps == 0 and not is_last:
+            self.evaluate(f"after step {steps_done} of {algorithm.stage}", algorithm, steps_done)
+        if config.save_steps and steps_done % config.save_steps == 0:
             algorithm.save(self.folder)
 
-    def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
+    def evaluate(self, name: str, algorithm, steps_done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""
         begin = time.perf_counter()
         config = self.config
@@ -90,7 +90,7 @@ class Results:
             stage = algorithm.stage
             values |= algorithm.evaluate(self.held_out)
         seconds = time.perf_counter() - begin
-        self.log.evaluation(stage, done, values, seconds, len(self.held_out))
+        self.log.evaluation(stage, steps_done, values, seconds, len(self.held_out))
         if algorithm is not None and config.keep_best in values:
             value = values[config.keep_best]
             score = -value if config.keep_best == "loss" else value

@@ -186,13 +186,13 @@ class States:
     def is_due(self, steps: int, stage_ends: bool) -> bool:
         """Say whether state_minutes or state_steps ask for a state now; all ranks call it."""
         minutes = self.config.state_minutes
-        every = self.config.state_steps
+        every_steps = self.config.state_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
         if self.world.sum(is_late)[0]:  # the clock of the first rank
             return True
-        if every and steps // every > self.saved_steps // every:
+        if every_steps and steps // every_steps > self.saved_steps // every_steps:
             return True
-        return stage_ends and bool(every or minutes)
+        return stage_ends and bool(every_steps or minutes)
 
     def keep(self, progress: Progress, log: MetricsLog) -> Path:
         """Save what was trained, if that is not done yet; returns the folder of its state."""
@@ -212,8 +212,8 @@ class States:
         except ValueError as error:
             all_ranks_fail = self.world.size == 1 or isinstance(error, RewardFailed)
             diverged = isinstance(error.__cause__, FloatingPointError)
-            is_trained = self.between_rollouts and progress.steps > 0
-            if not is_trained or diverged or not all_ranks_fail:
+            can_save = self.between_rollouts and progress.steps > 0
+            if not can_save or diverged or not all_ranks_fail:
                 raise
             folder = self.keep(progress, log)
             raise ValueError(
@@ -223,13 +223,13 @@ class States:
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
         config = self.config
-        new = Progress(config.seed, config.stages, recipe=recipe_values(config))
+        new_progress = Progress(config.seed, config.stages, recipe=recipe_values(config))
         state = self.choose()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
         if state is None:
-            return new
+            return new_progress
         self.resumed, progress = state
         num_begun = progress.stage + 1
         same_stages = progress.stages[:num_begun] == config.stages[:num_begun]
@@ -244,8 +244,8 @@ class States:
                 f"resumes from {self.resumed}: {progress.step} steps of {stage} are done",
                 flush=True,
             )
-        self.compare(progress, new.recipe)
-        progress.recipe = new.recipe
+        self.compare(progress, new_progress.recipe)
+        progress.recipe = new_progress.recipe
         progress.stages = config.stages
         self.saved_steps = progress.steps
         return progress
@@ -268,8 +268,8 @@ class States:
                     "(model.path, adapter.quantize) have changed; put them back"
                 )
             change = f"{name} was {old_value!r:.80}, from here on {new_value!r:.80}"
-            is_of_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
-            if name in draw_sizes or (same_rows and is_of_rows):
+            is_about_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
+            if name in draw_sizes or (same_rows and is_about_rows):
                 raise ValueError(
                     f"resume: {change}: rows would be left out or seen twice; "
                     f"keep it, or --resume={self.resumed}"

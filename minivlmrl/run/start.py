@@ -156,8 +156,8 @@ def count_trained_on(held_out, rows) -> int:
     held_out_hashes = getattr(held_out, "asked", ())
     training_hashes = getattr(rows, "asked", ())
     shared = {*held_out_hashes} & {*training_hashes}
-    trained = {rows.content(i) for i, asked in enumerate(training_hashes) if asked in shared}
-    alike = [i for i, asked in enumerate(held_out_hashes) if asked in shared]
+    trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
+    alike = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]
     return sum(held_out.content(i) in trained for i in alike)
 
 
@@ -202,13 +202,14 @@ def check_positions(config, needs: dict[str, str], datasets, model, processor: P
     """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
     max_positions = model.config.max_position_embeddings
     for name, rows in datasets.items():
-        new = config.sampling.max_new_tokens if needs.get(name, "prompts") == "prompts" else 0
-        limit = max_positions - new
+        is_answered = needs.get(name, "prompts") == "prompts"
+        num_new = config.sampling.max_new_tokens if is_answered else 0
+        limit = max_positions - num_new
         cure = f"data.max_prompt_tokens={limit} leaves out such rows"
         if name == "eval":
             cure = "shorten it, or leave it out of data.eval_file"
         cause = (
-            f"and {new} new ones are over the model's {max_positions} "
+            f"and {num_new} new ones are over the model's {max_positions} "
             f"(max_position_embeddings); {cure}"
         )
         check_lengths(rows, processor, limit, cause)
