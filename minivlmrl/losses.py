@@ -31,6 +31,7 @@ class PolicyLoss:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see kl_term
     use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
 
+    # no options: the names that are known; objectives/policy_losses.py knows more
     loss_types = ("grpo", "dapo", "dr_grpo")
     levels = ("token", "sequence")
 
@@ -38,8 +39,10 @@ class PolicyLoss:
         if not self.epsilon_low >= 0:  # "not >=" refuses NaN too
             raise ValueError(f"epsilon_low is {self.epsilon_low}, it must be at least 0")
         if not self.epsilon_high >= self.epsilon_low:
-            least = self.epsilon_low
-            raise ValueError(f"epsilon_high is {self.epsilon_high}, it must be at least {least}")
+            raise ValueError(
+                f"epsilon_high is {self.epsilon_high}, it must be at least epsilon_low, "
+                f"{self.epsilon_low}"
+            )
         if not self.beta >= 0:
             raise ValueError(f"beta is {self.beta}, it must be at least 0")
         if self.loss_type == "gspo":

@@ -54,7 +54,7 @@ def test_the_docstring_example():
 
 def test_mistakes_are_refused():
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"epsilon_high is 0\.2, it must be at least 0\.3"):
+    with pytest.raises(ValueError, match=r"epsilon_high is 0\.2, it must be at least epsilon_low, 0\.3"):
         PolicyLoss(epsilon_low=0.3, epsilon_high=0.2)
     for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
         with pytest.raises(ValueError, match=f"{name} is {value}, it must be at least 0"):

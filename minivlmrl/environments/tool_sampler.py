@@ -256,11 +256,9 @@ class ToolSampler(RunSampler):
             raise ValueError("environments are told a prompt's row: make it with Row.prompt")
         row = prompt.row
         columns = self.columns(prompt)
-        plays = []
         where = row.where or f"row {row.index}"
         with naming(f"{where}: sampling.environment {self.sampling.environment}"):
-            for _ in range(count):
-                plays.append(Play(guarded("__init__", self.make)))
+            plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
             for play in plays:
                 copies = {id(image): shared(image) for image in columns["images"]}
                 own_columns = deepcopy(columns, copies)
