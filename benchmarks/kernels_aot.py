@@ -95,17 +95,16 @@ def log_softmax_builds() -> list[Build]:
 
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    L, D0, D1 = windows.blocks(longest, head_dim)
-    sizes = {"H": 16, "D": head_dim, "L": L, "D0": D0, "D1": D1}
+    (rows, columns, more) = windows.blocks(longest, head_dim)
+    sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns, "MORE": more}
     about = f"{dtype} {longest}x{head_dim}"
     strides = dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
-    shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32", "log2_scale": "fp32"} | strides
+    shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32"} | strides
     gradients = dict.fromkeys(["grad", "grad_q", "grad_k", "grad_v"], f"*{dtype}")
-    kernels = {"forward": (windows._forward_kernel, {"out": f"*{dtype}"})}
-    kernels["backward"] = (windows._backward_kernel, gradients | {"scale": "fp32"})
+    forward = shared | {"out": f"*{dtype}"}
     return [
-        Build(f"window_attention {name} {about}", kernel, shared | signature, sizes, L // 16)
-        for name, (kernel, signature) in kernels.items()
+        Build(f"window_attention forward {about}", windows._forward_kernel, forward, sizes, rows // 16),
+        Build(f"window_attention backward {about}", windows._backward_kernel, shared | gradients, sizes, rows // 16),
     ]
 
 
@@ -113,12 +112,12 @@ def decode_builds() -> list[Build]:
     """Decoding of 3B and 7B with 8 rows a prompt, of a row alone, and of Qwen3.5's wide heads with 16."""
     pointers = dict.fromkeys(["q", "k", "v", "hidden", "own_k", "own_v", "unseen"], "*bf16")
     pointers |= {"outs": "*fp32", "ends": "*fp32"}
-    counts = "lines", "slots", "programs", "P", "size", "C", "S", "own_size"
-    numbers = dict.fromkeys(counts, "i32") | {"scale": "fp32"}
+    names = ["unseen_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part"]
+    numbers = dict.fromkeys([*names, "own_keys", "own_part"], "i32") | {"scale": "fp32"}
     found = []
-    for K, h, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
-        sizes = {"K": K, "h": h, "D": D, "TILE": tile, "OWN": 16, "BLOCK": decoding.BLOCK}
-        name = f"decode_attention {K * h}/{K} heads of {D}, {tile} queries"
+    for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
+        sizes = {"K": K, "HEADS": heads, "D": D, "TILE": tile, "OWN_TILE": 16, "BLOCK": decoding.BLOCK}
+        name = f"decode_attention {K * heads}/{K} heads of {D}, {tile} queries"
         warps = decoding.WARPS[D]
         found.append(Build(name, decoding._parts_kernel, pointers | numbers, sizes, warps, decoding.STAGES))
     for D in (128, 256):

@@ -61,158 +61,212 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
     """Compute window_attention with one call for each run of segments of equal length."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    lengths, tokens = zip(*segments.runs, strict=True)
-    split = (x.split(tokens) if tokens[1:] else [x] for x in (q, k, v))
-    out = []
-    for length, *qkv in zip(lengths, *split, strict=True):
-        qkv = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in qkv)  # (S, H, L, D)
-        out.append(dense_attention(*qkv).transpose(1, 2).flatten(0, 1))
-    out = torch.cat(out) if out[1:] else out[0]
+    if len(segments.runs) == 1:  # nothing to split and to join
+        [(length, _)] = segments.runs
+        out = _equal_segments(q, k, v, length)
+    else:
+        tokens = [count for _, count in segments.runs]
+        pieces = zip(segments.runs, q.split(tokens), k.split(tokens), v.split(tokens), strict=True)
+        out = torch.cat([_equal_segments(*qkv, length) for (length, _), *qkv in pieces])
     return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)
 
 
-# Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0: one block of columns will do.
+def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+    """Attend within each of consecutive segments of one length, (S * length, H, D)."""
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
+    return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+
+
+# A head's columns are one block of COLUMNS, or two, the second of MORE: 64 and 16 of 80. ROWS holds
+# a segment's tokens. All three are powers of two; MORE may be 0.
 constexpr = tl.constexpr
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _load(x, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
-    """COLUMNS columns of a segment's rows from FIRST on, (L, COLUMNS); zeros outside of it."""
-    rows = tl.arange(0, L)[:, None]
-    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
-    return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
-
-
-@triton.jit
-def _store(x, tile, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
-    rows = tl.arange(0, L)[:, None]
+def _load_block(x, row_stride, length, D, FIRST: constexpr, ROWS: constexpr, COLUMNS: constexpr):
+    """COLUMNS columns of a segment's rows from FIRST on; zeros outside of it."""
+    rows = tl.arange(0, ROWS)[:, None]
     columns = FIRST + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
-    tl.store(x + rows * row_stride + columns, tile.to(x.dtype.element_ty), mask=inside)
+    return tl.load(x + rows * row_stride + columns, mask=inside, other=0.0)
 
 
 @triton.jit
-def _dot(a, b, acc):
-    """acc + a b, summed in float32."""
-    return tl.dot(a, b, acc, input_precision="ieee")
+def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr, MORE: constexpr):
+    """A segment's rows in two blocks of columns; without MORE the second is never used."""
+    first = _load_block(x, row_stride, length, D, 0, ROWS, COLUMNS)
+    second = first
+    if MORE > 0:
+        second = _load_block(x, row_stride, length, D, COLUMNS, ROWS, MORE)
+    return first, second
 
 
 @triton.jit
-def _softmax(scores, length, log2_scale, L: constexpr):
+def _store_block(x, block, length, D, row_stride, FIRST: constexpr):
+    rows = tl.arange(0, block.shape[0])[:, None]
+    columns = FIRST + tl.arange(0, block.shape[1])[None, :]
+    inside = (rows < length) & (columns < D)
+    tl.store(x + rows * row_stride + columns, block.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_products(a, b, MORE: constexpr):
+    """a b^T (ROWS, ROWS), summed in float32 over both blocks of columns."""
+    products = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if MORE > 0:
+        products = tl.dot(a[1], tl.trans(b[1]), products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def _store_product(out, a, b, length, H: constexpr, D: constexpr, MORE: constexpr):
+    """Write a b, of a (ROWS, ROWS), to a segment of a contiguous tensor."""
+    product = tl.dot(a, b[0], input_precision="ieee")
+    _store_block(out, product, length, D, H * D, 0)
+    if MORE > 0:
+        product = tl.dot(a, b[1], input_precision="ieee")
+        _store_block(out, product, length, D, H * D, b[0].shape[1])
+
+
+@triton.jit
+def _softmax(scores, length, D: constexpr, ROWS: constexpr):
     """P from q k^T. Rows outside of the segment get weights too, which are never read."""
-    scores = tl.where(tl.arange(0, L)[None, :] < length, scores * log2_scale, float("-inf"))
+    inside = tl.arange(0, ROWS)[None, :] < length
+    scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return weights / tl.sum(weights, 1)[:, None]
 
 
 @triton.jit
-def _forward_kernel(
-    q, k, v, out, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, log2_scale,
-    H: constexpr, D: constexpr, L: constexpr, D0: constexpr, D1: constexpr,
-):  # fmt: skip
-    """Compute out = softmax(q k^T) v for one segment and one head."""
+def _segment(cu_seqlens, H: constexpr):
+    """A program's head, the first token of its segment, in 64 bits for offsets, and its length."""
     segment = tl.program_id(0) // H
-    head = tl.program_id(0) % H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    first = start.to(tl.int64)  # first * stride may exceed 2^31
-    q += first * q_row + head * q_head
-    k += first * k_row + head * k_head
-    v += first * v_row + head * v_head
-    out += first * H * D + head * D
+    return tl.program_id(0) % H, start.to(tl.int64), length
 
-    q0 = _load(q, q_row, length, D, 0, L, D0)
-    k0 = _load(k, k_row, length, D, 0, L, D0)
-    scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
-    if D1 > 0:
-        q1 = _load(q, q_row, length, D, D0, L, D1)
-        k1 = _load(k, k_row, length, D, D0, L, D1)
-        scores = _dot(q1, tl.trans(k1), scores)
-    P = _softmax(scores, length, log2_scale, L).to(v.dtype.element_ty)
-    o0 = _dot(P, _load(v, v_row, length, D, 0, L, D0), tl.zeros((L, D0), tl.float32))
-    _store(out, o0, H * D, length, D, 0, L, D0)
-    if D1 > 0:
-        o1 = _dot(P, _load(v, v_row, length, D, D0, L, D1), tl.zeros((L, D1), tl.float32))
-        _store(out, o1, H * D, length, D, D0, L, D1)
+
+@triton.jit
+def _forward_kernel(
+    q,
+    k,
+    v,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    cu_seqlens,
+    out,
+    H: constexpr,
+    D: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    MORE: constexpr,
+):
+    """Compute out = softmax(q k^T) v for one segment and one head; q_row and so on are strides."""
+    head, start, length = _segment(cu_seqlens, H)
+    q += start * q_row + head * q_head
+    k += start * k_row + head * k_head
+    v += start * v_row + head * v_head
+    out += (start * H + head) * D
+
+    queries = _load(q, q_row, length, D, ROWS, COLUMNS, MORE)
+    keys = _load(k, k_row, length, D, ROWS, COLUMNS, MORE)
+    P = _softmax(_row_products(queries, keys, MORE), length, D, ROWS)
+    values = _load(v, v_row, length, D, ROWS, COLUMNS, MORE)
+    _store_product(out, P.to(v.dtype.element_ty), values, length, H, D, MORE)
 
 
 @triton.jit
 def _backward_kernel(
-    grad, q, k, v, grad_q, grad_k, grad_v, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, scale, log2_scale,
-    H: constexpr, D: constexpr, L: constexpr, D0: constexpr, D1: constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    cu_seqlens,
+    grad,
+    grad_q,
+    grad_k,
+    grad_v,
+    H: constexpr,
+    D: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    MORE: constexpr,
+):
     """Compute the gradients for one segment and one head, as derived above."""
-    segment = tl.program_id(0) // H
-    head = tl.program_id(0) % H
-    start = tl.load(cu_seqlens + segment)
-    length = tl.load(cu_seqlens + segment + 1) - start
-    first = start.to(tl.int64)
-    q += first * q_row + head * q_head
-    k += first * k_row + head * k_head
-    v += first * v_row + head * v_head
-    begin = first * H * D + head * D  # of grad and of the three outputs, which are all contiguous
+    head, start, length = _segment(cu_seqlens, H)
+    q += start * q_row + head * q_head
+    k += start * k_row + head * k_head
+    v += start * v_row + head * v_head
+    offset = (start * H + head) * D  # grad and the three results are contiguous
 
-    q0 = _load(q, q_row, length, D, 0, L, D0)
-    k0 = _load(k, k_row, length, D, 0, L, D0)
-    do0 = _load(grad + begin, H * D, length, D, 0, L, D0)
-    v0 = _load(v, v_row, length, D, 0, L, D0)
-    scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
-    dP = _dot(do0, tl.trans(v0), tl.zeros((L, L), tl.float32))
-    if D1 > 0:
-        q1 = _load(q, q_row, length, D, D0, L, D1)
-        k1 = _load(k, k_row, length, D, D0, L, D1)
-        do1 = _load(grad + begin, H * D, length, D, D0, L, D1)
-        v1 = _load(v, v_row, length, D, D0, L, D1)
-        scores = _dot(q1, tl.trans(k1), scores)
-        dP = _dot(do1, tl.trans(v1), dP)
-    P = _softmax(scores, length, log2_scale, L)
+    queries = _load(q, q_row, length, D, ROWS, COLUMNS, MORE)
+    keys = _load(k, k_row, length, D, ROWS, COLUMNS, MORE)
+    grads = _load(grad + offset, H * D, length, D, ROWS, COLUMNS, MORE)
+    values = _load(v, v_row, length, D, ROWS, COLUMNS, MORE)
+    P = _softmax(_row_products(queries, keys, MORE), length, D, ROWS)
+    dP = _row_products(grads, values, MORE)
     # rows outside of the segment: dP = 0, so dS = 0
-    dS = scale * P * (dP - tl.sum(P * dP, 1)[:, None])
-    P_t, dS = tl.trans(P.to(v0.dtype)), dS.to(v0.dtype)
-    dS_t = tl.trans(dS)
-
-    zeros = tl.zeros((L, D0), tl.float32)
-    _store(grad_v + begin, _dot(P_t, do0, zeros), H * D, length, D, 0, L, D0)
-    _store(grad_q + begin, _dot(dS, k0, zeros), H * D, length, D, 0, L, D0)
-    _store(grad_k + begin, _dot(dS_t, q0, zeros), H * D, length, D, 0, L, D0)
-    if D1 > 0:
-        rest = tl.zeros((L, D1), tl.float32)
-        _store(grad_v + begin, _dot(P_t, do1, rest), H * D, length, D, D0, L, D1)
-        _store(grad_q + begin, _dot(dS, k1, rest), H * D, length, D, D0, L, D1)
-        _store(grad_k + begin, _dot(dS_t, q1, rest), H * D, length, D, D0, L, D1)
+    dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
+    P_t = tl.trans(P.to(v.dtype.element_ty))
+    _store_product(grad_v + offset, P_t, grads, length, H, D, MORE)
+    _store_product(grad_q + offset, dS, keys, length, H, D, MORE)
+    _store_product(grad_k + offset, tl.trans(dS), queries, length, H, D, MORE)
 
 
 def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
-    """Block sizes L, D0, D1 for segments of `longest` tokens: 64, 64, 16 for 60 of head size 80.
+    """ROWS, COLUMNS, MORE for segments of `longest` tokens: 64, 64, 16 for 60 of head size 80.
 
     At least 16, the smallest that a matrix instruction takes.
     """
-    D0 = max(16, 1 << head_dim.bit_length() - 1)
-    D1 = 0 if head_dim <= D0 else max(16, 1 << (head_dim - D0 - 1).bit_length())
-    return max(16, 1 << (longest - 1).bit_length()), D0, D1
+    rows = max(16, 1 << (longest - 1).bit_length())
+    columns = max(16, 1 << head_dim.bit_length() - 1)
+    if head_dim <= columns:
+        return rows, columns, 0
+    return rows, columns, max(16, 1 << (head_dim - columns - 1).bit_length())
 
 
-def _launch(kernel, grad: list, qkv: tuple, results: tuple, cu_seqlens: Tensor, longest: int):
-    """Start one program for each segment and head; the backward takes scale as well."""
+def _launch(
+    kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **others: Tensor
+) -> None:
+    """Start one program for each segment and head; others: what only one of the kernels takes."""
     # the kernels take any strides of rows and heads, but a head's numbers one after the other
-    qkv = [x if x.stride(2) == 1 else x.contiguous() for x in qkv]
-    (_, H, D) = qkv[0].shape
-    (L, D0, D1) = blocks(longest, qkv[0].shape[2])
-    numbers = [stride for x in qkv for stride in x.stride()[:2]]
-    numbers += [D**-0.5] if grad else []
-    numbers.append(D**-0.5 * math.log2(math.e))
-    sizes = {"H": H, "D": D, "L": L, "D0": D0, "D1": D1}
-    # of 64 tokens 4 warps, one group of Hopper's matrix unit
-    grid = ((len(cu_seqlens) - 1) * H,)
-    options = {"num_warps": L // 16, "num_stages": 1}
-    with torch.cuda.device_of(cu_seqlens):  # Triton launches on the current device
-        kernel[grid](*grad, *qkv, *results, cu_seqlens, *numbers, **sizes, **options)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    (_, H, D) = q.shape
+    (rows, columns, more) = blocks(longest, D)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernel[((len(cu_seqlens) - 1) * H,)](
+            q,
+            k,
+            v,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            cu_seqlens,
+            **others,
+            H=H,
+            D=D,
+            ROWS=rows,
+            COLUMNS=columns,
+            MORE=more,
+            num_warps=rows // 16,  # of 64 tokens 4 warps, one group of Hopper's matrix unit
+            num_stages=1,
+        )
 
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(_forward_kernel, [], (q, k, v), (out,), cu_seqlens, longest)
+    _launch(_forward_kernel, q, k, v, cu_seqlens, longest, out=out)
     return out
 
 
@@ -220,9 +274,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    _launch(_backward_kernel, [grad.contiguous()], (q, k, v), grads, cu_seqlens, longest)
-    return grads
+    grads = {
+        name: torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for name in ("grad_q", "grad_k", "grad_v")
+    }
+    grad = grad.contiguous()
+    _launch(_backward_kernel, q, k, v, cu_seqlens, longest, grad=grad, **grads)
+    return tuple(grads.values())
 
 
 _forward.register_fake(lambda q, *_: q.new_empty(q.shape))
@@ -234,10 +292,11 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-_forward.register_autograd(
-    lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.longest), None, None),
-    setup_context=_save,
-)
+def _differentiate(ctx, grad: Tensor):
+    return *_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
