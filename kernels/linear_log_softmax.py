@@ -41,32 +41,91 @@ TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB o
 
 
 class Pieces:
-    """How logits of hidden (M, D) and head (V, D) are cut: by `rows` and by tiles of the head."""
+    """Logits of hidden (M, D) and head (V, D) by slices of rows and of ids (tiles of the head).
 
-    def __init__(self, hidden: Tensor, weight: Tensor, mask: Tensor):
-        self.mask = mask
-        self.triton = backend_for(hidden) == "triton"
-        self.rows = rows_of_piece(len(hidden), len(weight), hidden.device.type)
-        width = len(weight)
-        if self.triton:
-            self.rows = max(min(TILE, len(hidden)), 1)
-            width = min(TILE // 2, len(weight))
+    mask: see linear_log_softmax; (2, 0) for none.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
+    ):
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        (size, width) = self.size(hidden, weight)
+        self.rows = slices(len(hidden), size)
+        self.tiles = slices(len(weight), width)
+        self.hidden = hidden
         # a CPU has no float32 products of bfloat16: it converts the head once
-        factors = weight if self.triton or weight.is_cuda else weight.to(wide)
-        starts = range(0, len(weight), width)
-        self.tiles = list(zip(starts, weight.split(width), factors.split(width), strict=True))
-        # one for all pieces, as page faults cost: logits, and for torch their exponentials
-        self.memory = hidden.new_empty(2 - self.triton, self.rows * width, dtype=wide)
+        self.weight = weight if weight.is_cuda else weight.to(wide)
+        self.ids = ids
+        self.mask = mask
+        self.temperature = temperature
+        # one for all pieces, as page faults cost
+        self.memory = hidden.new_empty(size * width, dtype=wide)
 
-    def logits(self, h: Tensor, factor: Tensor, row: int, first: int) -> tuple[Tensor, Tensor]:
-        """Compute h @ factor.T in memory; returns it, and memory of its shape (torch alone)."""
-        shape = len(h), len(factor)
-        memory = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
-        z = float32_matmul(h, factor.T, out=memory[0])
+    def logits(self, rows: slice, tile: slice) -> Tensor:
+        """Compute the logits (m, width) of a piece, in memory."""
+        h = self.hidden[rows]
+        w = self.weight[tile]
+        z = self.memory[: len(h) * len(w)].view(len(h), len(w))
+        float32_matmul(h, w.T, out=z)
         if self.mask.numel():
-            keep_(z, self.mask[0] - row, self.mask[1] - first)
-        return z, memory[-1]
+            keep_(z, self.mask[0] - rows.start, self.mask[1] - tile.start)
+        return z
+
+
+class TorchPieces(Pieces):
+    """A few rows with all of their logits."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, *rest):
+        super().__init__(hidden, weight, *rest)
+        self.scratch = torch.empty_like(self.memory).view(-1, len(weight))  # exponentials
+
+    def size(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+        return rows_of_piece(len(hidden), len(weight), hidden.device.type), len(weight)
+
+    def score(self, rows: slice) -> tuple[Tensor, ...]:
+        z = self.logits(rows, self.tiles[0])
+        return score_rows_(z, self.ids[rows], self.temperature, self.scratch[: len(z)])
+
+    def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
+        d = differences_(self.logits(rows, tile), saved[1], self.temperature)
+        scratch = self.scratch[: len(d)]
+        dz = differentiate_rows_(d, self.ids[rows], saved, upstream, self.temperature, scratch)
+        return dz.to(self.hidden.dtype)
+
+
+class TritonPieces(Pieces):
+    """Tiles of many rows by few ids."""
+
+    def size(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+        return max(min(TILE, len(hidden)), 1), min(TILE // 2, len(weight))
+
+    def score(self, rows: slice) -> list[Tensor]:
+        ids = self.ids[rows]
+        parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)  # of tiles so far
+        for tile in self.tiles:
+            z = self.logits(rows, tile)
+            last = tile is self.tiles[-1]
+            results = fold_(z, ids, parts, self.temperature, tile.start, last)
+        return results
+
+    def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
+        z = self.logits(rows, tile)
+        dtype = self.hidden.dtype
+        dz = z if z.dtype == dtype else torch.empty_like(z, dtype=dtype)
+        ids = self.ids[rows]
+        return differentiate_part_(z, ids, saved, upstream, self.temperature, dz, tile.start)
+
+
+def slices(count: int, size: int) -> list[slice]:
+    """Cut 0..count into slices of `size`; an empty one if count is 0."""
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+
+
+def cut(hidden: Tensor, *rest) -> Pieces:
+    """Choose the path; rest: what Pieces takes."""
+    kind = TritonPieces if backend_for(hidden) == "triton" else TorchPieces
+    return kind(hidden, *rest)
 
 
 def keep_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -104,62 +163,33 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def score(
-    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
-) -> list[Tensor]:
-    """logp, H, top and s, each (M,)."""
-    pieces = Pieces(hidden, weight, mask)
-    scored = []
-    for start in range(0, len(hidden), pieces.rows) or [0]:
-        h, y = (x[start : start + pieces.rows] for x in (hidden, ids))
-        parts = torch.empty(4, len(h), dtype=torch.float32, device=h.device)  # of tiles so far
-        for first, tile, factor in pieces.tiles:
-            z, scratch = pieces.logits(h, factor, start, first)
-            if pieces.triton:
-                last = first + len(tile) == len(weight)
-                columns = fold_(z, y, parts, temperature, first, last)
-            else:
-                columns = score_rows_(z, y, temperature, scratch)
-        scored.append(columns)
-    return [torch.cat(parts) for parts in zip(*scored, strict=True)]
-
-
 def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
     """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
     (hidden, weight, ids, mask), (grad_hidden, grad_weight) = inputs, grads
-    pieces = Pieces(hidden, weight, mask)
-    for first, tile, factor in pieces.tiles:
+    pieces = cut(hidden, weight, ids, mask, temperature)
+    for tile in pieces.tiles:
         if grad_weight is not None:
-            written = grad_weight[first : first + len(tile)]
-            total = written.to(pieces.memory.dtype)  # itself in float32
-        for start in range(0, len(hidden), pieces.rows):
-            rows = slice(start, start + pieces.rows)
-            h = hidden[rows]
+            total = grad_weight[tile].to(pieces.memory.dtype)  # itself in float32
+        for rows in pieces.rows:
             kept = take_rows(saved, rows)
-            grads_of_rows = take_rows(upstream, rows)
-            z, scratch = pieces.logits(h, factor, start, first)
-            if pieces.triton:
-                out = z if z.dtype == h.dtype else torch.empty_like(z, dtype=h.dtype)
-                dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, out, first)
-            else:
-                d = differences_(z, kept[1], temperature)
-                dz = differentiate_rows_(d, ids[rows], kept, grads_of_rows, temperature, scratch)
-                dz = dz.to(h.dtype)
+            dz = pieces.differentiate(rows, tile, kept, take_rows(upstream, rows))
             if grad_hidden is not None:
-                accumulate_(grad_hidden[rows], dz, tile)
+                accumulate_(grad_hidden[rows], dz, weight[tile])
             if grad_weight is not None:
-                accumulate_(total, dz.T, h)
+                accumulate_(total, dz.T, hidden[rows])
         if grad_weight is not None:
-            written.copy_(total)
+            grad_weight[tile].copy_(total)
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _op(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(score(hidden, weight, ids, mask, temperature))
+    pieces = cut(hidden, weight, ids, mask, temperature)
+    scored = [pieces.score(rows) for rows in pieces.rows]
+    return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 
 
 @_op.register_fake
@@ -179,11 +209,13 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and weight, empty where they are not needed."""
     hidden, weight, ids, mask = inputs
-    # on a GPU the host would wait for the number of these rows; its kernels skip the others
-    some = not hidden.is_cuda and not mask.numel()  # a mask counts all rows
-    index = has_gradient(g, e).nonzero()[:, 0] if some else ids
-    # no copies where all rows have a gradient
-    rows = slice(None) if len(index) == len(ids) else index
+    rows = slice(None)
+    # on a GPU the host would wait for the number of rows with a gradient, and its kernels skip the
+    # others; a mask counts all rows
+    if not hidden.is_cuda and not mask.numel():
+        index = has_gradient(g, e).nonzero()[:, 0]
+        if len(index) < len(ids):
+            rows = index
     h = hidden[rows]
     kept = take_rows(saved, rows)
     upstream = take_rows([g, e], rows)

@@ -47,8 +47,9 @@ def score_rows_(
     d = differences_(z, top, temperature)
     p = torch.exp(d, out=scratch)
     s = p.sum(-1)
+    t = p.mul_(d).sum(-1)
     log_s = s.log()
-    return chosen - log_s, log_s - p.mul_(d).sum(-1) / s, top, s
+    return chosen - log_s, log_s - t / s, top, s
 
 
 def differentiate_rows_(
@@ -89,23 +90,60 @@ def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor
 # of bfloat16, in each of the TURNS rows), so threads exchange nothing before the end of the row.
 FORWARD_SHAPE = (8, 1024)
 FORWARD_WARPS = 4
-BACKWARD_BLOCK, BACKWARD_WARPS = 8192, 8
-TURNS, COLUMNS, BLOCK = map(tl.constexpr, (*FORWARD_SHAPE, BACKWARD_BLOCK))
+BACKWARD_BLOCK = 8192
+BACKWARD_WARPS = 8
+# what the kernels read of this file
 constexpr = tl.constexpr
-LOWEST = tl.constexpr(-1e30)  # a top below all others, but finite: differences to it are not NaN
-LEAST = tl.constexpr(FLOOR)
+TURNS = tl.constexpr(FORWARD_SHAPE[0])
+COLUMNS = tl.constexpr(FORWARD_SHAPE[1])
+BLOCK = tl.constexpr(BACKWARD_BLOCK)
+LOWEST_TOP = tl.constexpr(-1e30)  # below all others, but finite: differences to it are not NaN
+LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _absorb(z, top, s, t, k):
+def _add_logits(z, top, s, t, k):
     """Add z (TURNS, COLUMNS) to each column's top, s and t, in base 2."""
-    new = tl.maximum(top, tl.max(z, 0) * k)
-    c = top - new
+    new_top = tl.maximum(top, tl.max(z, 0) * k)
+    c = top - new_top
     w = tl.exp2(c)
-    d = tl.maximum(z * k - new[None, :], LEAST, propagate_nan=tl.PropagateNan.ALL)
+    d = z * k - new_top[None, :]
+    d = tl.maximum(d, LOWEST_DIFFERENCE, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(d)
-    return new, s * w + tl.sum(p, 0), (t + c * s) * w + tl.sum(p * d, 0)
+    return new_top, s * w + tl.sum(p, 0), (t + c * s) * w + tl.sum(p * d, 0)
+
+
+@triton.jit
+def _describe_row(row_logits, width, k):
+    """Compute top, s and t of a row of logits, in base 2."""
+    offsets = tl.arange(0, TURNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
+    s = tl.zeros((COLUMNS,), tl.float32)
+    t = tl.zeros((COLUMNS,), tl.float32)
+    whole = width // (TURNS * COLUMNS) * (TURNS * COLUMNS)
+    for start in range(0, whole, TURNS * COLUMNS):
+        z = tl.load(row_logits + start + offsets).to(tl.float32)
+        tops, s, t = _add_logits(z, tops, s, t, k)
+    if whole < width:
+        inside = whole + offsets < width
+        z = tl.load(row_logits + whole + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        tops, s, t = _add_logits(z, tops, s, t, k)
+    top = tl.max(tops, 0)
+    c = tops - top
+    w = tl.exp2(c)
+    return top, tl.sum(s * w, 0), tl.sum((t + c * s) * w, 0)
+
+
+@triton.jit
+def _join(top1, s1, t1, top2, s2, t2):
+    """Join two parts of a row, in base 2."""
+    top = tl.maximum(top1, top2)
+    c1 = top1 - top
+    c2 = top2 - top
+    w1 = tl.exp2(c1)
+    w2 = tl.exp2(c2)
+    return top, s1 * w1 + s2 * w2, (t1 + c1 * s1) * w1 + (t2 + c2 * s2) * w2
 
 
 @triton.jit
@@ -130,41 +168,16 @@ def _forward(
     parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST.
     """
     row = tl.program_id(0).to(tl.int64)
-    z_ptr = logits + row * stride
-    offsets = tl.arange(0, TURNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    highest = tl.full((COLUMNS,), LOWEST, tl.float32)
-    s = tl.zeros((COLUMNS,), tl.float32)
-    t = tl.zeros((COLUMNS,), tl.float32)
-    whole = width // (TURNS * COLUMNS) * (TURNS * COLUMNS)
-    for start in range(0, whole, TURNS * COLUMNS):
-        z = tl.load(z_ptr + start + offsets).to(tl.float32)
-        highest, s, t = _absorb(z, highest, s, t, k)
-    if whole < width:
-        inside = whole + offsets < width
-        z = tl.load(z_ptr + whole + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        highest, s, t = _absorb(z, highest, s, t, k)
-
-    top = tl.max(highest, 0)
-    c = highest - top
-    w = tl.exp2(c)
-    t = tl.sum((t + c * s) * w, 0)
-    s = tl.sum(s * w, 0)
-    chosen_at = tl.load(ids + row) - first
-    here = (chosen_at >= 0) & (chosen_at < width)
-    chosen = tl.load(z_ptr + chosen_at, mask=here, other=float("nan")).to(tl.float32) * k
+    row_logits = logits + row * stride
+    top, s, t = _describe_row(row_logits, width, k)
+    column = tl.load(ids + row) - first  # of the chosen token, which may be in another part
+    inside = (column >= 0) & (column < width)
+    chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
-        before = tl.load(parts + row)
+        chosen = tl.where(inside, chosen, tl.load(parts + 3 * rows + row))
         s_before = tl.load(parts + rows + row)
         t_before = tl.load(parts + 2 * rows + row)
-        chosen = tl.where(here, chosen, tl.load(parts + 3 * rows + row))
-        joined = tl.maximum(before, top)
-        c1 = before - joined
-        c2 = top - joined
-        w1 = tl.exp2(c1)
-        w2 = tl.exp2(c2)
-        t = (t_before + c1 * s_before) * w1 + (t + c2 * s) * w2
-        s = s_before * w1 + s * w2
-        top = joined
+        top, s, t = _join(tl.load(parts + row), s_before, t_before, top, s, t)
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
@@ -198,33 +211,34 @@ def _backward(
 ):
     """Write dz of one row of `width` logits of the ids from `first` on; out may be the logits."""
     row = tl.program_id(0).to(tl.int64)
-    top = tl.load(tops + row)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
     scale = -k * LN2 / s  # -1 / (T s)
     a = scale * g
     b = 0.0
-    live = g != 0
+    is_needed = g != 0
     if grad_entropies is not None:
         e = tl.load(grad_entropies + row)
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
-        live = live | (e != 0)
-    a = tl.where(live, a, 0.0)
-    b = tl.where(live, b, 0.0)
-    one = tl.where(live, g * k * LN2, 0.0)
-    top = tl.where(live, top, 0.0)
-    read = tl.where(live, width, 0)  # a row without a gradient is not read: its dz is 0
-    chosen_at = tl.load(ids + row) - first
-    z_ptr = logits + row * stride
-    dz_ptr = out + row * out_stride
+        is_needed = is_needed | (e != 0)
+    # a row without a gradient is not read: its dz is 0
+    a = tl.where(is_needed, a, 0.0)
+    b = tl.where(is_needed, b, 0.0)
+    grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
+    top = tl.where(is_needed, tl.load(tops + row), 0.0)
+    width_to_read = tl.where(is_needed, width, 0)
+    chosen_column = tl.load(ids + row) - first
     for start in range(0, width, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + offsets, mask=offsets < read, other=float("-inf")).to(tl.float32)
-        d = tl.maximum(z * k - top, LEAST)  # a NaN among the logits is also in s, so in a and b
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width_to_read
+        z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
+        # a NaN among the logits is also in s, so in a and b
+        d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
-        dz = tl.where(offsets == chosen_at, dz + one, dz)
-        tl.store(dz_ptr + offsets, dz.to(out.dtype.element_ty), mask=offsets < width)
+        dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
+        row_out = out + row * out_stride
+        tl.store(row_out + columns, dz.to(out.dtype.element_ty), mask=columns < width)
 
 
 def fold_(
@@ -243,13 +257,26 @@ def fold_(
         logp, H, top (in base 2) and s, each (N,) float32; None for each before the last part.
     """
     rows, width = z.shape
-    out = [z.new_empty(rows, dtype=torch.float32) if last else None for _ in range(4)]
-    numbers = (z.stride(0), rows, width, first_id, LOG2E / temperature)
+    results = [None] * 4
+    if last:
+        results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4)]
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
-            ends = {"FIRST": first_id == 0, "LAST": last}
-            _forward[(rows,)](z, ids, parts, *out, *numbers, **ends, num_warps=FORWARD_WARPS)
-    return out
+            _forward[(rows,)](
+                z,
+                ids,
+                parts,
+                *results,
+                stride=z.stride(0),
+                rows=rows,
+                width=width,
+                first=first_id,
+                k=LOG2E / temperature,
+                FIRST=first_id == 0,
+                LAST=last,
+                num_warps=FORWARD_WARPS,
+            )
+    return results
 
 
 def differentiate_part_(
@@ -263,10 +290,21 @@ def differentiate_part_(
 ) -> Tensor:
     """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z."""
     rows, width = z.shape
-    numbers = (z.stride(0), out.stride(0), width, first_id, LOG2E / temperature)
     if rows:
         with torch.cuda.device_of(z):
-            _backward[(rows,)](z, ids, *saved, *upstream, out, *numbers, num_warps=BACKWARD_WARPS)
+            _backward[(rows,)](
+                z,
+                ids,
+                *saved,
+                *upstream,
+                out,
+                stride=z.stride(0),
+                out_stride=out.stride(0),
+                width=width,
+                first=first_id,
+                k=LOG2E / temperature,
+                num_warps=BACKWARD_WARPS,
+            )
     return out
 
 
