@@ -52,7 +52,7 @@ def get_rope_index(
                 f"input_ids lack the {length} image or video tokens that grid {(t, h, w)} needs "
                 f"at {begin}"
             )
-        pieces.append(torch.arange(position, position + begin - done).expand(3, -1))  # text
+        pieces.append(_text_positions(position, begin - done))
         position += begin - done
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
@@ -61,8 +61,13 @@ def get_rope_index(
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
         raise ValueError("input_ids have an image or video token that none of the grids needs")
-    pieces.append(torch.arange(position, position + len(ids) - done).expand(3, -1))
+    pieces.append(_text_positions(position, len(ids) - done))
     return torch.cat(pieces, dim=1)
+
+
+def _text_positions(first: int, count: int) -> Tensor:
+    """(3, count): text counts up on all axes together."""
+    return torch.arange(first, first + count).expand(3, -1)
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config) -> Tensor:
@@ -85,7 +90,8 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
     """
     axes = _tensor(config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
-    angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
+    positions = position_ids.T.index_select(1, axes)  # (N, D/2)
+    angles = positions * inv_freq
     cos, sin = _cos_sin(angles)
     return cos.to(dtype), sin.to(dtype)
 

@@ -36,12 +36,12 @@ class Completion:
     ids: Tensor  # (C,) int64, with the token that it stopped at
     logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature (greedy: 1)
     stopped: bool = True  # by a stop token or stop string; False: cut at max_new_tokens
-    written: Tensor | None = None  # (C,) bool: by the policy; others are forced; None: all are
+    written: Tensor | None = None  # (C,) bool: the policy wrote it, no tool; None: all
     # for top_k, top_p and min_p: the ids that each token was drawn from, as (number of ids per
     # token (C,), all ids end to end); None: from all
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # forced ones in order: PIL image, its patches, image_grid_thw
-    environment: object = None  # what forced them, see environments/
+    pictures: Sequence[tuple] = ()  # that tools show, in order: image, patches, image_grid_thw
+    environment: object = None  # that the tools belong to, see environments/
     # tool calls: (made, failed, cut off because an answer did not fit)
     calls: tuple[int, int, bool] = (0, 0, False)
 
