@@ -12,6 +12,7 @@ import PIL.Image
 from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.fetch import fetch_image, open_source
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
+from minivlmrl.data.turns import shown_parts_of
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl.rows import check_counts
@@ -74,60 +75,50 @@ def place_media(
         media_options: by kind, those of every image without its own, and those that a video does
             not say itself; which frames to take only of files without nframes.
     """
-    turn_parts = [content_parts(turn) for turn in turns]
-    has_parts = bool(_shown(turn_parts))  # then <image> is text
-    if not has_parts:
-        turn_parts = _with_parts(turns, turn_parts, row_media)
-    check_counts([kind for kind, part in _shown(turn_parts) if not _sources(part, kind)], row_media)
+    if not shown_parts_of(turns):  # else <image> is text
+        turns = _with_parts(turns, row_media)
+    kinds = []  # of the parts that do not say what they show
+    for part in shown_parts_of(turns):
+        kind = part_kind(part)
+        if not _sources(part, kind):
+            kinds.append(kind)
+    check_counts(kinds, row_media)
     next_media = {kind: iter(entries) for kind, entries in row_media.items()}
     messages = []
     media = []
-    for turn_number, (turn, parts) in enumerate(zip(turns, turn_parts, strict=True)):
-        new_parts = []
-        for part in parts:
+    for turn_number, turn in enumerate(turns):
+        parts = []
+        for part in content_parts(turn):
             kind = part_kind(part)
             if kind == "text":
-                new_parts.append(part)
+                parts.append(part)
                 continue
             with naming(f"message {turn_number}"):
                 item = _media(part, kind) if _sources(part, kind) else next(next_media[kind])
                 options = item.options | _options(part, kind)
             options = _with_common(item, options, media_options.get(kind, {}))
             media.append(Media(kind, item.source, options))
-            new_parts.append({"type": kind, **_without(options)})
-        stays_text = has_parts and isinstance(turn.get("content"), str)
-        messages.append(turn if stays_text else {**turn, "content": new_parts})
+            parts.append({"type": kind, **_without(options)})
+        is_text = isinstance(turn.get("content"), str)
+        messages.append(turn if is_text else {**turn, "content": parts})
     if len(media) > MAX_MEDIA:
         raise ValueError(f"{len(media)} images and videos are over {MAX_MEDIA}; split the row")
     return messages, media
 
 
-def _shown(turn_parts: list[list[dict]]) -> list[tuple[str, dict]]:
-    """List the parts of a conversation that are not text, each with its kind."""
-    shown_parts = []
-    for parts in turn_parts:
-        for part in parts:
-            kind = part_kind(part)
-            if kind != "text":
-                shown_parts.append((kind, part))
-    return shown_parts
-
-
-def _with_parts(
-    turns: list[dict], turn_parts: list[list[dict]], row_media: dict[str, list[Media]]
-) -> list[list[dict]]:
+def _with_parts(turns: list[dict], row_media: dict[str, list[Media]]) -> list[dict]:
     """Make parts of <image> and <video>; without any, put the row's media before the question."""
-    turn_parts = [_cut_at_marks(parts) for parts in turn_parts]
-    if _shown(turn_parts):
-        return turn_parts
-    for turn, parts in zip(turns, turn_parts, strict=True):
+    turns = [{**turn, "content": _cut_at_marks(content_parts(turn))} for turn in turns]
+    if shown_parts_of(turns):
+        return turns
+    for turn in turns:
         if turn["role"] == "user":
             placeholders = []
             for kind in OPTIONS:
                 placeholders += [{"type": kind} for _ in row_media.get(kind, ())]
-            parts[:0] = placeholders
+            turn["content"] = placeholders + turn["content"]
             break
-    return turn_parts
+    return turns
 
 
 def _cut_at_marks(parts: list[dict]) -> list[dict]:
