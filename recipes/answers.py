@@ -30,13 +30,15 @@ def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solutio
     """
     values = []
     for answer, truth in zip(answer_texts, solution, strict=True):
-        truth = "" if truth is None else find_answer(str(truth)) or str(truth)
-        right = read(unwrap(truth)) if truth.strip() else None
-        if truth.strip() and right is None:
-            raise ValueError(f"reward {name}: solution {truth!r:.80} is no {kind}")
-        answer = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
-        equal = right is not None and answer is not None and same(right, answer)
-        values.append(None if right is None else float(equal))
+        truth_text = "" if truth is None else find_answer(str(truth)) or str(truth)
+        if not truth_text.strip():
+            values.append(None)
+            continue
+        right_value = read(unwrap(truth_text))
+        if right_value is None:
+            raise ValueError(f"reward {name}: solution {truth_text!r:.80} is no {kind}")
+        value = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
+        values.append(float(value is not None and same(right_value, value)))
     return values
 
 
@@ -54,7 +56,7 @@ def unwrap(text: str) -> str:
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
-OTHER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # in the text of a choice: one more letter
+OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # in the text of a choice
 YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
@@ -63,8 +65,9 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
 
     def letter(text: str) -> str | None:
         match = CHOICE.fullmatch(text)
-        one = match and not OTHER.search(match[3] or "")
-        return (match[1] or match[2]).upper() if one else None
+        if not match or OTHER_LETTER.search(match[3] or ""):
+            return None
+        return (match[1] or match[2]).upper()
 
     return judge_rows("choice", "choice such as B, (B) or B. a dog", letter, answer_texts, solution)
 
@@ -74,11 +77,14 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
 
     def read(text: str) -> bool | None:
         match = YES_NO.fullmatch(text)
-        yes = match and match[1].lower() in ("yes", "true")
-        other = r"\bfalse\b" if yes else r"\b(?:yes|true)\b"
-        if not match or re.search(other, match[2], re.IGNORECASE):
+        if not match:
             return None
-        return None if yes and DENIED.search(match[2]) else yes
+        word, rest = match.groups()
+        if word.lower() in ("yes", "true"):
+            contradicted = re.search(r"\bfalse\b", rest, re.IGNORECASE) or DENIED.search(rest)
+            return None if contradicted else True
+        contradicted = re.search(r"\b(?:yes|true)\b", rest, re.IGNORECASE)
+        return None if contradicted else False
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
 
@@ -95,13 +101,11 @@ def class_name(answer_texts: list, solution: list, classes: list | str | None = 
     names = frozenset(_words(name) for name in classes or () if name.strip())
 
     def named(text: str) -> str | None:
-        there = set(_pattern(names).findall(_words(text)))
+        mentioned = set(_pattern(names).findall(_words(text)))
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
-        return there.pop() if len(there) == 1 and not denied else None
+        return mentioned.pop() if len(mentioned) == 1 and not denied else None
 
-    read = named if names else _words
-    kind = f"class of {len(names)}"
-    return judge_rows("class_name", kind, read, answer_texts, solution)
+    return judge_rows("class_name", f"class of {len(names)}", named if names else _words, answer_texts, solution)
 
 
 def _words(text: str) -> str:
@@ -111,27 +115,66 @@ def _words(text: str) -> str:
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
     """Match whole names, the longest first: "green square" is not "square"."""
-    any_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.compile(rf"(?<!\w)(?:{any_of})(?!\w)")
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
 
 LONGEST_NUMBER = 100  # characters
-WORDS = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
-WORDS += "|seventeen|eighteen|nineteen|twenty"
+NUMBER_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
+WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-# units by what they measure, with their sizes; any other word after a number is not looked at
-KINDS = {
-    "": "%=1/100",
-    "m": "mm=1/1000 cm=1/100 m=1 km=1000 in=254/10000 ft=3048/10000",
-    "g": "mg=1/1000 g=1 kg=1000",
-    "s": "s=1 min=60 h=3600",
+# units of one kind, with their sizes; any other word after a number is not looked at
+UNITS = [
+    {"%": "1/100"},
+    {"mm": "1/1000", "cm": "1/100", "m": "1", "km": "1000", "in": "254/10000", "ft": "3048/10000"},
+    {"mg": "1/1000", "g": "1", "kg": "1000"},
+    {"s": "1", "min": "60", "h": "3600"},
+]
+SPELLINGS = {
+    "percent": "%",
+    "inch": "in",
+    "inches": "in",
+    "foot": "ft",
+    "feet": "ft",
+    "meter": "m",
+    "metre": "m",
+    "millimeter": "mm",
+    "millimetre": "mm",
+    "centimeter": "cm",
+    "centimetre": "cm",
+    "kilometer": "km",
+    "kilometre": "km",
+    "gram": "g",
+    "kilogram": "kg",
+    "milligram": "mg",
+    "sec": "s",
+    "second": "s",
+    "minute": "min",
+    "hr": "h",
+    "hour": "h",
 }
-SIZES = [(kind, size.split("=")) for kind, sizes in KINDS.items() for size in sizes.split()]
-UNITS = {unit: (kind, size) for kind, (unit, size) in SIZES}
-SPELLINGS = "percent=% inch=in inches=in foot=ft feet=ft meter=m metre=m millimeter=mm"
-SPELLINGS += " millimetre=mm centimeter=cm centimetre=cm kilometer=km kilometre=km gram=g"
-SPELLINGS += " kilogram=kg milligram=mg sec=s second=s minute=min hr=h hour=h"
-SPELLINGS = dict(pair.split("=") for pair in SPELLINGS.split())
 # after a number they make another one of it, or leave room for more
 OTHER_NUMBER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
@@ -172,36 +215,67 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     """Read "1,234.5 cm" as (2469/2, "cm"); None: it is not one number."""
     if len(text) > LONGEST_NUMBER:
         return None
-    for pattern, simple in LATEX:
-        text = re.sub(pattern, simple, text)
+    for pattern, replacement in LATEX:
+        text = re.sub(pattern, replacement, text)
     match = NUMBER.fullmatch(" ".join(text.lower().split()))
     if not match:
         return None
     word = match["unit"] or ""
-    below = Fraction((match["below"] or "1").replace(",", ""))
+    below = _fraction(match["below"] or "1")
     if OTHER_NUMBER.fullmatch(word) or below == 0:
         return None
-    names = word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))
-    unit = next(filter(UNITS.__contains__, names), word)
-    digits = (match["digits"] or str(WORDS.split("|").index(match["word"]))).replace(",", "")
-    value = Fraction(f"{digits}e{match['power'] or 0}") / below + int(match["whole"] or 0)
-    value *= SCALES.get(word, 1) * (-1 if match["sign"] == "-" else 1)
-    return value, "" if word in SCALES else unit
+    if match["word"]:
+        value = Fraction(NUMBER_WORDS.index(match["word"]))
+    else:
+        value = _fraction(f"{match['digits']}e{match['power'] or 0}")
+    value = value / below + int(match["whole"] or 0)
+    if match["sign"] == "-":
+        value = -value
+    if word in SCALES:
+        return value * SCALES[word], ""
+    return value, _unit(word)
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", ""))
+
+
+def _unit(word: str) -> str:
+    """Name a unit by its symbol, inches by in; any other word is its own."""
+    for name in (word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))):
+        if _sizes(name):
+            return name
+    return word
+
+
+def _sizes(unit: str | None) -> dict[str, str] | None:
+    """Find the units of the same kind, with their sizes; None: we do not know the unit."""
+    for sizes in UNITS:
+        if unit in sizes:
+            return sizes
+    return None
 
 
 def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
+    """Compare two numbers with their units."""
+
     def near(a: Fraction, b: Fraction) -> bool:
         return abs(a - b) <= tolerance * abs(a)
 
-    (a, unit), (b, other) = truth, answer
-    if unit in UNITS and other in UNITS:
-        (kind, size) = UNITS[unit]
-        (other_kind, other_size) = UNITS[other]
-        return kind == other_kind and near(a * Fraction(size), b * Fraction(other_size))
-    return near(a, b) or near(a / 100 if unit == "%" else a, b / 100 if other == "%" else b)
+    a, unit = truth
+    b, other_unit = answer
+    sizes = _sizes(unit)
+    other_sizes = _sizes(other_unit)
+    if sizes and other_sizes:
+        same_kind = sizes is other_sizes
+        return same_kind and near(a * Fraction(sizes[unit]), b * Fraction(sizes[other_unit]))
+    a_share = a / 100 if unit == "%" else a
+    b_share = b / 100 if other_unit == "%" else b
+    return near(a, b) or near(a_share, b_share)
 
 
-LONGEST_MATH, SECONDS = 300, 2  # characters; of one comparison, where a signal can end it
+LONGEST_MATH = 300  # characters
+SECONDS = 2  # of one comparison, where a signal can end it
 # towers of powers, large powers, factorials
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
@@ -218,9 +292,8 @@ def _expressions(text: str) -> list | None:
         from math_verify import LatexExtractionConfig, parse
     if len(text) > LONGEST_MATH or HUGE.search(text):
         return None
-    options = {"parsing_timeout": _seconds(), "extraction_mode": "first_match"}
     boxed = LatexExtractionConfig(boxed_match_priority=0)
-    return parse(f"\\boxed{{{text}}}", [boxed], **options) or None
+    return parse(f"\\boxed{{{text}}}", [boxed], parsing_timeout=_seconds(), extraction_mode="first_match") or None
 
 
 def _equal(truth: list, answer: list) -> bool:

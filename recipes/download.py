@@ -21,21 +21,27 @@ LARGEST = 512 * 2**20  # bytes of a file
 
 def main(rows: str) -> int:
     """Write the rows whose files could be had; returns 1 if some could not."""
-    rows, lost = Path(rows), 0
-    folder = rows.with_suffix(".files")
-    written = rows.with_suffix(".local.jsonl")
+    file = Path(rows)
+    folder = file.with_suffix(".files")
     folder.mkdir(exist_ok=True)
+
+    def local(url: str) -> str:
+        return f"{folder.name}/{download(url, folder).name}"
+
+    written = file.with_suffix(".local.jsonl")
+    num_lost = 0
+    lines = file.read_text(encoding="utf-8").splitlines()
     with written.open("w", encoding="utf-8") as out:
-        for number, line in enumerate(tqdm(rows.read_text(encoding="utf-8").splitlines()), start=1):
+        for number, line in enumerate(tqdm(lines), start=1):
             try:
-                row = replaced(json.loads(line), lambda url: f"{folder.name}/{download(url, folder).name}")
+                row = replaced(json.loads(line), local)
             except (OSError, ValueError) as error:
-                lost += 1
-                tqdm.write(f"{rows}:{number}: left out ({error})")
+                num_lost += 1
+                tqdm.write(f"{file}:{number}: left out ({error})")
                 continue
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    print(f"{written}: {lost} rows are left out")
-    return int(lost > 0)
+    print(f"{written}: {num_lost} rows are left out")
+    return int(num_lost > 0)
 
 
 def replaced(value, local: Callable[[str], str]):
@@ -50,7 +56,8 @@ def replaced(value, local: Callable[[str], str]):
 
 def download(url: str, folder: Path) -> Path:
     """Download a file, named by a hash of its URL (ValueError, OSError: it cannot be had)."""
-    path = folder / (hashlib.sha256(url.encode()).hexdigest()[:16] + Path(urlsplit(url).path).suffix)
+    name = hashlib.sha256(url.encode()).hexdigest()[:16]
+    path = folder / f"{name}{Path(urlsplit(url).path).suffix}"
     if not path.exists():
         with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
             content = reply.read(LARGEST + 1)

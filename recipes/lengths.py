@@ -20,12 +20,12 @@ def cosine(
         of: the reward that says what is right: all that it gives more than 0 for.
         right, wrong: values at length 0 and at max_length; a half cosine lies between them.
     """
-    judged_all = get_reward(of)(completions, completion_ids=completion_ids, **columns)
+    rewards = get_reward(of)(completions, completion_ids=completion_ids, **columns)
     values = []
-    for judged, ids in zip(judged_all, completion_ids, strict=True):
-        first, last = right if judged > 0 else wrong
+    for reward, ids in zip(rewards, completion_ids, strict=True):
+        first, last = right if reward > 0 else wrong
         share = (1 + math.cos(math.pi * min(len(ids) / max_length, 1.0))) / 2
-        values.append(None if math.isnan(judged) else last + (first - last) * share)
+        values.append(None if math.isnan(reward) else last + (first - last) * share)
     return values
 
 
@@ -36,6 +36,10 @@ def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -
     """
     values = []
     for ids in completion_ids:
-        ngrams = list(zip(*(ids[start:] for start in range(ngram_size)), strict=False))
-        values.append(max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0)
+        starts = range(len(ids) - ngram_size + 1)
+        ngrams = [tuple(ids[start : start + ngram_size]) for start in starts]
+        if ngrams:
+            values.append(max_penalty * (1 - len(set(ngrams)) / len(ngrams)))
+        else:
+            values.append(0.0)
     return values

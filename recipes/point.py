@@ -30,8 +30,7 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
     def mean_nearness(answered: Objects, true: Objects) -> float:
         return mean_similarity(answered, true, lambda a, b: nearness(a[1], b[1], within))
 
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("point", POINT_FORM, mean_nearness, *columns)
+    return judge_boxes("point", POINT_FORM, mean_nearness, answer_texts, solution, image_sizes, answer_extents)
 
 
 def parse_points(text: str) -> list[tuple[float, float]]:
@@ -51,12 +50,13 @@ def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Ob
 
 def nearness(point: Box, box: Box, within: float | None) -> float:
     """Tell whether a point is in a box; with `within` how near its centre it is, see point."""
-    # twice as far as it is
-    x = box.x1 + box.x2 - 2 * point.x1
-    y = box.y1 + box.y2 - 2 * point.y1
+    # twice the distance to the centre
+    across = box.x1 + box.x2 - 2 * point.x1
+    down = box.y1 + box.y2 - 2 * point.y1
     if within is None:
-        return float(abs(x) <= box.x2 - box.x1 and abs(y) <= box.y2 - box.y1)
-    return max(0.0, 1 - math.hypot(x, y) / 2 / math.hypot(*box.extent) / within)
+        return float(abs(across) <= box.x2 - box.x1 and abs(down) <= box.y2 - box.y1)
+    distance = math.hypot(across, down) / 2
+    return max(0.0, 1 - distance / math.hypot(*box.extent) / within)
 
 
 def read_solution(text: str, extent: tuple[float, float]) -> Objects:

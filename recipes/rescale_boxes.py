@@ -11,6 +11,7 @@ points "point_2d": [x, y]. A `solution` stays in pixels of the file: rewards rea
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from minivlmrl.data.boxes import NUMBER, SPACES, Box, extent
@@ -18,8 +19,8 @@ from minivlmrl.data.fetch import fetch_image
 from minivlmrl.image import smart_resize
 
 BETWEEN = r"\)?[\s,]+\(?"
-BOX = BETWEEN.join([f"({NUMBER})"] * 4)
-BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){BOX}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
+CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
+BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
 # alone in its key: [1, 2] in a text could be anything
 POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
 ANSWERS = ("completion", "chosen", "rejected", "messages", "conversations")
@@ -33,24 +34,29 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
     def written(match: re.Match) -> str:
         before, *corners, after = match.groups()
-        box = Box(*map(float, (corners * 2)[:4]), tuple(map(float, size))).to(target)
-        numbers = (round(value, digits) for value in (box.x1, box.y1, box.x2, box.y2))
+        four = corners[:2] + corners[-2:]  # of a point the same two twice
+        box = Box(*map(float, four), tuple(map(float, size))).to(target)
+        numbers = iter(box.numbers)
+
+        def next_number(_: re.Match) -> str:
+            return str(round(next(numbers), digits))
+
         between = match[0][len(before) : len(match[0]) - len(after)]
-        return before + re.sub(NUMBER, lambda _: str(next(numbers)), between) + after
+        return before + re.sub(NUMBER, next_number, between) + after
 
     return POINT.sub(written, BOX.sub(written, text))
 
 
-def rescale_answer(answer, *how):
-    """Rescale a text, or what the assistant says in a list of turns."""
+def rescale_answer(answer, convert: Callable[[str], str]):
+    """Convert a text, or what the assistant says in a list of turns."""
     if isinstance(answer, str):
-        return rescale(answer, *how)
+        return convert(answer)
     if isinstance(answer, list):
-        return [rescale_answer(turn, *how) for turn in answer]
+        return [rescale_answer(turn, convert) for turn in answer]
     if not isinstance(answer, dict) or answer.get("role", answer.get("from", "assistant")) not in ("assistant", "gpt"):
         return answer
     names = ("content", "value", "text")
-    return answer | {name: rescale_answer(answer[name], *how) for name in names if name in answer}
+    return answer | {name: rescale_answer(answer[name], convert) for name in names if name in answer}
 
 
 def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
@@ -63,8 +69,13 @@ def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) ->
         raise ValueError(f"it has {len(images)} images; boxes of which?")
     size = fetch_image(images[0], folder).size
     height, width = smart_resize(size[1], size[0], 28, *bounds)
-    how = size, extent(space, size, (width, height)), 4 if space == "unit" else None
-    return row | {name: rescale_answer(row[name], *how) for name in ANSWERS if name in row}
+    target = extent(space, size, (width, height))
+    digits = 4 if space == "unit" else None
+
+    def convert(text: str) -> str:
+        return rescale(text, size, target, digits)
+
+    return row | {name: rescale_answer(row[name], convert) for name in ANSWERS if name in row}
 
 
 def main(arguments: list[str] | None = None):
@@ -74,9 +85,10 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--min_pixels", type=int, default=3136)
     parser.add_argument("--max_pixels", type=int, default=12845056)
     options = parser.parse_args(arguments)
-    for number, line in enumerate(options.file.read_text(encoding="utf-8").splitlines(), 1):
+    bounds = options.min_pixels, options.max_pixels
+    lines = options.file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            bounds = options.min_pixels, options.max_pixels
             row = rescale_row(json.loads(line), options.file.parent, options.space, bounds)
         except ValueError as error:
             raise SystemExit(f"{options.file}:{number}: {error}") from error

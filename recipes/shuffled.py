@@ -13,7 +13,9 @@ from minivlmrl.reward_functions.names import get_reward
 
 def shuffled(completions, of="accuracy", **columns):
     """Give each completion what another one earns by the reward `of`; all rewards are permuted alike."""
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    earned = get_reward(of)(completions=texts, **columns)
-    random.Random(repr(columns["completion_ids"])).shuffle(earned)
-    return [None if math.isnan(value) else value for value in earned]
+    texts = []
+    for completion in completions:  # of a conversation, what its last turn says
+        texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
+    rewards = get_reward(of)(completions=texts, **columns)
+    random.Random(repr(columns["completion_ids"])).shuffle(rewards)
+    return [None if math.isnan(reward) else reward for reward in rewards]

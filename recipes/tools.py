@@ -26,7 +26,8 @@ class Zoom:
     """Shows a part of a picture of the prompt in the resolution of its file."""
 
     def reset(self, images, extents, **columns):
-        self.images, self.extents = images, extents
+        self.images = images
+        self.extents = extents
 
     def zoom(self, bbox_2d: tuple[float, float, float, float], picture: int = 1) -> PIL.Image.Image:
         """Show a part of a picture in the resolution of its file.
@@ -39,8 +40,10 @@ class Zoom:
             raise ValueError(f"there is no picture {picture}; there are {len(self.images)}")
         image = self.images[picture - 1]
         box = Box(*bbox_2d, self.extents[picture - 1]).to(image.size)
-        sides = zip((box.x1, box.y1, box.x2, box.y2), image.size * 2, strict=True)
-        x1, y1, x2, y2 = (min(max(round(value), 0), side) for value, side in sides)
+        corners = []
+        for number, side in zip(box.numbers, image.size * 2, strict=True):
+            corners.append(min(max(round(number), 0), side))
+        x1, y1, x2, y2 = corners
         if x1 >= x2 or y1 >= y2:
             raise ValueError(f"{list(bbox_2d)} shows nothing; a box is x1, y1, x2, y2")
-        return image.crop((x1, y1, x2, y2))
+        return image.crop(corners)

@@ -16,8 +16,7 @@ from minivlmrl.reward_functions.box_rewards import ObjectForm, Objects, judge_bo
 
 def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: as in iou."""
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("detection", LABELLED, mean_similarity, *columns)
+    return judge_boxes("detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
@@ -30,12 +29,12 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
         labels = {label for label, _ in answered + true}
         total = 0.0
         for label in labels:
-            of_label = ([item for item in items if item[0] == label] for items in (answered, true))
-            total += average_precision(*of_label)
+            answered_so = [item for item in answered if item[0] == label]
+            true_so = [item for item in true if item[0] == label]
+            total += average_precision(answered_so, true_so)
         return total / len(labels)
 
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("ap_50", LABELLED, mean_over_labels, *columns)
+    return judge_boxes("ap_50", LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents)
 
 
 def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), **columns) -> list:
@@ -46,42 +45,49 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
-        table = {}
-        pairs = []
+        ious = {}
         for (i, (_, a)), (j, (_, b)) in product(enumerate(answered), enumerate(true)):
-            table[i, j] = boxes.iou(a, b)
-        for i, j in sorted(table, key=table.get, reverse=True):
-            if table[i, j] >= 0.5 and all(i != other and j != another for other, another in pairs):
+            ious[i, j] = boxes.iou(a, b)
+        pairs = []
+        left = set(range(len(answered)))
+        left_true = set(range(len(true)))
+        for i, j in sorted(ious, key=ious.get, reverse=True):
+            if ious[i, j] >= 0.5 and i in left and j in left_true:
                 pairs.append((i, j))
-        right = [table[i, j] for i, j in pairs if answered[i][0] == true[j][0]]
+                left.remove(i)
+                left_true.remove(j)
+        right = [ious[i, j] for i, j in pairs if answered[i][0] == true[j][0]]
         complete = (len(pairs) / len(true) + len(pairs) / len(answered)) / 2
         scores = sum(right) / len(true), len(right) / len(true), complete
-        parts = (weight * score for weight, score in zip(weights, scores, strict=True))
-        return sum(parts) / sum(weights)
+        return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    columns = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("weighted_sum", LABELLED, weighted, *columns)
+    return judge_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
     """Average precision of objects of one label."""
-    # the last level of recall that is reached, the precision there
     left = list(true)
-    curve = []
+    curve = []  # (hundredths of recall that are reached, the precision there)
     for number, item in enumerate(answered, start=1):
         best = max(left, key=lambda other: overlap(item, other), default=None)
         if best is not None and overlap(item, best) >= 0.5:
             left.remove(best)
             hits = len(true) - len(left)
             curve.append((hits * 100 // len(true), hits / number))
-    return sum(max((p for r, p in curve if r >= level), default=0.0) for level in range(101)) / 101
+    total = 0.0
+    for level in range(101):
+        total += max((precision for recall, precision in curve if recall >= level), default=0.0)
+    return total / 101
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
     """Read a list of labelled boxes, maybe in a code fence; none if it is no such list."""
     try:
-        items = ((item["label"], boxes.value_of(item)) for item in json.loads(boxes.unfenced(text)))
-        return [(label.strip().casefold(), Box(*map(float, four), extent)) for label, four in items]
+        objects = []
+        for item in json.loads(boxes.unfenced(text)):
+            corners = map(float, boxes.value_of(item))
+            objects.append((item["label"].strip().casefold(), Box(*corners, extent)))
+        return objects
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return []
 
