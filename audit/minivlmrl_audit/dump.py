@@ -69,9 +69,8 @@ class Dump:
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
-        prompt = self.get("prompt_mask")
-        if prompt is None:
-            prompt = self["attention_mask"] * (1 - self["completion_mask"].long())
+        others = self["attention_mask"] * (1 - self["completion_mask"].long())
+        prompt = self.get("prompt_mask", others)
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
         self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
@@ -89,6 +88,9 @@ class Dump:
 
     def get(self, name: str, other: Tensor | None = None) -> Tensor | None:
         return self.tensors.get(name, other)
+
+    def has(self, *names: str) -> bool:
+        return all(name in self.tensors for name in names)
 
     def align(self, x: Tensor) -> Tensor:
         """Pad (n, T) of the last T tokens to (n, S), zeros before."""
@@ -108,7 +110,7 @@ class Dump:
 
         (2, n, S + L): ids, and whether it drew them; -1 where it had none.
         """
-        if self.get("sampler_ids") is None:
+        if not self.has("sampler_ids"):
             return None
         kind, text, *formulas = change.get("ids", ("", ""))
         row = self.get("row", torch.arange(len(self["sampler_ids"])))
@@ -128,10 +130,8 @@ class Dump:
                 row_ids, row_drawn = moves.edited(
                     row_ids, row_drawn, inside, formulas[0], again=self.again
                 )
-            room = laid.shape[2] - begin
-            end = begin + len(row_ids)
-            laid[0, i, begin:end] = torch.tensor(row_ids)[:room]
-            laid[1, i, begin:end] = torch.tensor(row_drawn)[:room]
+            values = torch.tensor([row_ids, row_drawn])[:, : laid.shape[2] - begin]
+            laid[:, i, begin : begin + values.shape[1]] = values
         return laid
 
     def again(self, ids: list[int]) -> list[int]:

@@ -83,8 +83,7 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
     count = len(pictures)
     names = {"number": torch.arange(count), "num_pictures": count, "num_given": num_given}
     region = formula(TABLE["pictures"][text], **names).tolist()
-    edited_pictures, _ = edited(pictures, [0] * count, region, *formulas)
-    return edited_pictures
+    return edited(pictures, [0] * count, region, *formulas)[0]
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:

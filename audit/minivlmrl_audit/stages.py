@@ -26,10 +26,10 @@ Loss = tuple[Tensor, Tensor]  # of a micro-batch, and the size of what was added
 def advantages(d: Dump, change: Change) -> Answer:
     """Compute them from rewards (N, K) and the group of each completion."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
-    rewards = d.get("rewards")
-    group = d.get("group")
-    if theirs is None or rewards is None or group is None or theirs.dim() != 1:
+    if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
+    rewards = d["rewards"]
+    group = d["group"]
     group_size = d.about.get("num_generations") or int((group == group[0]).sum())
     index = torch.arange(len(group))
     group = change("group", group, index=index, group_size=group_size)
@@ -93,19 +93,17 @@ def normalise(change: Change, x: Tensor, group: Tensor, centre: str, scale: str)
 
 def rows(d: Dump, change: Change) -> Answer:
     """Take the advantage of each row from its completion in the rollout."""
-    rollout = d.get("rollout_advantages")
-    theirs = d.get("advantages")
-    row = d.get("row")
-    if rollout is None or theirs is None or row is None or theirs.dim() != 1:
+    if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
-    value = change("advantages", rollout[row], rollout_advantages=rollout)
-    return {"advantages": (theirs, value, rollout.abs().max() + 1e-30)}
+    rollout = d["rollout_advantages"]
+    value = change("advantages", rollout[d["row"]], rollout_advantages=rollout)
+    return {"advantages": (d["advantages"], value, rollout.abs().max() + 1e-30)}
 
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Take ids of completions from the sampler, which drew or was given them: never from text."""
     sampled = d.sampled(change)
-    if sampled is None or d.get("prompt_mask") is None:
+    if sampled is None or not d.has("prompt_mask"):
         return None
     ids = sampled[0]
     no_token = d.about.get("pad_token_id", -1)
@@ -125,7 +123,7 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 def pictures(d: Dump, change: Change) -> Answer:
     """Show each row the pictures of its prompt, then those that tools answered, in order."""
-    if d.get("sampler_num_images") is None:
+    if not d.has("sampler_num_images"):
         return None
     numbers = {}
     sampled = numbered(d, "sampler_", numbers)
@@ -172,7 +170,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 def mask(d: Dump, change: Change) -> Answer:
     """Tell which tokens count: drawn ones up to a turn's stop token, or real ones of answers."""
     is_grpo = d.about["kind"] == "grpo"
-    if d.get("prompt_mask") is None or (is_grpo and not d.about.get("stop_token_ids")):
+    if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
     _, drawn, forced = d.turns()
     real = d["attention_mask"].bool()
@@ -212,25 +210,25 @@ def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tens
     end_tokens = last_tokens
     if d.about.get("stop_token_ids"):
         end_tokens = torch.isin(d["input_ids"], torch.tensor(d.about["stop_token_ids"])).double()
-    names = {
-        "completion": completion,
-        "prompt": d["attention_mask"] * (1 - completion),
-        "previous_counts": mask.roll(1, 1) * completion,
-        "next_counts": next_counts,
-        "last_tokens": last_tokens,
-        "end_tokens": end_tokens,
-    }
-    return change(key, mask, **names)
+    return change(
+        key,
+        mask,
+        completion=completion,
+        prompt=d["attention_mask"] * (1 - completion),
+        previous_counts=mask.roll(1, 1) * completion,
+        next_counts=next_counts,
+        last_tokens=last_tokens,
+        end_tokens=end_tokens,
+    )
 
 
 def loss(d: Dump, change: Change) -> Answer:
     """Compute the loss of each micro-batch as it went into backward, and its gradient (n, S)."""
-    their_loss = d.get("loss")
-    if their_loss is None and d.get("logps_gradient") is None:
+    if not d.has("loss") and not d.has("logps_gradient"):
         return None
     mask = other_mask(d, d["completion_mask"].double(), change)
-    outputs = [d.get(name) for name in ("per_token_logps", "entropies")]
-    leaves = [x.clone().requires_grad_() for x in outputs if x is not None]
+    outputs = [name for name in ("per_token_logps", "entropies") if d.has(name)]
+    leaves = [d[name].clone().requires_grad_() for name in outputs]
     logps = change("logps", leaves[0])
     compute = LOSSES[d.about["kind"]]
     parts = [compute(d, part, logps, leaves[-1], mask, change) for part in d.micro_batches]
@@ -239,12 +237,12 @@ def loss(d: Dump, change: Change) -> Answer:
     total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
-    if their_loss is not None:
-        answer["loss"] = their_loss.view_as(losses), losses.detach(), units + 1e-30
+    if d.has("loss"):
+        answer["loss"] = d["loss"].view_as(losses), losses.detach(), units + 1e-30
     unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
-        theirs = d.get(name)
-        if theirs is not None:
+        if d.has(name):
+            theirs = d[name]
             # where the trainer has no log-probabilities it has no gradient
             slope = slope.masked_fill(unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + 1e-30
@@ -315,8 +313,8 @@ def policy(
     options = changed(definition, change)
     sign = -1.0 if change.get("flip") else 1.0  # -min(-x, -y) is max(x, y)
     times = change("policy term", 1.0)
-    scale = sign * (times or 1.0)  # of the sum: what is beside the policy's term is divided by it
-    options.beta = change("KL", options.beta) * sign / (times or 1.0)
+    scale = sign * (times or 1.0)  # of the sum, by which what is not the policy's term is divided
+    options.beta = change("KL", options.beta) / scale
     options.entropy_coef = change("entropy", options.entropy_coef)
     ratio_mask = change("ratio mask", mask)[part]
     entropies = entropies[part]
@@ -333,9 +331,15 @@ def policy(
         **sampler_terms(d, part, change),
         **arguments(options),
     )
-    names = {"per_token_logps": logps, "old_per_token_logps": old, "ref_per_token_logps": reference}
-    terms = terms * scale * mask[part]
-    terms = change("terms", terms, at=(part,), beta=options.beta, **names)
+    terms = change(
+        "terms",
+        terms * scale * mask[part],
+        at=(part,),
+        per_token_logps=logps,
+        old_per_token_logps=old,
+        ref_per_token_logps=reference,
+        beta=options.beta,
+    )
     weights = other_mask(d, mask, change, "divide")
     count = counts(d, part, weights, change)
     average = AVERAGES[change.get("average", definition.loss_type)]
@@ -372,10 +376,10 @@ def policy_advantages(d: Dump, part: Tensor, change: Change) -> Tensor:
 def sampler_terms(d: Dump, part: Tensor, change: Change) -> dict[str, Tensor]:
     """Take what the rows `part` have of the sampler: log-probabilities, weights of its mismatch."""
     result = {}
-    if d.get("sampler_logps") is not None:
+    if d.has("sampler_logps"):
         result["sampling_per_token_logps"] = d["sampler_logps"][part]
-    ratio = d.get("importance_sampling_ratio")
-    if ratio is not None:
+    if d.has("importance_sampling_ratio"):
+        ratio = d["importance_sampling_ratio"]
         ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
         result["importance_sampling_ratio"] = change("correction", ratio)[part]
     return result
@@ -385,14 +389,15 @@ def tokens_kept(
     d: Dump, change: Change, part: Tensor, entropies: Tensor, ratio_mask: Tensor, quantile: float
 ) -> Tensor:
     """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
-    names = {
-        "entropies": entropies,
-        "ratio_mask": ratio_mask,
-        "quantile": quantile,
-        "completion": d.completion[part].double(),
-        "kept_tokens": kept_tokens,
-    }
-    return change("kept", kept_tokens(entropies, ratio_mask, quantile), **names)
+    return change(
+        "kept",
+        kept_tokens(entropies, ratio_mask, quantile),
+        entropies=entropies,
+        ratio_mask=ratio_mask,
+        quantile=quantile,
+        completion=d.completion[part].double(),
+        kept_tokens=kept_tokens,
+    )
 
 
 def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change) -> Loss:
@@ -404,7 +409,6 @@ def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Ch
     reference = change("references", reference[index], mask=mask[index])
     names = ("chosen", "rejected", "reference of chosen", "reference of rejected")
     times = logps.new_tensor([change(name, 1.0) for name in names]).view(2, 2, 1)
-    squares = d.get("log_sum_sq_probs")
     options = changed(DPOOptions(**d.about.get("loss", {})), change)
     value, _ = dpo_loss(
         logps[index] * times[0],
@@ -412,7 +416,7 @@ def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Ch
         options,
         ref_per_token_logps=reference * times[1],
         counts=counts(d, order, mask, change, each=2),
-        log_sum_sq_probs=None if squares is None else squares[index],
+        log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
     )
     return value, value.detach().abs() + 1e-2
@@ -423,8 +427,7 @@ def demonstrations(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change
     loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     count = counts(d, part, other_mask(d, mask, change, "divide"), change)
     value = sft_loss(logps[part], mask[part], loss_type, counts=count)
-    names = {"per_token_logps": logps, "mask": mask, "part": part}
-    value = change("mean of rows", value, **names)
+    value = change("mean of rows", value, per_token_logps=logps, mask=mask, part=part)
     return value, value.detach().abs() + 1e-30
 
 

@@ -10,6 +10,7 @@ them, the weights around optimizer.step.
 
 import re
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -172,24 +173,21 @@ class Steps(ExitStack, TrainerCallback):
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
         trainer.add_callback(self)
         self.callback(trainer.remove_callback, self)
-        self.wrap("compute_loss", self.begin)
+        self.wrap("compute_loss", before=self.begin)
         self.wrap("training_step", after=self.keep_loss)
-        if hasattr(trainer, "_clip_grad_norm"):  # not before transformers 5
-            self.wrap("_clip_grad_norm", self.keep_gradients, self.keep_norm)
-        else:
-            owner = trainer.accelerator
-            self.wrap("clip_grad_norm_", self.keep_gradients, self.keep_norm, owner)
+        if hasattr(trainer, "_clip_grad_norm"):
+            clips = ("_clip_grad_norm", trainer)
+        else:  # before transformers 5
+            clips = ("clip_grad_norm_", trainer.accelerator)
+        self.wrap(*clips, lambda *_: self.copy("grad"), self.keep_norm)
 
     def keep_loss(self, loss, *_):
         self.parts[-1]["loss"] = loss.detach().view(1)
 
-    def keep_gradients(self, *_):
-        self.copy("grad")
-
     def keep_norm(self, norm, *_):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
-    def wrap(self, name: str, before=None, after=None, owner=None):
+    def wrap(self, name: str, owner=None, before=None, after=None):
         """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
         owner = owner or self.trainer
         inner = getattr(owner, name)
@@ -362,7 +360,9 @@ class GRPOSteps(Steps):
             return
         pictures = pictures or [[]] * len(prompts)
         for prompt, ids, shown in zip(prompts, drawn, pictures, strict=True):
-            self.conversations.append(Conversation(prompt, ids, list(shown or [])))
+            flags = [1] * len(ids)
+            conversation = Conversation(prompt, ids, flags, ids, list(shown or []))
+            self.conversations.append(conversation)
         # each row has its own dictionary of tools
         for row, tools in enumerate(self.trainer._sync_tool_dicts):
             for name, tool in tools.items():
@@ -447,16 +447,16 @@ def prompt_key(example: dict) -> tuple:
     return str(example["prompt"]), *(image and image.tobytes() for image in pictures)
 
 
+@dataclass
 class Conversation:
-    """What the sampler had of a completion whose prompt and first turn are given."""
+    """What the sampler had of a completion."""
 
-    def __init__(self, prompt: list[int], drawn: list[int], pictures: list):
-        self.prompt = prompt
-        self.ids = list(drawn)  # after the prompt
-        self.flags = [1] * len(drawn)  # 1: drawn, 0: given
-        self.last = drawn  # what the last turn had after the prompt, maybe encoded again
-        self.pictures = pictures
-        self.answered = []  # pictures that tools gave since the last turn
+    prompt: list[int]
+    ids: list[int]  # after the prompt
+    flags: list[int]  # 1: drawn, 0: given
+    last: list[int]  # what the last turn had after the prompt, maybe encoded again
+    pictures: list
+    answered: list = field(default_factory=list)  # pictures of tools since the last turn
 
     def agreement(self, given: list[int], again: list[int]) -> tuple[bool, int]:
         """Say whether given ids go on with this, or with it encoded again, and for how many."""
@@ -474,10 +474,10 @@ class Conversation:
             if given[: len(form)] == form:
                 begin = len(form)
         new = given[begin:]
-        self.ids += new + drawn
-        self.flags += [0] * len(new) + [1] * len(drawn)
+        self.ids = self.ids + new + drawn
+        self.flags = self.flags + [0] * len(new) + [1] * len(drawn)
         self.last = given + drawn
-        self.pictures += self.answered
+        self.pictures = self.pictures + self.answered
 
 
 def go_on(conversations: list[Conversation], prompts: list, drawn: list, trainer):

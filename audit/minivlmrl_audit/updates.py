@@ -78,7 +78,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
                 model = load_model(folder, dtype).requires_grad_(grad)
             with torch.set_grad_enabled(grad):
                 cache[key] = row_logps(d, change, model, row, images[picture_row])
-        value = value.index_copy(1, rows[row : row + 1], cache[key][:, None])
+        value = value.index_copy(1, torch.tensor([row]), cache[key][:, None])
     return torch.stack([change("logps", x) for x in value]), model
 
 
@@ -106,7 +106,7 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
 
 def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
     """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
-    shows = pictures_of_row(d, change, model.config, tokens, images)
+    shows = pictures_of_row(change, model.config, tokens, images)
     no_patches = d.get("pixel_values", torch.zeros(0, 0))[:0]
 
     def patches_of(chosen: Tensor) -> Tensor:
@@ -122,13 +122,11 @@ def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list
     batch.vision_index = shows.tokens_of(shows.seen).nonzero()[:, 0]
     batch.pixel_values = patches_of(shows.seen)
     batch.image_grid_thw = shows.grids[shows.seen]
-    batch.position_ids = positions(d, change, tokens, batch.position_ids)
+    batch.position_ids = positions(change, tokens, batch.position_ids)
     return batch
 
 
-def pictures_of_row(
-    d: Dump, change: Change, config, tokens: RowTokens, images: list
-) -> RowPictures:
+def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> RowPictures:
     """Change a row's pictures (patches, grid) as a deviation has them, and find their tokens."""
     image_ids = torch.tensor([config.image_token_id, config.video_token_id])
     placeholders = torch.isin(tokens.ids, image_ids) & tokens.real
@@ -149,16 +147,17 @@ def pictures_of_row(
     return RowPictures(picture, grids, patches, present & ~as_text, present & ~blind)
 
 
-def positions(d: Dump, change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
+def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
     """Change the positions (3, T) of a row's attended tokens as a deviation has them."""
     completion = tokens.completion[tokens.attended]
-    names = {
-        "indices": torch.arange(len(completion)).expand(3, -1),
-        "completion": completion.long(),
-        "prompt_length": int((~completion).sum()),
-    }
-    at = (tokens.row, tokens.attended)
-    return change("positions", position_ids, at=at, **names)
+    return change(
+        "positions",
+        position_ids,
+        at=(tokens.row, tokens.attended),
+        indices=torch.arange(len(completion)).expand(3, -1),
+        completion=completion.long(),
+        prompt_length=int((~completion).sum()),
+    )
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
@@ -186,7 +185,7 @@ def of_unattended(d: Dump) -> Tensor:
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
-    if d.get(name) is None or not d.about.get(folder):
+    if not d.has(name) or not d.about.get(folder):
         return None
     weights = d.about.get(change.get("weights")) or d.about[folder]
     rows = torch.arange(len(d["input_ids"]))
@@ -202,11 +201,12 @@ def gradients(d: Dump, change: Change) -> Answer:
     """Compute the gradients of all micro-batches of the step, through the model."""
     written = d.parameters("grad")
     theirs = {hub_name(name.removeprefix("module.")): x for name, x in written.items()}
-    slopes = d.get("logps_gradient")
-    if not theirs or not d.about.get("model") or slopes is None or d.forward is None:
+    has_model = d.about.get("model") and d.forward is not None
+    if not theirs or not has_model or not d.has("logps_gradient"):
         return None
     if (d["completion_mask"] * of_unattended(d)).any():
         return None
+    slopes = d["logps_gradient"]
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
     if "without" in change:
@@ -274,7 +274,7 @@ def clip(d: Dump, change: Change) -> Answer:
     """Compute the norm that is logged, and what clipping leaves of the gradients."""
     gradients = d.parameters("grad")
     theirs = d.parameters("clipped")
-    if not gradients or not (theirs or d.get("grad_norm") is not None):
+    if not gradients or not (theirs or d.has("grad_norm")):
         return None
     max_norm = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
     norm = get_total_norm(gradients.values()).item()
@@ -282,7 +282,7 @@ def clip(d: Dump, change: Change) -> Answer:
     ours = change("clip", clipped(gradients, max_norm), **names)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
-    if d.get("grad_norm") is not None and not d.about.get("some"):
+    if d.has("grad_norm") and not d.about.get("some"):
         norm_after = get_total_norm(ours.values()).item()
         logged = torch.tensor([change("norm", norm, norm_after=norm_after)])
         answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * norm + 1e-30
@@ -309,12 +309,12 @@ def update(d: Dump, change: Change) -> Answer:
     )
     moments = {} if reset else d.parameters("exp_avg")
     squares = {} if reset else d.parameters("exp_avg_sq")
-    decays = {"weight_decay": options["weight_decay"], "learning_rate": settings.rate}
+    weight_decay = options["weight_decay"]
     answer = {}
     for name, weight in before.items():
         zero = weight * 0
-        decay = 0.0 if name in options.get("no_decay", ()) else options["weight_decay"]
-        decay = change("decay", decay, **decays)
+        decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
+        decay = change("decay", decay, weight_decay=weight_decay, learning_rate=settings.rate)
         state = moments.get(name, zero), squares.get(name, zero)
         ours = adamw(change, settings, weight, gradients.get(name, zero), state, decay)
         if change.get("frozen") and re.search(change["frozen"], name):
