@@ -96,10 +96,13 @@ class Alarms:
                 "are too easy or too hard: take others, or raise num_generations",
             )
         elif self.always("grad_norm", lambda norm: norm == 0):
-            cause = "is everything frozen?"
+            sentence = "all gradients are zero, so nothing is learned; is everything frozen?"
             if self.first.get("grad_norm"):
-                cause = f"the weights are lost: lower {self.algorithm.stage}.learning_rate"
-            yield "zero", f"all gradients are zero, so nothing is learned; {cause}"
+                sentence = (
+                    "all gradients are zero, so nothing is learned; the weights are lost: "
+                    f"lower {self.algorithm.stage}.learning_rate"
+                )
+            yield "zero", sentence
 
     def completion_rules(self) -> Iterator[tuple[str, str]]:
         """Most completions are cut."""
