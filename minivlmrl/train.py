@@ -83,7 +83,8 @@ def train(algorithm: Algorithm, rows, results, log, states, progress, before_ste
     for number in range(progress.step, config.max_steps):
         try:
             with states.saved_on_error(progress, log):
-                results.after_step(algorithm, number)  # are done; a resumed run does it again
+                # if it is time: of the last step, and again where a resumed run begins
+                results.after_step(algorithm, number)
                 step = next(steps)
             before_step(algorithm, optimizer, step, number, batches)
             metrics = optimizer_step(algorithm, step, optimizer, number)
