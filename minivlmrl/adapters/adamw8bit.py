@@ -31,13 +31,13 @@ def dynamic_code(signed: bool) -> Tensor:
 
 def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """(rows, n) float32 -> indices (rows, n) uint8 of numbers, scales (rows, ceil(n / block))."""
-    num_rows, n = values.shape
-    blocks = F.pad(values, (0, -n % block)).view(num_rows, -1, block)
-    scales = blocks.abs().amax(2)  # (rows, blocks)
-    normalised = blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
+    num_rows, num_values = values.shape
+    value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
+    scales = value_blocks.abs().amax(2)  # (rows, blocks)
+    normalised = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
     boundaries = (code[:-1] + code[1:]) / 2
-    nearest = torch.bucketize(normalised, boundaries, out_int32=True)
-    return nearest.to(torch.uint8).view(num_rows, -1)[:, :n], scales
+    nearest_indices = torch.bucketize(normalised, boundaries, out_int32=True)
+    return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
@@ -91,9 +91,10 @@ class AdamW8bit(torch.optim.Optimizer):
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]
         gradient = gradient.to(dtype)
-        m = self._read(state, "exp_avg").to(dtype).mul_(beta1).add_(gradient, alpha=1 - beta1)
-        v = self._read(state, "exp_avg_sq").to(dtype).mul_(beta2)
-        v.addcmul_(gradient, gradient, value=1 - beta2)
+        m = self._read(state, "exp_avg").to(dtype)
+        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        v = self._read(state, "exp_avg_sq").to(dtype)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = (v.sqrt() / math.sqrt(1 - beta2**num_steps)).add_(group["eps"])
         new_weight = weight.to(dtype, copy=True)
         new_weight.mul_(1 - learning_rate * group["weight_decay"])
@@ -127,17 +128,17 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
         state["rounded_off"] = torch.zeros_like(parameter)
-    small = parameter.dim() == 1 or parameter.numel() < SMALLEST
-    dtype = torch.promote_types(parameter.dtype, torch.float32) if small else torch.uint8
+    is_small = parameter.dim() == 1 or parameter.numel() < SMALLEST
+    moment_dtype = torch.promote_types(parameter.dtype, torch.float32) if is_small else torch.uint8
     for name in SIGNED:
-        state[name] = torch.zeros_like(parameter, dtype=dtype)
-        if not small:
-            blocks = parameter.flatten(1)[:, ::BLOCK]
-            state[f"{name}_scale"] = torch.zeros_like(blocks, dtype=torch.float32)
+        state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
+        if not is_small:
+            block_starts = parameter.flatten(1)[:, ::BLOCK]
+            state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """View what this rank holds of a tensor as (rows, n); a rank may have no row."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    return local.view(len(local), math.prod(local.shape[1:]))
+    local_rows = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

@@ -75,14 +75,15 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
-        result = self.base(x)
-        dropped = x.to(self.lora_A.dtype)
+        base_result = self.base(x)
+        adapter_input = x.to(self.lora_A.dtype)
         if self.drop is not None:
-            dropped = self.drop(dropped)
-        low_rank = F.linear(dropped, self.lora_A)  # (N, r)
-        wide = result.to(self.lora_A.dtype)
+            adapter_input = self.drop(adapter_input)
+        low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
+        wide_result = base_result.to(self.lora_A.dtype)
         # scaled and added by the product itself
-        return torch.addmm(wide, low_rank, self.lora_B.T, alpha=self.scaling).to(result.dtype)
+        adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
+        return adapted.to(base_result.dtype)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -187,10 +188,11 @@ class AdapterCopy(nn.Module):
 
     def _exchange(self):
         # .data is unseen by autograd: what an older graph has saved is there again when it is used
-        for copy, parameter in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
-            value = parameter.detach().clone()
-            parameter.data.copy_(copy)
-            copy.data.copy_(value)
+        parameters = adapter_parameters(self.models[0])
+        for kept_copy, parameter in zip(self.copies, parameters, strict=True):
+            old_value = parameter.detach().clone()
+            parameter.data.copy_(kept_copy)
+            kept_copy.data.copy_(old_value)
 
 
 def place_like(model: nn.Module, other: nn.Module):
@@ -216,8 +218,8 @@ def draw_adapters(model: nn.Module, seed: int):
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
-        numbers = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
-        weights[f"{name}.lora_A"] = torch.from_numpy(numbers)
+        random_values = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
+        weights[f"{name}.lora_A"] = torch.from_numpy(random_values)
         weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
     set_parameters(model, weights)
 
@@ -227,29 +229,34 @@ def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
     sharding = getattr(model, "sharding", None)
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
-    parts = {}
+    new_parameters = {}
     for name, tensor in weights.items():
         like = parameters[name]
-        parts[name] = sharding.part(tensor, like) if sharding else tensor.to(device, like.dtype)
-    model.load_state_dict(parts, strict=False, assign=True)
+        if sharding:
+            new_parameters[name] = sharding.part(tensor, like)
+        else:
+            new_parameters[name] = tensor.to(device, like.dtype)
+    model.load_state_dict(new_parameters, strict=False, assign=True)
 
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
     """Name the linear layers that one entry of target means, never head or embeddings."""
-    names = []
+    linear_names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
-            names.append(name)
+            linear_names.append(name)
     try:
-        chosen = [name for name in names if part_of(name) == target or re.fullmatch(target, name)]
+        target_names = [
+            name for name in linear_names if part_of(name) == target or re.fullmatch(target, name)
+        ]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    expected = (
+    expected_target = (
         "language, vision, merger or a regular expression of layers' whole names, "
-        f"such as {names[-1]}"
+        f"such as {linear_names[-1]}"
     )
-    require(chosen, "target", target, expected)
-    return chosen
+    require(target_names, "target", target, expected_target)
+    return target_names
 
 
 def part_of(name: str) -> Part:

@@ -27,12 +27,12 @@ _scale_code = cache(lambda device: dynamic_code(True).to(device))  # (256,)
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
     """Pack a weight, two values a byte, and the scales of its blocks, less their mean, `offset`."""
-    values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
-    nearest, scales = quantize(values[None], _table(weight.device), BLOCK)
+    padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
+    value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
     offset = scales.mean()
     scale_indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
     return {
-        "packed": nearest[0, ::2] << 4 | nearest[0, 1::2],
+        "packed": value_indices[0, ::2] << 4 | value_indices[0, 1::2],
         "scale_indices": scale_indices[0],
         "scale_scales": scale_scales[0],
         "offset": offset,
@@ -43,23 +43,26 @@ def unpack(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
     """Compute the (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
-    code = _scale_code(packed.device)
-    table = _table(packed.device)
+    scale_code = _scale_code(packed.device)
+    value_table = _table(packed.device)
     if backend_for(offset) == "triton":
-        return nf4_unpack(packed, scale_indices, scale_scales, offset, (code, table), dtype)
-    scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset
+        return nf4_unpack(
+            packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype
+        )
+    scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
     # a byte's two values are one int64; 4096 blocks stay in a CPU's cache, all take thrice as long
-    size = 4096 if packed.is_cpu else len(scales)
-    pairs = torch.cartesian_prod(table, table).view(torch.int64)
+    piece_blocks = 4096 if packed.is_cpu else len(scales)
+    value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
     pieces = zip(
-        values.split(size),
-        packed.view(-1, BLOCK // 2).split(size),
-        scales[:, None].split(size),
+        values.split(piece_blocks),
+        packed.view(-1, BLOCK // 2).split(piece_blocks),
+        scales[:, None].split(piece_blocks),
         strict=True,
     )
-    for out, pair_indices, scale in pieces:
-        torch.mul(pairs.take(pair_indices.long()).view(torch.float32), scale, out=out)
+    for value_piece, pair_indices, block_scales in pieces:
+        unscaled = value_pairs.take(pair_indices.long()).view(torch.float32)
+        torch.mul(unscaled, block_scales, out=value_piece)
     return values.flatten()
 
 
@@ -88,18 +91,20 @@ class NF4Linear(nn.Module):
 
     def read(self, weight: Tensor, part: Callable | None = None):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
-        values = pack(weight.to(self.dtype))
-        packed = values.pop("packed")
+        packed_tensors = pack(weight.to(self.dtype))
+        packed_weight = packed_tensors.pop("packed")
         if part is not None:
-            packed = part(packed, self.packed)
-        self.packed = nn.Parameter(packed, requires_grad=False)
-        for name, tensor in values.items():
+            packed_weight = part(packed_weight, self.packed)
+        self.packed = nn.Parameter(packed_weight, requires_grad=False)
+        for name, tensor in packed_tensors.items():
             self.register_buffer(name, tensor)
 
     @property
     def weight(self) -> Tensor:
         """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
-        packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
+        packed = self.packed
+        if hasattr(packed, "full_tensor"):
+            packed = packed.full_tensor()
         packed = packed.to(self.offset.device)  # an offloaded part is in host memory
         values = unpack(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

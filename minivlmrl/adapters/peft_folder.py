@@ -56,14 +56,14 @@ def load_adapter(model: nn.Module, folder: str | Path):
 
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
-    read, weights = _read(model, Path(folder))
-    placed = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
-    for name in sorted(read.keys() | placed.keys()):
-        theirs = _form_text(read.get(name))
-        ours = _form_text(placed.get(name))
-        if theirs != ours:
+    read_forms, weights = _read(model, Path(folder))
+    placed_forms = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
+    for name in sorted(read_forms.keys() | placed_forms.keys()):
+        their_form = _form_text(read_forms.get(name))
+        our_form = _form_text(placed_forms.get(name))
+        if their_form != our_form:
             raise ValueError(
-                f"adapter.path: {folder} has {theirs} on {name}, the recipe says {ours}: "
+                f"adapter.path: {folder} has {their_form} on {name}, the recipe says {our_form}: "
                 "change adapter.r, alpha or target"
             )
     set_parameters(model, weights)
@@ -80,7 +80,7 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
     """Read the form of the adapter of each layer of a model, and all weights."""
     config = _read_config(folder / CONFIG)
     file = folder / WEIGHTS
-    pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}
+    layer_pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}
     weights = {}
     try:
         tensors = load_file(file)
@@ -97,13 +97,13 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Te
                 raise ValueError(
                     f"unexpected tensor {name:.80}; an adapter has lora_A and lora_B alone"
                 )
-            layer, kind = match.groups()
-            layer = hub_name(layer)  # the file has any of transformers' names
-            pairs.setdefault(layer, {})[kind] = tensor
-            weights[f"{layer}.{kind}"] = tensor
-        if not pairs:
+            layer_name, kind = match.groups()
+            layer_name = hub_name(layer_name)  # the file has any of transformers' names
+            layer_pairs.setdefault(layer_name, {})[kind] = tensor
+            weights[f"{layer_name}.{kind}"] = tensor
+        if not layer_pairs:
             raise ValueError("there is no adapter in it")
-        forms = {name: _form(model, name, pair, config) for name, pair in pairs.items()}
+        forms = {name: _form(model, name, pair, config) for name, pair in layer_pairs.items()}
     return forms, weights
 
 
@@ -126,16 +126,16 @@ def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConf
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
-    expected = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
-    if shapes != expected or not r:
-        found = ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
+    expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
+    if shapes != expected_shapes or not r:
+        found_shapes = ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
         raise ValueError(
-            f"{name} has {found}; there must be lora_A (r, {layer.in_features}) and "
+            f"{name} has {found_shapes}; there must be lora_A (r, {layer.in_features}) and "
             f"lora_B ({layer.out_features}, r): take the one of this base"
         )
     alpha = config.lora_alpha
-    for end, value in (config.alpha_pattern or {}).items():
-        if f".{memory_name(name)}".endswith(f".{end}"):
+    for name_end, value in (config.alpha_pattern or {}).items():
+        if f".{memory_name(name)}".endswith(f".{name_end}"):
             alpha = value
             break  # PEFT takes the first that fits
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732

@@ -37,16 +37,20 @@ def table(model: nn.Module) -> str:
         if not parameter.requires_grad:
             continue
         layer_name = name.rpartition(".")[0]
-        kind = part_of(name)
-        rank = ""
+        kind_name = part_of(name)
+        rank_text = ""
         if layer_name in layers:
-            kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # of all blocks
-            rank = f" x r {layers[layer_name].r}"
-        kinds[kind, rank][layer_name] += parameter.numel()
-    base = sum(weight.shape.numel() for weight in base_weights(model).values())
-    total = sum(counts.total() for counts in kinds.values())
-    lines = [f"trained: {total:,} parameters, {total / base:.3%} of the base's {base:,}"]
-    for (kind, rank), counts in kinds.items():
+            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # of all blocks
+            rank_text = f" x r {layers[layer_name].r}"
+        kinds[kind_name, rank_text][layer_name] += parameter.numel()
+    base_count = sum(weight.shape.numel() for weight in base_weights(model).values())
+    trained_count = sum(counts.total() for counts in kinds.values())
+    lines = [
+        f"trained: {trained_count:,} parameters, "
+        f"{trained_count / base_count:.3%} of the base's {base_count:,}"
+    ]
+    for (kind_name, rank_text), counts in kinds.items():
         count = counts.total()
-        lines.append(f"  {kind:<40} {len(counts):>4}{rank:<9}{count:>14,} {count / base:>8.3%}")
+        share = f"{count / base_count:.3%}"
+        lines.append(f"  {kind_name:<40} {len(counts):>4}{rank_text:<9}{count:>14,} {share:>8}")
     return "\n".join(lines)

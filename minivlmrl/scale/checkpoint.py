@@ -120,16 +120,16 @@ def _read_weights(
     Quantized layers pack theirs instead, each as soon as it is read.
     """
     expected = base_weights(model)  # a tied head is in it once, under the embedding's name
-    tied = model.config.tie_word_embeddings
-    unread = family_of(model).unread
+    is_tied = model.config.tie_word_embeddings
+    unread_prefixes = family_of(model).unread
     weights: dict[str, Tensor] = {}
     read_names = set()
     for file in files:
         for name, tensor in read_tensors(file):
-            if name.startswith(unread):
+            if name.startswith(unread_prefixes):
                 continue
             # some folders have the tied head too
-            like = expected.get(EMBEDDING if tied and name == HEAD else name)
+            like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
             if name in read_names:
@@ -147,13 +147,13 @@ def _read_weights(
     if missing := expected.keys() - read_names:
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
-    if tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
+    if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
             f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: "
             "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
         )
-    names = {plain_name(name): name for name, _ in model.named_parameters()}
-    return {names[name]: weight for name, weight in weights.items()}
+    parameter_names = {plain_name(name): name for name, _ in model.named_parameters()}
+    return {parameter_names[name]: weight for name, weight in weights.items()}
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -230,8 +230,8 @@ def initialize(model: nn.Module, generator: torch.Generator):
             parameter.normal_(0, 0.02, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
-            ends = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
-            scale = 1 / math.sqrt(2 * len(blocks)) if ends else 1.0
+            into_residual = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
+            scale = 1 / math.sqrt(2 * len(blocks)) if into_residual else 1.0
             parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
         elif name.endswith(".bias"):
             parameter.zero_()
@@ -315,30 +315,33 @@ def save_model(
     world = world or World()
     weights = file_weights(model)
     write_adapter = gather_adapter(model, base) if adapters(model) else None
-    unread = world.on_main(lambda: _unread_tensors(model)) or {}
-    split = world.gather_objects(split_weights(weights | unread, max_shard_size))[0]
+    unread_tensors = world.on_main(lambda: _unread_tensors(model)) or {}
+    file_split = world.gather_objects(split_weights(weights | unread_tensors, max_shard_size))[0]
     with ExitStack() as saving:
-        new = world.on_main(lambda: saving.enter_context(replacing(folder)))
+        new_folder = world.on_main(lambda: saving.enter_context(replacing(folder)))
 
         def write_weights(file: str, tensors: dict[str, Tensor]):
             check_finite({name: tensors[name] for name in tensors if name in weights}, folder)
-            save_tensors(tensors, new / file)
+            save_tensors(tensors, new_folder / file)
 
         def finish():
-            write_settings(new, model, processor)
-            if split.is_sharded:
-                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-                write_json(new / INDEX, index)
+            write_settings(new_folder, model, processor)
+            if file_split.is_sharded:
+                index = {
+                    "metadata": file_split.metadata,
+                    "weight_map": file_split.tensor_to_filename,
+                }
+                write_json(new_folder / INDEX, index)
             if write_adapter is not None:
-                write_adapter(new / "adapter")
-                if (new / ASKED).exists():
-                    shutil.copy(new / ASKED, new / "adapter")
+                write_adapter(new_folder / "adapter")
+                if (new_folder / ASKED).exists():
+                    shutil.copy(new_folder / ASKED, new_folder / "adapter")
             if more is not None:
-                more(new)
+                more(new_folder)
             saving.pop_all().close()  # here: all ranks hear of an error
 
         # one file after the other; torch's get_model_state_dict would gather all
-        for file, names in split.filename_to_tensors.items():
+        for file, names in file_split.filename_to_tensors.items():
             tensors = {}
             for name in names:
                 if name in weights:
@@ -346,7 +349,7 @@ def save_model(
                     if world.is_main:
                         tensors[name] = weight.cpu().contiguous()
                 elif world.is_main:
-                    tensors[name] = unread[name]
+                    tensors[name] = unread_tensors[name]
             world.on_main(partial(write_weights, file, tensors))
         world.on_main(finish)
 
@@ -391,9 +394,9 @@ def write_settings(folder: Path, model: nn.Module, processor: Processor):
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    text = DEFAULT if template is None else template.text
-    if text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
-        (folder / "chat_template.jinja").write_bytes(text.encode())
+    template_text = DEFAULT if template is None else template.text
+    if template_text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
+        (folder / "chat_template.jinja").write_bytes(template_text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
     if "tokenizer_config.json" not in carried:

@@ -107,9 +107,9 @@ class World:
         for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.flatten() for parameter in trained])
-        dist.all_reduce(flat)
-        totals = flat.split([parameter.numel() for parameter in trained])
+        flat_gradients = torch.cat([parameter.grad.flatten() for parameter in trained])
+        dist.all_reduce(flat_gradients)
+        totals = flat_gradients.split([parameter.numel() for parameter in trained])
         for parameter, total in zip(trained, totals, strict=True):
             parameter.grad.copy_(total.view_as(parameter))
 
@@ -126,8 +126,8 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(num_threads or max(1, cores // local_size))
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(num_threads or max(1, num_cores // local_size))
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -139,20 +139,22 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        limit = timedelta(seconds=timeout)
-        store = attempt_store(limit) if size > 1 else dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        time_limit = timedelta(seconds=timeout)
+        store = attempt_store(time_limit) if size > 1 else dist.HashStore()
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=time_limit
+        )
     return World(rank, size, device)
 
 
 def find_device(local_rank: int = 0) -> torch.device:
     """Choose the GPU of a rank, or the CPU if there is none (ValueError: CUDA cannot use it)."""
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if local_rank >= count:
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
             raise ValueError(
-                f"local rank {local_rank} has no GPU, {count} are visible: "
-                f"start at most {count} (--nproc_per_node), or show more (CUDA_VISIBLE_DEVICES)"
+                f"local rank {local_rank} has no GPU, {num_gpus} are visible: "
+                f"start at most {num_gpus} (--nproc_per_node), or show more (CUDA_VISIBLE_DEVICES)"
             )
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):

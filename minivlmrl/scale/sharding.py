@@ -27,7 +27,7 @@ from minivlmrl.hub.family import family_of
 from minivlmrl.scale.ranks import World
 
 # keeps the inputs of a function, which the backward computes again
-again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass
@@ -75,9 +75,9 @@ class Sharding:
         mesh = {"replicate": replicas, "shard": world.size // replicas}
         if replicas == 1:
             del mesh["replicate"]
-        shape = tuple(mesh.values())
-        names = tuple(mesh)
-        self.mesh = dist.init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        mesh_shape = tuple(mesh.values())
+        mesh_names = tuple(mesh)
+        self.mesh = dist.init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=mesh_names)
         self.recompute = recompute
         self.compute_dtype = compute_dtype or dtype
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
@@ -92,8 +92,8 @@ class Sharding:
 
     def shard(self, model: nn.Module):
         """Shard a model on any device, also on the meta device."""
-        packed = not all(p.is_floating_point() for p in model.parameters())
-        if packed and torch.__version__ < "2.13":  # pytorch issue 177844
+        has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
+        if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
                 f"adapter.quantize: torch {torch.__version__} shards no bytes; "
                 "leave out sharding and model.compute_dtype, or install torch 2.13"
@@ -108,8 +108,8 @@ class Sharding:
         # different layers as if they were one.
         model.set_modules_to_backward_prefetch([model.model.layers[-1]])
         for tower in (model.visual.blocks, model.model.layers):
-            for before, block in zip([tower[0], *tower], tower, strict=False):
-                block.set_modules_to_backward_prefetch([before])
+            for previous_block, block in zip([tower[0], *tower], tower, strict=False):
+                block.set_modules_to_backward_prefetch([previous_block])
         vision = VisionInStep()
         # runs after FSDP's own, which gathers the root
         model.register_forward_pre_hook(vision.before)
@@ -134,10 +134,10 @@ class Sharding:
         """Copy this rank's rows of a full tensor, in the form of a parameter."""
         shards = self.mesh["shard"]
         num_rows = math.ceil(len(tensor) / shards.size())  # the last ranks may have fewer, or none
-        begin = shards.get_local_rank() * num_rows
-        part = tensor[begin : begin + num_rows].to(self.device, like.dtype, copy=True)
+        first_row = shards.get_local_rank() * num_rows
+        local_rows = tensor[first_row : first_row + num_rows].to(self.device, like.dtype, copy=True)
         # from_local would move an offloaded part to the GPU
-        return dist.tensor.DTensor(part, like._spec, requires_grad=False)
+        return dist.tensor.DTensor(local_rows, like._spec, requires_grad=False)
 
 
 class VisionInStep:
@@ -167,9 +167,9 @@ class VisionInStep:
 
 def see_black(tower: Callable, config, device) -> Tensor:
     """Run a vision tower on one black token, times 0: a number that depends on all its weights."""
-    side = config.spatial_merge_size
-    black = torch.zeros(side**2, config.patch_dim, device=device)
-    return 0 * tower(black, torch.tensor([[1, side, side]])).sum()
+    merge_size = config.spatial_merge_size
+    black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
+    return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
 def units(module: nn.Module) -> list[nn.Module]:
@@ -277,4 +277,4 @@ def assign(model: nn.Module, weights: dict[str, Tensor]):
 def recompute_blocks(model: nn.Module):
     """Keep only the input of each block, and compute the block again in the backward."""
     for block in family_of(model).blocks(model):
-        block.forward = partial(again, block.forward)
+        block.forward = partial(compute_again, block.forward)

@@ -71,10 +71,10 @@ def build_row(options: argparse.Namespace, data: DataSection) -> Row:
     """Put the question and its pictures into the form of a row."""
     images = [fetch_image(source) for source in options.image]
     videos = [VideoFile(partial(load_video, source)) for source in options.video]
-    counts = {"image": len(images), "video": len(videos)}
+    media_counts = {"image": len(images), "video": len(videos)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
-    system = data.system_prompt if options.system is None else options.system
-    messages = conversation(options.prompt, counts, template, system)
+    system_message = data.system_prompt if options.system is None else options.system
+    messages = conversation(options.prompt, media_counts, template, system_message)
     return Row(messages, images, videos=videos)
 
 
@@ -101,8 +101,8 @@ class Stream:
 def sampling_options(options: argparse.Namespace) -> SamplingOptions:
     """Build the sampling options that the command line names."""
     fields = typing.get_type_hints(SamplingOptions)
-    named = {name: value for name, value in vars(options).items() if name in fields}
-    return build(SamplingOptions, named, "command line")
+    given_values = {name: value for name, value in vars(options).items() if name in fields}
+    return build(SamplingOptions, given_values, "command line")
 
 
 def choose_device(device: str | None) -> torch.device:
@@ -119,16 +119,16 @@ def choose_device(device: str | None) -> torch.device:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
-    about = __doc__.splitlines()[0]
+    description = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl ask", description=about, allow_abbrev=False
+        "python -m minivlmrl ask", description=description, allow_abbrev=False
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder, or an id on the hub")
     add("--prompt", required=True, help="<image> in it: where each belongs")
-    media = {"action": "append", "default": [], "metavar": "FILE"}
-    add("--image", **media, help="a picture, again for more")
-    add("--video", **media, help="again for more")
+    media_option = {"action": "append", "default": [], "metavar": "FILE"}
+    add("--image", **media_option, help="a picture, again for more")
+    add("--video", **media_option, help="again for more")
     add("--system", help="instead of the family's system message")
     add("--seed", type=int, default=0, help="same seed, same answer")
     add("--device", help="default: cuda if there is one")
@@ -136,20 +136,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--min_pixels", type=int, help="of an image; default: the model's")
     add("--max_pixels", type=int, help="of an image; default: the model's")
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
-    sentences = help_of(SamplingOptions)
+    help_texts = help_of(SamplingOptions)
     for name, hint in typing.get_type_hints(SamplingOptions).items():
         if name not in ("engine", "vllm"):  # it draws itself
-            sentence = sentences[name].replace("%", "%%")
+            help_text = help_texts[name].replace("%", "%%")
             default = argparse.SUPPRESS
-            group.add_argument(f"--{name}", **value_of(hint), default=default, help=sentence)
+            group.add_argument(f"--{name}", **value_of(hint), default=default, help=help_text)
     return parser
 
 
 def value_of(hint) -> dict:
     """Say how argparse reads a field: int | None as one int, list[str] as several texts."""
     nargs = None
-    while inside := typing.get_args(hint):
+    while type_arguments := typing.get_args(hint):
         if typing.get_origin(hint) is list:
             nargs = "*"
-        hint = str if isinstance(inside[0], str) else inside[0]
+        hint = str if isinstance(type_arguments[0], str) else type_arguments[0]
     return {"type": hint, "nargs": nargs, "metavar": hint.__name__.upper()}

@@ -138,10 +138,11 @@ def check_training(config, stage: str, model, num_rows: int) -> Iterator[str]:
 
 
 def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
-    for part in getattr(rows, "parts", [rows]):  # a weight has the rows of a file several times
-        if isinstance(part, FileDataset):
-            yield from check_copies(part, names)
-            yield from check_turned(part)
+    parts = getattr(rows, "parts", [rows])  # a weight has the rows of a file several times
+    for file_rows in parts:
+        if isinstance(file_rows, FileDataset):
+            yield from check_copies(file_rows, names)
+            yield from check_turned(file_rows)
 
 
 def check_copies(rows: FileDataset, names: Sequence[str]) -> Iterator[str]:
@@ -163,8 +164,8 @@ def check_turned(rows: FileDataset) -> Iterator[str]:
         for item in media if boxes else ():
             with open_image(item.source, rows.folder) as image:
                 if image.getexif().get(ORIENTATION, 1) != 1:
-                    shown = load_image(image)
-                    fits.append((all_inside(boxes, image), all_inside(boxes, shown)))
+                    upright_image = load_image(image)
+                    fits.append((all_inside(boxes, image), all_inside(boxes, upright_image)))
     if fits and (False, True) not in fits:
         yield (
             f"{len(fits)} images are turned by their EXIF, boxes are read as of what is shown, "
@@ -186,8 +187,8 @@ def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
     """Pictures that are one and the same, or show nothing."""
-    shown = [tuple(image.tobytes() for image in row.images) for row in rows]
-    if len(rows) > 3 and all(shown) and len(set(shown)) == 1:
+    shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
+    if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield "all rows show one picture: look at what the column image or images names"
     pictures = [image for row in rows for image in row.images]
     num_plain = sum(image.getcolors(1) is not None for image in pictures)
@@ -201,16 +202,16 @@ def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """Prompts without pictures, or with too many tokens or too few."""
     prompts = [row.prompt(processor) for row in rows]
-    longest = max(len(prompt.input_ids) for prompt in prompts)
-    if longest > 8192:
-        yield f"a prompt has {longest} tokens: lower data.max_pixels or cut the text"
+    longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
+    if longest_prompt > 8192:
+        yield f"a prompt has {longest_prompt} tokens: lower data.max_pixels or cut the text"
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
         yield "no row has an image or video: name the column image or images"
         return
     num_tokens = max(map(processor.image_processor.num_tokens, grids))
-    sides = [max(image.size) for row in rows for image in row.images]
-    if num_tokens == 1 and max(sides, default=0) > 28:
+    longer_sides = [max(image.size) for row in rows for image in row.images]
+    if num_tokens == 1 and max(longer_sides, default=0) > 28:
         yield "each image is one token, which shows next to nothing: raise data.max_pixels"
 
 
@@ -231,8 +232,8 @@ def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
     """Solutions with boxes in other units, or of a corner and a size."""
     boxes = []
     for row, text in zip(rows, solutions, strict=True):
-        corners = parse_boxes(find_answer(text) or text) if row.images else []
-        for box in [Box(*four, row.images[0].size) for four in corners]:
+        corner_lists = parse_boxes(find_answer(text) or text) if row.images else []
+        for box in [Box(*corners, row.images[0].size) for corners in corner_lists]:
             if not box.valid or not box.inside() or max(box.x2, box.y2) <= 1:
                 yield (
                     f"{row.where}: {text:.80} is outside; "
@@ -259,14 +260,15 @@ def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> I
     max_new_tokens = config.sampling.max_new_tokens
     draws_later = {"grpo", "ppo"} & set(config.stages)
     for name in names:
-        ids = [encode_completion(processor, row.messages, getattr(row, name)).ids for row in rows]
-        last_ids = {int(answer_ids[-1]) for answer_ids in ids} - set(stop_ids)
+        answers = [encode_completion(processor, row.messages, getattr(row, name)) for row in rows]
+        id_lists = [answer.ids for answer in answers]
+        last_ids = {int(answer_ids[-1]) for answer_ids in id_lists} - set(stop_ids)
         if last_ids:
             yield f"a {name} ends with {min(last_ids)}: name it in sampling.stop_token_ids, or none"
-        longest = max(map(len, ids))
-        if draws_later and longest > max_new_tokens:
+        longest_answer = max(map(len, id_lists))
+        if draws_later and longest_answer > max_new_tokens:
             yield (
-                f"a {name} has {longest} tokens, "
+                f"a {name} has {longest_answer} tokens, "
                 f"sampling.max_new_tokens is {max_new_tokens}: raise it"
             )
     labels = {row.columns.get("label") for row in rows}
@@ -283,12 +285,12 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
             continue
         mean = earned([reward], rows, texts, processor).nanmean().item()
         if mean < 0.2:
-            cure = "are the labels shuffled, or does the reward ask for another form?"
+            advice = "are the labels shuffled, or does the reward ask for another form?"
             if reward.name != "format" and processor.answer == "tags" and not has_tags:
-                cure = "set data.answer: whole, or write <answer>...</answer>"
+                advice = "set data.answer: whole, or write <answer>...</answer>"
             yield (
                 f"demonstrations earn {mean:.2f} of reward {reward.name}: "
-                f"sft would teach what is not rewarded; {cure}"
+                f"sft would teach what is not rewarded; {advice}"
             )
     yield from unread_boxes(config, texts, processor)
 
@@ -328,36 +330,37 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         return
     solutions = solutions_of(rows)
     texts = [as_rollout(find_answer(text) or text, processor) for text in solutions]
-    right = earned(rewards, rows, texts, processor)
+    right_values = earned(rewards, rows, texts, processor)
     if any(row.columns.get("solution") is not None for row in rows):
         yield from check_constant(rewards, weights, rows, texts, processor)
-    yield from check_units(rewards, rows, solutions, right, processor)
+    yield from check_units(rewards, rows, solutions, right_values, processor)
     hacks = {}  # name of a text -> what it earns, (n, K)
     for name, text in HACKS.items():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
         hacks[name] = earned(rewards, rows, texts, processor)
-    yield from check_scales(rewards, weights, torch.cat([right, *hacks.values()]))
-    nothing = combine(hacks["nothing"], weights).nanmean()
-    if columns_of(rewards) and combine(right, weights).nanmean() <= nothing:
+    yield from check_scales(rewards, weights, torch.cat([right_values, *hacks.values()]))
+    nothing_mean = combine(hacks["nothing"], weights).nanmean()
+    if columns_of(rewards) and combine(right_values, weights).nanmean() <= nothing_mean:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
     for k, reward in enumerate(rewards):
-        means = {name: values[:, k].nanmean().item() for name, values in hacks.items()}
+        hack_means = {name: values[:, k].nanmean().item() for name, values in hacks.items()}
         if not reward.columns:
-            yield from check_same(reward, [*means.values(), right[:, k].nanmean().item()])
+            right_mean = right_values[:, k].nanmean().item()
+            yield from check_same(reward, [*hack_means.values(), right_mean])
         elif weights[k] > 0:
-            yield from check_hacks(reward, means)
+            yield from check_hacks(reward, hack_means)
 
 
 def check_constant(
     rewards: list[Reward], weights: Tensor, rows: Sequence[Row], texts, processor: Processor
 ) -> Iterator[str]:
     """One right answer that is right for nearly all rows."""
-    [(constant, count)] = Counter(texts).most_common(1)
-    values = earned(rewards, rows, [constant] * len(rows), processor)
-    share = combine(values, weights).nanmean() / weights.clamp(min=0).sum()
-    if count > 1 and share > 0.8:
+    [(constant_text, num_equal)] = Counter(texts).most_common(1)
+    constant_values = earned(rewards, rows, [constant_text] * len(rows), processor)
+    earned_share = combine(constant_values, weights).nanmean() / weights.clamp(min=0).sum()
+    if num_equal > 1 and earned_share > 0.8:
         yield (
-            f"always writing {constant!r:.80} earns {share:.2f} of all: "
+            f"always writing {constant_text!r:.80} earns {earned_share:.2f} of all: "
             "the rows hardly need their pictures; balance them"
         )
 
@@ -366,36 +369,39 @@ def check_units(
     rewards: list[Reward],
     rows: Sequence[Row],
     solutions: Sequence[str],
-    right: Tensor,
+    right_values: Tensor,
     processor: Processor,
 ) -> Iterator[str]:
     """Solutions with a unit that no question names and a reward insists on."""
-    numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
+    bare_numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
     num_unnamed = 0
-    for row, solution, number in zip(rows, solutions, numbers, strict=True):
-        unit = solution.removeprefix(number).strip()
+    for row, solution, bare_number in zip(rows, solutions, bare_numbers, strict=True):
+        unit = solution.removeprefix(bare_number).strip()
         num_unnamed += unit not in text_of(row.messages[-1])
     if 2 * num_unnamed <= len(rows):
         return
-    texts = [as_rollout(number, processor) for number in numbers]
-    means = earned(rewards, rows, texts, processor).nanmean(0)  # (K,)
-    for reward, mean, right_mean in zip(rewards, means, right.nanmean(0), strict=True):
-        if mean < 0.5 * right_mean:
+    texts = [as_rollout(bare_number, processor) for bare_number in bare_numbers]
+    bare_means = earned(rewards, rows, texts, processor).nanmean(0)  # (K,)
+    for reward, bare_mean, right_mean in zip(
+        rewards, bare_means, right_values.nanmean(0), strict=True
+    ):
+        if bare_mean < 0.5 * right_mean:
             yield (
-                f"reward {reward.name} takes {solutions[0]!r:.40} and not {numbers[0]!r:.40}: "
+                f"reward {reward.name} takes {solutions[0]!r:.40} and not {bare_numbers[0]!r:.40}: "
                 "name the unit in the question, or take recipes/answers.py:number"
             )
 
 
 def check_scales(rewards: list[Reward], weights: Tensor, values: Tensor) -> Iterator[str]:
     """A reward beside which the others do not count; values: of all texts, (m, K)."""
-    spreads = nanstd(values.double().T) * weights.abs()  # (K,)
-    largest = spreads.max().item()
-    others = (spreads.nansum() - spreads.max()).item()
-    if 0 < 100 * others < largest:
+    weighted_spreads = nanstd(values.double().T) * weights.abs()  # (K,)
+    largest_spread = weighted_spreads.max().item()
+    other_spreads = (weighted_spreads.nansum() - weighted_spreads.max()).item()
+    if 0 < 100 * other_spreads < largest_spread:
         yield (
-            f"reward {rewards[int(spreads.argmax())].name} differs by {largest:.2g} between texts, "
-            f"the others by {others:.2g}: they count for nothing; lower its weight"
+            f"reward {rewards[int(weighted_spreads.argmax())].name} "
+            f"differs by {largest_spread:.2g} between texts, the others by {other_spreads:.2g}: "
+            "they count for nothing; lower its weight"
         )
 
 
@@ -426,30 +432,30 @@ def check_rollouts(
     rewards = online_rewards(config)
     values, groups = draw(sample, rows, num_generations, rewards)
     completions = [completion for group in groups for completion in group]
-    cut = sum(not completion.stopped for completion in completions) / len(completions)
-    if cut > 0.3:
+    cut_share = sum(not completion.stopped for completion in completions) / len(completions)
+    if cut_share > 0.3:
         yield (
-            f"{cut:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
+            f"{cut_share:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); {LONGER}"
         )
     weights = reward_weights(config, rewards)
     totals = combine(values, weights)
     stds = group_std(totals.double(), num_generations)  # NaN for groups of one
-    equal = (stds < 1e-8).double().mean().item()
-    if equal > 0.9:
+    equal_share = (stds < 1e-8).double().mean().item()
+    if equal_share > 0.9:
         yield (
-            f"{equal:.0%} of {len(rows)} groups earn the same for all {num_generations} "
+            f"{equal_share:.0%} of {len(rows)} groups earn the same for all {num_generations} "
             "completions and would teach nothing; "
             "take easier or harder prompts, train sft first, or look at what the rewards ask for"
         )
-    means = dict(zip([reward.name for reward in rewards], values.nanmean(0), strict=True))
-    prompts = "".join(text_of(message) for row in rows for message in row.messages)
-    if "<answer>" not in prompts and means.get("format", 1) < 0.05:
+    reward_means = dict(zip([reward.name for reward in rewards], values.nanmean(0), strict=True))
+    prompt_text = "".join(text_of(message) for row in rows for message in row.messages)
+    if "<answer>" not in prompt_text and reward_means.get("format", 1) < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
     texts = [processor.turn(completion) for completion in completions]
     yield from check_found(texts, processor.answer)
     yield from unread_boxes(config, texts, processor)
-    if equal < 1 and any(row.images for row in rows):
+    if equal_share < 1 and any(row.images for row in rows):
         grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
         grey_values, _ = draw(sample, grey_rows, num_generations, rewards)
         yield from check_grey(totals, combine(grey_values, weights))
@@ -459,11 +465,11 @@ def check_rollouts(
 def check_found(texts: Sequence[str], place: str) -> Iterator[str]:
     """Completions without an answer where data.answer says that it is."""
     answers = [find_answer(text, place) for text in texts]
-    unparsed = answers.count(None) / len(texts)
-    if unparsed > 0.5:
+    unparsed_share = answers.count(None) / len(texts)
+    if unparsed_share > 0.5:
         yield (
-            f"{unparsed:.0%} of the completions have no answer where data.answer ({place}) looks; "
-            f"set data.answer (tags, whole, last_line), or {FORM}"
+            f"{unparsed_share:.0%} of the completions have no answer where data.answer "
+            f"({place}) looks; set data.answer (tags, whole, last_line), or {FORM}"
         )
 
 
@@ -486,16 +492,18 @@ def check_labels(
     for reward in rewards:
         means = []
         for shift in range(len(rows)):  # with what the row so many rows later says
-            swapped = []
+            swapped_rows = []
             for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True):
-                truth = {column: other.columns.get(column) for column in reward.columns}
-                swapped.append(replace(row, columns=row.columns | truth))
-            columns = recipe_columns(swapped, prompts, groups, processor)
+                true_columns = {column: other.columns.get(column) for column in reward.columns}
+                swapped_rows.append(replace(row, columns=row.columns | true_columns))
+            columns = recipe_columns(swapped_rows, prompts, groups, processor)
             means.append(ask_rewards([reward], columns).nanmean())
-        others = torch.tensor(means[1:])
-        if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
+        shifted_means = torch.tensor(means[1:])
+        mean = shifted_means.mean()
+        std = shifted_means.std()
+        if len(shifted_means) > 1 and std > 0 and means[0] <= mean + std:
             yield (
-                f"reward {reward.name} is {means[0]:.2f}, and {others.mean():.2f} with the "
+                f"reward {reward.name} is {means[0]:.2f}, and {mean:.2f} with the "
                 "solutions of other rows; were the solutions shuffled? Else train sft first"
             )
 
@@ -523,8 +531,8 @@ def solutions_of(rows: Sequence[Row]) -> list[str]:
 
 def spread(rows: Sequence) -> list:
     """Draw at most PROMPTS rows: with a fixed step all could be of one kind, as every second is."""
-    indices = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
-    return [rows[index] for index in sorted(indices)]
+    row_indices = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
+    return [rows[index] for index in sorted(row_indices)]
 
 
 def online_rewards(config) -> list[Reward]:

@@ -21,9 +21,13 @@ def main(arguments: list[str]):
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = Path(options.adapter)
-    given = adapter / WEIGHTS
-    merged = folder / "adapter" / WEIGHTS  # which a run writes beside weights that have it
-    if merged.is_file() and given.is_file() and digest([merged]) == digest([given]):
+    adapter_file = adapter / WEIGHTS
+    merged_file = folder / "adapter" / WEIGHTS  # which a run writes beside weights that have it
+    if (
+        merged_file.is_file()
+        and adapter_file.is_file()
+        and digest([merged_file]) == digest([adapter_file])
+    ):
         raise ValueError(f"{folder}: has this adapter in its weights already; give its base")
     model = load_model(folder)
     processor = load_processor(folder)

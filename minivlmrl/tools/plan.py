@@ -24,8 +24,8 @@ def main(arguments: list[str]):
         recipe = overrides.pop(0)
     costs = Costs(read_model_config(Path(options.model)))
     gpu_bytes = options.gpu_memory * GB
-    gpus = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
-    print(f"{options.model}: {costs.parameters:,} parameters; {gpus}")
+    gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
+    print(f"{options.model}: {costs.parameters:,} parameters; {gpu_text}")
     run = load_config(recipe, overrides)
     lengths = options.text_tokens, options.image_tokens, options.frames
     for stage in run.stages:
@@ -63,15 +63,15 @@ def table(phases: dict[str, dict], gpu_bytes: float) -> str:
     item_names = dict.fromkeys(name for items in phases.values() for name in items)
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
     for name in item_names:
-        sizes = [items.get(name) for items in phases.values()]
-        cells = ["" if size is None else f"{size / GB:.1f}" for size in sizes]
+        item_sizes = [items.get(name) for items in phases.values()]
+        cells = ["" if size is None else f"{size / GB:.1f}" for size in item_sizes]
         lines.append(table_row(name, cells))
     lines.append(table_row("in reserve", [f"{RESERVE / GB:.1f}"] * len(phases)))
     totals = []
     for name in phases:
-        total = peak_bytes({name: phases[name]})
-        mark = " (too much)" if total > gpu_bytes else ""
-        totals.append(f"{total / GB:.1f}{mark}")
+        total_bytes = peak_bytes({name: phases[name]})
+        mark = " (too much)" if total_bytes > gpu_bytes else ""
+        totals.append(f"{total_bytes / GB:.1f}{mark}")
     lines.append(table_row("all", totals))
     return "\n".join(lines)
 
