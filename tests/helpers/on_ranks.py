@@ -119,7 +119,7 @@ class EagerPlay(tool_sampler.Play):
 
     def __init__(self, environment):
         super().__init__(environment)
-        self.closing = re.compile(b"")
+        self.closing_tag = re.compile(b"")
 
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Result:
