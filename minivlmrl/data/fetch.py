@@ -22,7 +22,7 @@ MAX_IMAGE_PIXELS = 178_956_970
 
 Source = str | Path | bytes
 
-# Pillow warns from half of our limit on. Here, for threads share one list of filters.
+# Pillow warns from half of our limit on. Set once, because threads share one list of filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
@@ -84,7 +84,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if url.startswith("file://"):
         text = url2pathname(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # it might never end
+    # reading from a pipe or device might never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: a pipe or device; give a file")
     return str(path) if len(str(path)) <= 400 else name, path

@@ -28,7 +28,7 @@ PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys of a part that say what it shows
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
-MARK = re.compile("<(image|video)>")  # in a prompt's text it is where one goes
+MARK = re.compile("<(image|video)>")  # where an image or video goes in a prompt's text
 MAX_MEDIA = 1000  # of a row
 
 

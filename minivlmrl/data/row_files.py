@@ -20,7 +20,7 @@ from minivlmrl.hub.folder import parse_json
 from minivlmrl.hub.recipe_values import extra, naming, require
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
-NO_JSON_TYPES = date, time, timedelta, Decimal  # of parquet: text, as in CSV
+NO_JSON_TYPES = date, time, timedelta, Decimal  # of parquet; read as text, as in CSV
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns that are JSON in a CSV file

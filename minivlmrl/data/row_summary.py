@@ -79,10 +79,10 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
     return Picked([rows], kept_rows), list(long_rows.values())
 
 
-def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
-    """Refuse a prompt of over `limit` tokens (ValueError: its row, and `cause`); not videos."""
+def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str):
+    """Refuse a prompt of over `limit` tokens (ValueError: its row, and `reason`); not videos."""
     for _, where, prompt_length in _long_rows(rows, processor, limit):
-        raise ValueError(f"{where}: its prompt of {prompt_length} tokens {cause}")
+        raise ValueError(f"{where}: its prompt of {prompt_length} tokens {reason}")
 
 
 def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:

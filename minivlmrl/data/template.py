@@ -143,8 +143,8 @@ class ChatTemplate:
             if not text[start:turn_end].endswith(f"{END}\n"):
                 raise self._error(
                     f"SFT and pairs need Qwen's form, {END} and a line break at the end of an "
-                    "assistant's turn; put the chat_template.jinja of the Qwen model that this "
-                    "one was made from into its folder"
+                    "assistant's turn; put the chat_template.jinja of the Qwen model that was "
+                    "fine-tuned in place of this one"
                 )
             end = turn_end - 1  # nobody writes the line break
             flagged += [(piece, True) for piece in self._cut(text[start:end])]

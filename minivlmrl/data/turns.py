@@ -10,7 +10,7 @@ from PIL.Image import Image
 from minivlmrl.chat import IMAGE, Control, content_parts, join_text, layout_turn, part_kind
 from minivlmrl.rows import Completion, Processor, shown_parts
 
-VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # the environment's, whoever's turn it is
+VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # never written by the model
 MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
 
 
@@ -72,7 +72,7 @@ def _as_result(part: dict) -> dict:
 
 
 def without_answers(pieces: list[tuple[str, bool]], tools: Sequence[str]) -> list[tuple[str, bool]]:
-    """Cut <result>...</result> after a call in tags from what the assistant writes: it is read."""
+    """Flag <result>...</result> after a call in tags as not written: the assistant reads it."""
     tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
     answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
     cut_pieces = []
@@ -95,7 +95,7 @@ def parts_of(turns: list[dict]) -> list[dict]:
 
 
 def shown_parts_of(turns: list[dict]) -> list[dict]:
-    """List those that are an image or a video."""
+    """List the parts of several turns that are an image or a video."""
     return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
@@ -124,7 +124,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring text of one flag, no empty text: no token is half the assistant's."""
+    """Join neighbouring text of one flag, so that no token is half the assistant's; none is empty."""
     joined_pieces = []
     filled_pieces = [pair for pair in pieces if pair[0]]
     for is_written, run in groupby(filled_pieces, key=lambda pair: pair[1]):

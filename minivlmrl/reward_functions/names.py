@@ -181,7 +181,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 
 def line_of(function: Callable, error: Exception) -> str:
-    """Say which line of the file that a reward is in has raised an error: " in mine.py:7"."""
+    """Say at which line of a function's own file an error was raised: " in mine.py:7"."""
     function = inspect.unwrap(getattr(function, "func", function))
     if inspect.isclass(function):
         function = function.__init__
