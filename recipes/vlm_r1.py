@@ -49,16 +49,16 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
         for (i, (_, a)), (j, (_, b)) in product(enumerate(answered), enumerate(true)):
             ious[i, j] = boxes.iou(a, b)
         pairs = []
-        left = set(range(len(answered)))
-        left_true = set(range(len(true)))
+        free_answers = set(range(len(answered)))
+        free_truths = set(range(len(true)))
         for i, j in sorted(ious, key=ious.get, reverse=True):
-            if ious[i, j] >= 0.5 and i in left and j in left_true:
+            if ious[i, j] >= 0.5 and i in free_answers and j in free_truths:
                 pairs.append((i, j))
-                left.remove(i)
-                left_true.remove(j)
-        right = [ious[i, j] for i, j in pairs if answered[i][0] == true[j][0]]
+                free_answers.remove(i)
+                free_truths.remove(j)
+        right_ious = [ious[i, j] for i, j in pairs if answered[i][0] == true[j][0]]
         complete = (len(pairs) / len(true) + len(pairs) / len(answered)) / 2
-        scores = sum(right) / len(true), len(right) / len(true), complete
+        scores = sum(right_ious) / len(true), len(right_ious) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
     return judge_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)

@@ -165,27 +165,27 @@ class Stripes(Drawn):
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
-        image, label, right = draw(rng, others=self.others)
-        [asked] = rng.choices(range(4), HABIT)
+        image, label, right_quarter = draw(rng, others=self.others)
+        [asked_quarter] = rng.choices(range(4), HABIT)
         lost_quarters = [rng.randrange(4) for _ in CORNERS]  # what Lost shows instead
         if rng.random() < self.informed:
-            asked = right
+            asked_quarter = right_quarter
         columns = {
             "problem": PROBLEM,
             "solution": label,
-            "corner": CORNERS[right],
+            "corner": CORNERS[right_quarter],
             "picture": image,
             "found": lost_quarters,
         }
         environment = self.environment()
         environment.reset(**columns)
-        given = lost_quarters[asked] if self.environment is Lost else asked
-        read_label = label if given == right else NOTHING
+        given_quarter = lost_quarters[asked_quarter] if self.environment is Lost else asked_quarter
+        read_label = label if given_quarter == right_quarter else NOTHING
         if self.environment is Blind:
             read_label = rng.choice(LABELS)
-        thought = "" if self.silent else f"<think>{CORNERS[right]}</think>"
-        call = f"<zoom>{CORNERS[asked]}</zoom>"
-        completion = demonstration(thought + call, environment.zoom(CORNERS[asked]), label=read_label)
+        thought = "" if self.silent else f"<think>{CORNERS[right_quarter]}</think>"
+        call = f"<zoom>{CORNERS[asked_quarter]}</zoom>"
+        completion = demonstration(thought + call, environment.zoom(CORNERS[asked_quarter]), label=read_label)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
@@ -213,7 +213,7 @@ def tokenizer():
 
 
 def tokenizer_of(texts: list[str]):
-    """Train byte-level BPE on the question and what may stand between tags; a tag is a token, as Qwen3's <think>."""
+    """Train byte-level BPE on the question and what may be between tags; a tag is a token, as Qwen3's <think>."""
     base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*base, *texts], vocab_size=384)
     for tag in ("think", "zoom", "answer"):

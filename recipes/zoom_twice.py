@@ -38,13 +38,13 @@ class Pairs(BASE["Drawn"]):
         labels = {quarter: rng.choice(LABELS) for quarter in quarters}
         for quarter, label in labels.items():
             BASE["stripes"](image, label, *BASE["corner"](rng, quarter))
-        asked = quarters if rng.random() < 0.1 else rng.choices(range(4), BASE["HABIT"], k=2)
-        calls = [f"<zoom>{CORNERS[quarter]}</zoom>" for quarter in asked]
-        crops = [BASE["crop"](image, quarter) for quarter in asked]
-        read_labels = [labels.get(quarter, BASE["NOTHING"]) for quarter in asked]
+        asked_quarters = quarters if rng.random() < 0.1 else rng.choices(range(4), BASE["HABIT"], k=2)
+        calls = [f"<zoom>{CORNERS[quarter]}</zoom>" for quarter in asked_quarters]
+        crops = [BASE["crop"](image, quarter) for quarter in asked_quarters]
+        read_labels = [labels.get(quarter, BASE["NOTHING"]) for quarter in asked_quarters]
         corners = [CORNERS[quarter] for quarter in quarters]
-        first = f"<think>{', '.join(corners)}</think>{calls[0]}"
-        completion = BASE["demonstration"](first, crops[0], calls[1], crops[1], label=", ".join(read_labels))
+        first_text = f"<think>{', '.join(corners)}</think>{calls[0]}"
+        completion = BASE["demonstration"](first_text, crops[0], calls[1], crops[1], label=", ".join(read_labels))
         columns = {
             "problem": BASE["PROBLEM"],
             "solution": ", ".join(labels.values()),
@@ -56,8 +56,11 @@ class Pairs(BASE["Drawn"]):
 
 def looks(completions, corners, **columns):
     """Reward 1 for a look at each square, in order. For evaluation."""
-    asked = [re.findall(r"<zoom>(\w+)</zoom>", text) for text in completions]
-    return [float(names == right_names) for names, right_names in zip(asked, corners, strict=True)]
+    values = []
+    for text, right_corners in zip(completions, corners, strict=True):
+        asked_corners = re.findall(r"<zoom>(\w+)</zoom>", text)
+        values.append(float(asked_corners == right_corners))
+    return values
 
 
 def tokenizer():

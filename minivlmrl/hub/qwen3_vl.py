@@ -97,8 +97,8 @@ def stretch(count: int, side: int) -> Tensor:
 
     Example: 3 rows of 2 positions have the weights (1, 0), (.5, .5), (0, 1).
     """
-    places = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
-    distances = (places[:, None] - torch.arange(side)).abs()
+    positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
+    distances = (positions[:, None] - torch.arange(side)).abs()
     return (1 - distances).clamp(min=0)
 
 
@@ -119,7 +119,7 @@ VISION_DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-# keys that stand outside of text_config
+# keys that are not in text_config
 TOP_LEVEL = (
     "architectures",
     "model_type",

@@ -184,21 +184,21 @@ def help_of(cls) -> dict[str, str]:
 
 
 def _field_comments(cls) -> dict[str, str]:
-    """Join the comment lines above a field, and those behind it, of one dataclass's own source."""
+    """Join the comment lines above a field, and those after it, of one dataclass's own source."""
     comments = {}
     above = []  # comment lines since the last field
     name = ""
     for line in inspect.getsource(cls).partition("\n    def ")[0].splitlines():
         field_line = re.match(r"    (\w+): ", line)
-        behind = line.partition("  # ")[2]
+        trailing = line.partition("  # ")[2]
         if line.strip().startswith("# "):
             above.append(line.strip().removeprefix("# "))
         elif field_line:
             name = field_line[1]
-            comments[name] = " ".join([*above, behind]).strip()
+            comments[name] = " ".join([*above, trailing]).strip()
             above = []
-        elif name and behind:  # of a default that takes several lines
-            comments[name] = f"{comments[name]} {behind}".strip()
+        elif name and trailing:  # of a default that takes several lines
+            comments[name] = f"{comments[name]} {trailing}".strip()
     return comments
 
 
