@@ -113,10 +113,10 @@ def decode_builds() -> list[Build]:
     pointers = dict.fromkeys(["q", "k", "v", "hidden", "own_k", "own_v", "unseen"], "*bf16")
     pointers |= {"outs": "*fp32", "ends": "*fp32"}
     names = ["unseen_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part"]
-    numbers = dict.fromkeys([*names, "own_keys", "own_part"], "i32") | {"scale": "fp32"}
+    numbers = dict.fromkeys([*names, "own_keys", "own_part"], "i32")
     found = []
     for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
-        sizes = {"K": K, "HEADS": heads, "D": D, "TILE": tile, "OWN_TILE": 16, "BLOCK": decoding.BLOCK}
+        sizes = {"K": K, "HEADS": heads, "D": D, "TILE": tile, "OWN_TILE": 16}
         name = f"decode_attention {K * heads}/{K} heads of {D}, {tile} queries"
         warps = decoding.WARPS[D]
         found.append(Build(name, decoding._parts_kernel, pointers | numbers, sizes, warps, decoding.STAGES))
@@ -129,7 +129,9 @@ def decode_builds() -> list[Build]:
 
 def nf4_builds() -> list[Build]:
     """Weights of 4 bits."""
-    given = dict.fromkeys(["packed", "indices"], "*u8") | dict.fromkeys(["scales", "offset", "code", "table"], "*fp32")
+    given = dict.fromkeys(["packed", "indices"], "*u8") | dict.fromkeys(
+        ["scales", "offset", "scale_table", "value_table"], "*fp32"
+    )
     sizes = {"BYTES": nf4_unpack.BYTES, "GROUP": nf4_unpack.GROUP}
     given |= {"out": "*bf16", "size": "i32"}
     return [Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)]

@@ -25,8 +25,8 @@ from torch import Tensor
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
-ASKED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
-if INSTALLED and (ASKED or torch.cuda.is_available()):
+REQUESTED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
+if INSTALLED and (REQUESTED or torch.cuda.is_available()):
     import triton
     import triton.language as tl
 
@@ -34,7 +34,6 @@ if INSTALLED and (ASKED or torch.cuda.is_available()):
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tensors; kernels compute in float32
 CAPABILITY = (8, 0)  # of the oldest NVIDIA card with bfloat16 (A100); AMD's numbers are larger
-_warn = cache(lambda why: warnings.warn(f"kernels run in torch, slower: {why}", stacklevel=3))
 
 
 def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
@@ -50,6 +49,11 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
     if obstacle and tensor.dtype in DTYPES:
         _warn(obstacle)
     return "torch" if obstacle else "triton"
+
+
+@cache
+def _warn(obstacle: str) -> None:
+    warnings.warn(f"kernels run in torch, slower: {obstacle}", stacklevel=3)
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

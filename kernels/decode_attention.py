@@ -27,16 +27,16 @@ from minivlmrl.kernels.window_attention import DTYPES
 PROGRAMS = 128  # one for each multiprocessor, of prompts and of own keys
 MOST_PARTS = 32  # of a query's keys
 TILE = 64  # queries of a program
-BLOCK = 32  # keys that a program reads at once
+KEY_BLOCK = 32  # keys that a program reads at once
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # by head_dim
 STAGES = 2  # blocks of keys on their way
 constexpr = tl.constexpr
+BLOCK = tl.constexpr(KEY_BLOCK)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _attend(
-    queries, k, v, mask, begin, end, scale, TILE: constexpr, D: constexpr, BLOCK: constexpr
-):
+def _attend(queries, k, v, mask, begin, end, TILE: constexpr, D: constexpr):
     """Compute o (TILE, D) and e (TILE,) of the keys from begin to end, for queries (TILE, D)."""
     top = tl.full((TILE,), -1e38, tl.float32)  # 2^(-inf - top) is 0, where -inf - -inf is NaN
     total = tl.zeros((TILE,), tl.float32)
@@ -48,7 +48,7 @@ def _attend(
         key_block = tl.load(k + offsets, mask=inside, other=0.0)
         bias = tl.load(mask + keys, mask=keys < end, other=float("-inf")).to(tl.float32)
         products = tl.dot(queries, tl.trans(key_block), input_precision="ieee")
-        scores = products * scale + bias[None, :]
+        scores = products * (D**-0.5 * LOG2E) + bias[None, :]
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -75,12 +75,10 @@ def _part(
     group_rows,
     num_keys,
     part_keys,
-    scale,
     K: constexpr,
     HEADS: constexpr,
     D: constexpr,
     TILE: constexpr,
-    BLOCK: constexpr,
 ):
     """Write o and e of one part of the keys of one key head, for a tile of its queries.
 
@@ -110,7 +108,7 @@ def _part(
     # hidden keys come last: where the first of a part is hidden, all of them are
     part_end = tl.minimum(begin + part_keys, num_keys)
     end = tl.where(tl.load(mask + begin) == 0, part_end, begin)
-    out, log_sum = _attend(queries, k, v, mask, begin, end, scale, TILE, D, BLOCK)
+    out, log_sum = _attend(queries, k, v, mask, begin, end, TILE, D)
 
     line += part * lines
     tl.store(ends + line, log_sum, mask=inside)
@@ -137,13 +135,11 @@ def _parts_kernel(
     prompt_part,
     own_keys,
     own_part,
-    scale,
     K: constexpr,
     HEADS: constexpr,
     D: constexpr,
     TILE: constexpr,
     OWN_TILE: constexpr,
-    BLOCK: constexpr,
 ):
     """The first programs compute parts of prompts; then a row is a group of its own keys."""
     program = tl.program_id(0)
@@ -161,12 +157,10 @@ def _parts_kernel(
             prompt_rows,
             prompt_keys,
             prompt_part,
-            scale,
             K,
             HEADS,
             D,
             TILE,
-            BLOCK,
         )
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines  # lines of the prompts' parts come first
@@ -183,12 +177,10 @@ def _parts_kernel(
             1,
             own_keys,
             own_part,
-            scale,
             K,
             HEADS,
             D,
             OWN_TILE,
-            BLOCK,
         )
 
 
@@ -228,7 +220,7 @@ def cut(k: Tensor, queries: int) -> Cut:
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))  # 16: of a matrix instruction
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MOST_PARTS, max(1, PROGRAMS // tiles))
-    part_keys = BLOCK * max(1, math.ceil(T / (parts * BLOCK)))
+    part_keys = KEY_BLOCK * max(1, math.ceil(T / (parts * KEY_BLOCK)))
     parts = math.ceil(T / part_keys)
     return Cut(tile, part_keys, parts, tiles * parts)
 
@@ -274,13 +266,11 @@ def decode_attention(
             prompt_part=of_prompts.part_keys,
             own_keys=own_k.shape[2],
             own_part=of_rows.part_keys,
-            scale=D**-0.5 * math.log2(math.e),
             K=K,
             HEADS=heads_per_key,
             D=D,
             TILE=of_prompts.tile,
             OWN_TILE=of_rows.tile,
-            BLOCK=BLOCK,
             num_warps=WARPS[D],
             num_stages=STAGES,
         )

@@ -18,7 +18,8 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 # On a CPU, with at most this many keys and heads this narrow, the formula written out takes half
 # the time of the fused kernel, forward and backward. With more keys the scores no longer fit the
 # caches; with heads of 80 and 128 the fused kernel is as fast.
-MOST_KEYS, MOST_HEAD_DIM = 128, 64
+MOST_KEYS = 128
+MOST_HEAD_DIM = 64
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -59,20 +60,23 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
-    repeat = q.shape[1] // k.shape[1]
-    L = q.shape[2]
-    T = k.shape[2]
-    short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM
-    flash = is_causal and q.device.type == "cuda" and q.shape[3] % 8 == 0
+    (_, H, L, D) = q.shape
+    (_, K, T, _) = k.shape
+    flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         # no mask in memory, unseen blocks skipped; causal_lower_right ends here too
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    if is_causal and L == T and not short:
+    written_out = q.device.type == "cpu" and T <= MOST_KEYS and D <= MOST_HEAD_DIM
+    if is_causal and L == T and not written_out:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
-    mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1) if is_causal else None
-    if short:
-        out = attention_scores(q, k, mask).softmax(-1).to(q.dtype) @ v  # scores (S, K, repeat*L, T)
+    repeat = H // K
+    q = q.unflatten(1, (K, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
+    mask = None
+    if is_causal:
+        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1)  # (repeat*L, T)
+    if written_out:
+        weights = attention_scores(q, k, mask).softmax(-1)  # (S, K, repeat*L, T)
+        out = weights.to(q.dtype) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.unflatten(2, (repeat, L)).flatten(1, 2)
@@ -84,11 +88,15 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
     mask: (L, T), or of as many dimensions as the scores; 0 or -inf.
     """
     scale = q.shape[-1] ** -0.5
-    if q.dtype != torch.promote_types(q.dtype, torch.float32):
+    if q.dtype not in (torch.float32, torch.float64):
         scores = float32_matmul(q, k.mT)  # a scaled q would be rounded
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
-    added, beta = (q.new_empty(()), 0) if mask is None else (mask, 1)
-    if added.dim() > 2:
-        added = added.expand(*q.shape[:-2], *added.shape[-2:]).flatten(0, -3)
-    scores = torch.baddbmm(added, q.flatten(0, -3), k.flatten(0, -3).mT, beta=beta, alpha=scale)
+    queries = q.flatten(0, -3)
+    keys = k.flatten(0, -3).mT
+    if mask is None:
+        scores = torch.baddbmm(q.new_empty(()), queries, keys, beta=0, alpha=scale)
+    else:
+        if mask.dim() > 2:
+            mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
+        scores = torch.baddbmm(mask, queries, keys, alpha=scale)
     return scores.unflatten(0, q.shape[:-2])

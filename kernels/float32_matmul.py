@@ -15,4 +15,5 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.matmul(a.to(wide), b.to(wide), out=out)
     if a.dim() == 2:
         return torch.mm(a, b, out_dtype=wide, out=out)
-    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=wide).unflatten(0, a.shape[:-2])
+    products = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=wide)
+    return products.unflatten(0, a.shape[:-2])

@@ -36,14 +36,14 @@ def by_definition(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute gated_delta_rule token by token."""
-    out = []
+    outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
-        known = torch.einsum("bhkv,bhk->bhv", state, k[:, i])
-        new = beta[:, i, :, None] * (v[:, i] - known)
-        state = state + k[:, i, :, :, None] * new[:, :, None]
-        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]))
-    return torch.stack(out, dim=1), state
+        known_value = torch.einsum("bhkv,bhk->bhv", state, k[:, i])  # S^T k
+        u = beta[:, i, :, None] * (v[:, i] - known_value)
+        state = state + k[:, i, :, :, None] * u[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]))
+    return torch.stack(outputs, dim=1), state
 
 
 def gated_delta_rule(
@@ -58,30 +58,42 @@ def gated_delta_rule(
     Returns:
         (b, T, H, V), and the state after the last token.
     """
-    (b, T) = q.shape[:2]
-    C = min(CHUNK, q.shape[1])
+    T = q.shape[1]
     if T == 1:
         return by_definition(q, k, v, beta, g, state)
-
-    def chunks(x: Tensor) -> Tensor:
-        """(b, T, H, ...) -> (b, H, chunks, C, ...): tokens of zeros at the end change no state."""
-        filled = torch.cat([x, x.new_zeros(b, -T % C, *x.shape[2:])], dim=1)
-        return filled.unflatten(1, (-1, C)).movedim(3, 1)
-
-    q, k, v, beta, total = (chunks(x) for x in (q, k, v, beta[..., None], g))
-    total = total.cumsum(-1)  # G
+    C = min(CHUNK, T)
+    q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
+    G = g.cumsum(-1)  # (b, H, chunks, C)
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    decay = (total[..., None] - total[..., None, :]).masked_fill(later, -math.inf).exp()
-    since = total.exp()[..., None]
-    until = (total[..., -1:] - total).exp()[..., None]
+    decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()  # from j to i
+    since = G.exp()[..., None]  # the decay since the chunk began, (b, H, chunks, C, 1)
+    until = (G[..., -1:] - G).exp()[..., None]  # the decay until it ends
+    X, Y = solve_chunks(k, v, beta, decay, since)
+    queries = q * since
+    M = (q @ k.mT) * decay
+    keys = (k * until).mT
+    tensors = (X, Y, queries, M, keys, since[..., -1:, :])
+    outputs = []
+    for chunk in zip(*(x.unbind(2) for x in tensors), strict=True):
+        (chunk_x, chunk_y, chunk_queries, chunk_m, chunk_keys, chunk_decay) = chunk
+        u = chunk_x - chunk_y @ state  # (b, H, C, V)
+        outputs.append(chunk_queries @ state + chunk_m @ u)
+        state = chunk_decay * state + chunk_keys @ u
+    return torch.cat(outputs, dim=2)[:, :, :T].transpose(1, 2), state
+
+
+def in_chunks(x: Tensor, size: int) -> Tensor:
+    """(b, T, H, ...) -> (b, H, chunks, size, ...): zeros at the end change no state."""
+    (b, T) = x.shape[:2]
+    filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
+    return filled.unflatten(1, (-1, size)).movedim(3, 1)
+
+
+def solve_chunks(
+    k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Solve the triangular systems of all chunks: X and Y of the derivation."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
-    lower = beta * (k @ k.mT) * decay  # its diagonal is not read
+    lower = beta * (k @ k.mT) * decay  # L; its diagonal is not read
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    x, y = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    parts = x, y, q * since, (q @ k.mT) * decay, (k * until).mT, since[..., -1:, :]
-    out = []
-    for x, y, q, inside, k, decay in zip(*(part.unbind(2) for part in parts), strict=True):
-        new = x - y @ state
-        out.append(q @ state + inside @ new)
-        state = decay * state + k @ new
-    return torch.cat(out, dim=2)[:, :, :T].transpose(1, 2), state
+    return solved.split([v.shape[-1], k.shape[-1]], dim=-1)

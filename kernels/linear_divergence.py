@@ -28,7 +28,8 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, w, teacher_h, teacher_w, weights, beta, temperature):
-        grad_h, grad_w = (torch.zeros_like(x, dtype=weights.dtype) for x in (h, w))
+        grad_h = torch.zeros_like(h, dtype=weights.dtype)
+        grad_w = torch.zeros_like(w, dtype=weights.dtype)
         values = torch.zeros_like(weights)
         size = rows_of_piece(len(h), len(w), h.device.type)
         for start in range(0, len(h), size):
@@ -46,7 +47,8 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, _):
-        return *(grad * g for grad in ctx.saved_tensors), *[None] * 5
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_h * g, grad_w * g, None, None, None, None, None
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -59,5 +61,7 @@ def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tenso
         value = (p * (log_p - log_q)).sum(-1)
         return value, p * (log_p - log_q - value[:, None])
     log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
-    own, other = ((x.exp() * (x - log_m)).sum(-1) for x in (log_p, log_q))
-    return beta * other + (1 - beta) * own, (1 - beta) * p * (log_p - log_m - own[:, None])
+    student = (p * (log_p - log_m)).sum(-1)  # KL(p || m)
+    teacher = (q * (log_q - log_m)).sum(-1)  # KL(q || m)
+    gradient = (1 - beta) * p * (log_p - log_m - student[:, None])
+    return beta * teacher + (1 - beta) * student, gradient

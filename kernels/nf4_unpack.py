@@ -10,27 +10,39 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import tl, triton
 
-BLOCK, GROUP = 64, 256  # values of one scale, scales of one scale
+BLOCK = 64  # values of one scale
+GROUP = 256  # scales of one scale
 BYTES = 1024  # of a program: 16 values of bfloat16 a thread, in two writes
 constexpr = tl.constexpr
 
 
 @triton.jit
 def _kernel(
-    packed, indices, scales, offset, code, table, out, size, BYTES: constexpr, GROUP: constexpr
+    packed,
+    indices,
+    scales,
+    offset,
+    scale_table,
+    value_table,
+    out,
+    size,
+    BYTES: constexpr,
+    GROUP: constexpr,
 ):
-    """BYTES bytes, two values of each."""
-    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    """Unpack BYTES bytes, two values of each; `size` is the number of all bytes."""
+    begin = tl.program_id(0).to(tl.int64) * BYTES
+    byte = begin + tl.arange(0, BYTES)
     inside = byte < size
     pair = tl.load(packed + byte, mask=inside, other=0).to(tl.int32)
     block = byte // 32
-    scale = tl.load(code + tl.load(indices + block, mask=inside, other=0).to(tl.int32))
-    scale = scale * tl.load(scales + block // GROUP, mask=inside, other=0.0) + tl.load(offset)
-    first = tl.load(table + (pair >> 4)) * scale
-    second = tl.load(table + (pair & 15)) * scale
-    at = tl.program_id(0).to(tl.int64) * 2 * BYTES + tl.arange(0, 2 * BYTES)
-    both = tl.interleave(first, second)
-    tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * size)
+    scale_index = tl.load(indices + block, mask=inside, other=0).to(tl.int32)
+    group_scale = tl.load(scales + block // GROUP, mask=inside, other=0.0)
+    scale = tl.load(scale_table + scale_index) * group_scale + tl.load(offset)
+    first = tl.load(value_table + (pair >> 4)) * scale
+    second = tl.load(value_table + (pair & 15)) * scale
+    values = tl.interleave(first, second).to(out.dtype.element_ty)
+    position = 2 * begin + tl.arange(0, 2 * BYTES)
+    tl.store(out + position, values, mask=position < 2 * size)
 
 
 def nf4_unpack(
@@ -41,9 +53,19 @@ def nf4_unpack(
     Args: see adapters/nf4.pack; tables: of scales (256,) and of values (16,).
     """
     size = packed.numel()
-    out = packed.new_empty(2 * packed.numel(), dtype=dtype)
-    options = {"BYTES": BYTES, "GROUP": GROUP, "num_warps": 4, "enable_fp_fusion": False}
-    grid = (triton.cdiv(size, BYTES),)
+    out = packed.new_empty(2 * size, dtype=dtype)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        _kernel[grid](packed, indices, scales, offset, *tables, out, size, **options)
+        _kernel[(triton.cdiv(size, BYTES),)](
+            packed,
+            indices,
+            scales,
+            offset,
+            *tables,
+            out,
+            size,
+            BYTES=BYTES,
+            GROUP=GROUP,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return out

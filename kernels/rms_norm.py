@@ -40,8 +40,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor):
         x, weight, r = ctx.saved_tensors
-        n, g, wide_weight = x * r, g.to(r.dtype), weight.to(r.dtype)
-        products = (g * n).flatten(0, -2)
+        n = x * r
+        g = g.to(r.dtype)
+        wide_weight = weight.to(r.dtype)
+        products = (g * n).flatten(0, -2)  # (rows, D)
         means = (products @ wide_weight / -len(weight)).view(r.shape)  # of -g weight n, of each row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
-        return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None
+        grad_weight = products.sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

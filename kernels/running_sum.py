@@ -11,8 +11,12 @@ def running_sum(x: Tensor) -> Tensor:
 
     A vocabulary took .3 ms of each token.
     """
-    missing = -x.shape[1] % BLOCK
-    blocks = (F.pad(x, (0, missing)) if missing else x).unflatten(1, (-1, BLOCK)).cumsum(-1)
+    vocab = x.shape[1]
+    missing = -vocab % BLOCK
+    if missing:
+        x = F.pad(x, (0, missing))
+    blocks = x.unflatten(1, (-1, BLOCK)).cumsum(-1)  # (r, blocks, BLOCK)
     totals = blocks[..., -1]  # (r, blocks)
-    sums = (blocks + (totals.cumsum(-1) - totals)[..., None]).flatten(1)
-    return sums[:, : x.shape[1]].contiguous()
+    before = totals.cumsum(-1) - totals
+    sums = (blocks + before[..., None]).flatten(1)
+    return sums[:, :vocab].contiguous()
