@@ -136,7 +136,7 @@ def on_card(card: str):
         (R, H, D) = q.shape
         (B, K, P, _) = k.shape
         C = own_k.shape[2]
-        parts = cut(k, R // B * H // K)[2] + cut(own_k, H // K)[2]
+        parts = cut(k, R // B * H // K).parts + cut(own_k, H // K).parts
         between = 2 * 4 * parts * R * H * (D + 1)  # what the parts write and the second kernel reads
         size = size_of((q, q, k, v, own_k, own_v, hidden, unseen)) + between
         count.add("decode attention", size, 4.0 * q.numel() * (P + C), launches=2, rate=FLASH)

@@ -122,7 +122,7 @@ def slices(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
-def cut(hidden: Tensor, *rest) -> Pieces:
+def make_pieces(hidden: Tensor, *rest) -> Pieces:
     """Choose the path; rest: what Pieces takes."""
     kind = TritonPieces if backend_for(hidden) == "triton" else TorchPieces
     return kind(hidden, *rest)
@@ -168,7 +168,7 @@ def differentiate(
 ) -> None:
     """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
     (hidden, weight, ids, mask), (grad_hidden, grad_weight) = inputs, grads
-    pieces = cut(hidden, weight, ids, mask, temperature)
+    pieces = make_pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
             total = grad_weight[tile].to(pieces.memory.dtype)  # itself in float32
@@ -187,7 +187,7 @@ def differentiate(
 def _op(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pieces = cut(hidden, weight, ids, mask, temperature)
+    pieces = make_pieces(hidden, weight, ids, mask, temperature)
     scored = [pieces.score(rows) for rows in pieces.rows]
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 
