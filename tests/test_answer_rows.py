@@ -1,4 +1,4 @@
-"""`evaluate` and `generate` over a file of rows: lines, means and pass@k."""
+"""`evaluate` and `generate` over a file of rows: lines and means; pass@k of such a file."""
 
 import json
 import shutil
@@ -9,6 +9,7 @@ from pytest import approx
 
 from minivlmrl.rewards import accuracy, find_answer
 from minivlmrl.tools import answer_rows
+from recipes import pass_at_k
 
 SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
@@ -35,7 +36,7 @@ def test_results_scored_again_give_the_same_mean(evaluate, capsys):
     again = accuracy(answer_texts=[find_answer(text, "whole") for text in texts], solution=solutions)
     assert summary["accuracy"] == approx(sum(again) / 16)
     assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
-    assert {"pass@1", "pass@2", "majority", "format"} <= summary.keys()
+    assert "format" in summary and pass_at_k.summarise(lines)["pass@1"] == approx(summary["accuracy"])
     assert f"accuracy                    {summary['accuracy']:.3f}" in capsys.readouterr().out
 
 
@@ -77,18 +78,12 @@ def test_generate_writes_answers_alone(evaluate):
     assert evaluate("--rows=3", tool=answer_rows.generate)[0] == lines[:3]
 
 
-def test_the_summary_by_hand():
-    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0."""
-
-    def summarise(*groups):
-        answers = [[{"answer": a, "stopped": True, "rewards": {"accuracy": r}} for a, r in group] for group in groups]
-        return answer_rows.summarise([{"answers": said} for said in answers], ["accuracy"])
-
-    right, wrong = ("Cat.", 1.0), ("dog", 0.0)
-    assert summarise([right, wrong, ("cat", 1.0), ("bird", 0.0)], [wrong] * 4) == approx({
-        "cut": 0, "accuracy": 0.25, "pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5,
-    })  # fmt: skip
-    assert summarise([("a", None)]) == {"cut": 0, "accuracy": None}
+def test_pass_at_k_by_hand():
+    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0; a row without a solution is left out."""
+    rows = [("cat", ["Cat.", "dog", "cat", "bird"]), ("cat", ["dog"] * 4), (None, ["dog"])]
+    lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]
+    by_hand = {"pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5}
+    assert pass_at_k.summarise(lines) == approx(by_hand)
 
 
 def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_path):

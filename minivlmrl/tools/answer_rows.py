@@ -13,7 +13,6 @@ Its adapter is not used: checkpoint/ of a run has it in its weights.
 
 import argparse
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,15 +21,13 @@ from pathlib import Path
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.reward_functions.names import columns_of
-from minivlmrl.rewards import find_answer, normalize
+from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
-from minivlmrl.run.config import check_found, load_config, recipes_folder
+from minivlmrl.run.config import RunConfig, check_found, load_config, recipes_folder
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
 from minivlmrl.scale import ranks
-
-RIGHT = 0.5  # an answer is right if its first reward is at least this: accuracy 1, or an IoU of 0.5
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -54,51 +51,32 @@ def run(tool: str, arguments: list[str]):
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
     judges = tool == "evaluate"
-    fixed = {"model.path": options.model, "data.train_file": options.data}
-    fixed |= {"data.eval_file": options.data, "data.eval_rows": options.rows}
-    # nothing is trained
-    fixed |= {"model.config": None, "data.task": None, "data.train": []}
-    fixed |= {"reference": {}} | ({} if judges else {"data.eval_rewards": ["accuracy", "format"]})
-    # of RUN/best/checkpoint
-    near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]
-    near = list(filter(Path.is_file, [*near, find_folder(options.model) / ASKED]))
-    if not (near or options.recipe):  # what our recipe says was not said to another's model
-        overrides = ["--data.prompt_template={problem}", *overrides]
-    recipe = options.recipe or [*near, recipes_folder() / "own_data.yaml"][0]
-    fixed = [f"--{key}={json_text(value)}" for key, value in fixed.items()]
-    config = load_config(recipe, ["--adapter={}", "--rewards={}", *overrides, *fixed])
-    config.data.eval_rewards = list(config.rewards) or config.data.eval_rewards
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 0.0 if options.num_generations == 1 else 1.0
-    sampling = replace(config.sampling, temperature=temperature)
-    if not options.recipe:
-        check_found(recipe, config, overrides)
+    config = read_config(options, overrides, judges)
     rewards = config.held_out_rewards if judges else []
     names = [reward.name for reward in rewards]
     rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
-        print(f"recipe: {recipe}", flush=True)
+        print(f"recipe: {config.recipe}", flush=True)
     model, processor = build_model(config, world)
-    lines = []
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.num_generations == 1 else 1.0
+    sampling = replace(config.sampling, temperature=temperature)
     sample = build_sampler(model, processor, sampling, world)
-    home = Path(options.model).resolve().parent if Path(options.model).is_dir() else Path()
-    out = Path(options.out or home / f"{tool}.jsonl")
     key = f"{config.seed}/evaluate"
     describe = partial(line, processor, names)
+    model_folder = Path(options.model)
+    home = model_folder.resolve().parent if model_folder.is_dir() else Path()
+    out = Path(options.out or home / f"{tool}.jsonl")
+    lines = []
     for part in answer_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
             with out.open("ab" if lines else "wb") as file:
-                file.writelines(f"{json_text(one)}\n".encode() for one in part)
+                file.writelines(f"{json_text(line)}\n".encode() for line in part)
         lines += part
     if world.is_main:
-        summary = {"rows": len(rows)} | summarise(lines, names)
-        write_json(out.with_suffix(".summary.json"), summary)
-        for name, value in summary.items():
-            shown = f"{value:.3f}" if isinstance(value, float) else value
-            print(f"{name.replace('_', ' '):<28}{shown}")
-        print(f"wrote {out} and {out.with_suffix('.summary.json')}")
+        write_summary({"rows": len(rows), **summarise(lines, names)}, out)
     ranks.shutdown()
 
 
@@ -106,49 +84,88 @@ main = partial(run, "evaluate")
 generate = partial(run, "generate")
 
 
+def read_config(options: argparse.Namespace, overrides: list[str], judges: bool) -> RunConfig:
+    """Read the recipe, with the model, the rows and the rewards that the command line names.
+
+    ValueError: a recipe that was found beside the model names code.
+    """
+    found = find_recipe(options.model)
+    if not (found or options.recipe):  # what our recipe says was not said to another's model
+        overrides = ["--data.prompt_template={problem}", *overrides]
+    recipe = options.recipe or found or recipes_folder() / "own_data.yaml"
+    fields = {
+        "model.path": options.model,
+        "data.train_file": options.data,
+        "data.eval_file": options.data,
+        "data.eval_rows": options.rows,
+        # nothing is trained
+        "model.config": None,
+        "data.task": None,
+        "data.train": [],
+        "reference": {},
+    }
+    if not judges:
+        fields["data.eval_rewards"] = ["accuracy", "format"]
+    fixed = [f"--{name}={json_text(value)}" for name, value in fields.items()]
+    config = load_config(recipe, ["--adapter={}", "--rewards={}", *overrides, *fixed])
+    if config.rewards:
+        config = replace(config, data=replace(config.data, eval_rewards=list(config.rewards)))
+    if not options.recipe:
+        check_found(recipe, config, overrides)
+    return config
+
+
+def find_recipe(model: str) -> Path | None:
+    """Find config.yaml of the run that a model is of, or minivlmrl.yaml beside its weights."""
+    run_folders = Path(model).absolute().parents[:3]  # of RUN/best/checkpoint
+    paths = [folder / "config.yaml" for folder in run_folders]
+    paths.append(find_folder(model) / ASKED)
+    return next(filter(Path.is_file, paths), None)
+
+
 def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:
     """Make a row's line of the results file."""
     answers = []
-    for completion, worth in zip(completions, earned, strict=True):
+    for completion, values in zip(completions, earned, strict=True):
         text = processor.turn(completion)
-        found = {"text": text, "answer": find_answer(text, processor.answer)}
-        found |= {"tokens": len(completion.ids), "stopped": completion.stopped}
-        judged = (None if math.isnan(value) else value for value in worth)  # as JSON has no NaN
-        found["rewards"] = dict(zip(names, judged, strict=True))
-        answers.append(found)
-    about = {"row": row.index, "where": row.where, "solution": row.columns.get("solution")}
-    return about | {"answers": answers}
+        judged = [None if math.isnan(value) else value for value in values]  # JSON has no NaN
+        answers.append(
+            {
+                "text": text,
+                "answer": find_answer(text, processor.answer),
+                "tokens": len(completion.ids),
+                "stopped": completion.stopped,
+                "rewards": dict(zip(names, judged, strict=True)),
+            }
+        )
+    return {
+        "row": row.index,
+        "where": row.where,
+        "solution": row.columns.get("solution"),
+        "answers": answers,
+    }
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Mean of each reward over rows that it could judge; of the first one pass@k and majority.
-
-    pass@k: the probability that one of k answers is right, k answers drawn without replacement out
-    of all of a row: 1 - C(n - c, k) / C(n, k) with c right ones out of n (Chen et al. 2021, arXiv
-    2107.03374). majority: whether the answer that was given most often is right; of two the first.
-    """
-    answers = [line["answers"] for line in lines]
-    cut = [not one["stopped"] for said in answers for one in said]
-    found = {"cut": sum(cut) / len(cut)}
+    """Share of answers that were cut, and the mean of each reward over rows that it could judge."""
+    cut = [not answer["stopped"] for line in lines for answer in line["answers"]]
+    summary = {"cut": sum(cut) / len(cut)}
     for name in names:
-        rows = [[one["rewards"][name] for one in said] for said in answers]
-        rows = [[value for value in row if value is not None] for row in rows]
-        means = [sum(values) / len(values) for values in rows if values]
-        found[name] = sum(means) / len(means) if means else None
-    if not names or found[names[0]] is None:
-        return found
-    judged = [[(one, one["rewards"][names[0]]) for one in said] for said in answers]
-    judged = [said for said in judged if all(value is not None for _, value in said)]
-    n = len(judged[0])
-    right = [sum(value >= RIGHT for _, value in said) for said in judged]
-    for k in (2**i for i in range(n.bit_length()) if n > 1):
-        passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in right]
-        found[f"pass@{k}"] = sum(passed) / len(passed)
-    if n > 1:
-        majority = []
-        for said in judged:
-            given = [normalize(one["answer"] or "") for one, _ in said]
-            [(vote, _)] = Counter(given).most_common(1)
-            majority.append(said[given.index(vote)][1] >= RIGHT)
-        found["majority"] = sum(majority) / len(majority)
-    return found
+        means = []
+        for line in lines:
+            values = [answer["rewards"][name] for answer in line["answers"]]
+            judged = [value for value in values if value is not None]
+            if judged:
+                means.append(sum(judged) / len(judged))
+        summary[name] = sum(means) / len(means) if means else None
+    return summary
+
+
+def write_summary(summary: dict, out: Path):
+    """Write the summary beside the results file, and print it."""
+    path = out.with_suffix(".summary.json")
+    write_json(path, summary)
+    for name, value in summary.items():
+        text = f"{value:.3f}" if isinstance(value, float) else value
+        print(f"{name.replace('_', ' '):<28}{text}")
+    print(f"wrote {out} and {path}")

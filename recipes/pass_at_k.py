@@ -1,0 +1,47 @@
+"""pass@k and majority of the answers that `generate` or `evaluate` wrote, several to each row.
+
+    python -m minivlmrl generate --model FOLDER --data test.jsonl --num_generations 8
+    python recipes/pass_at_k.py generate.jsonl
+
+pass@k is the probability that one of k answers is right, drawn without replacement: 1 - C(n - c, k) / C(n, k) with c
+right ones out of n (Chen et al. 2021, arXiv 2107.03374). majority: whether the answer that was given most often is
+right; of two the first. A row without a solution is left out.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+
+from minivlmrl.rewards import accuracy, normalize
+
+
+def is_right(answer: dict, solution) -> bool | None:
+    """Judge an answer; None: nothing can. For boxes of evaluate: return answer["rewards"]["iou"] >= 0.5"""
+    [reward] = accuracy([answer["answer"]], [solution])
+    return None if reward is None else reward == 1.0
+
+
+def summarise(lines: list[dict]) -> dict[str, float]:
+    """Average pass@k for k = 1, 2, 4, ... and majority over rows."""
+    values = defaultdict(list)
+    for line in lines:
+        judged = [is_right(answer, line["solution"]) for answer in line["answers"]]
+        if None in judged:
+            continue
+        n = len(judged)
+        wrong = judged.count(False)
+        for k in (2**i for i in range(n.bit_length())):
+            values[f"pass@{k}"].append(1 - math.comb(wrong, k) / math.comb(n, k))
+        texts = [normalize(answer["answer"] or "") for answer in line["answers"]]
+        most_frequent = max(texts, key=texts.count)
+        values["majority"].append(judged[texts.index(most_frequent)])
+    return {name: statistics.mean(row_values) for name, row_values in values.items()}
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as file:
+        summary = summarise([json.loads(line) for line in file])
+    for name, value in summary.items():
+        print(f"{name:<12}{value:.3f}")
