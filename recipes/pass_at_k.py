@@ -17,21 +17,20 @@ from collections import defaultdict
 from minivlmrl.rewards import accuracy, normalize
 
 
-def is_right(answer: dict, solution) -> bool | None:
-    """Judge an answer; None: nothing can. For boxes of evaluate: return answer["rewards"]["iou"] >= 0.5"""
-    [reward] = accuracy([answer["answer"]], [solution])
-    return None if reward is None else reward == 1.0
+def judge(answer: dict, solution) -> float | None:
+    """1.0 for a right answer; None: nothing can say. Boxes: float(answer["rewards"]["iou"] >= 0.5)"""
+    return accuracy([answer["answer"]], [solution])[0]
 
 
 def summarise(lines: list[dict]) -> dict[str, float]:
     """Average pass@k for k = 1, 2, 4, ... and majority over rows."""
     values = defaultdict(list)
     for line in lines:
-        judged = [is_right(answer, line["solution"]) for answer in line["answers"]]
+        judged = [judge(answer, line["solution"]) for answer in line["answers"]]
         if None in judged:
             continue
         n = len(judged)
-        wrong = judged.count(False)
+        wrong = judged.count(0.0)
         for k in (2**i for i in range(n.bit_length())):
             values[f"pass@{k}"].append(1 - math.comb(wrong, k) / math.comb(n, k))
         texts = [normalize(answer["answer"] or "") for answer in line["answers"]]

@@ -79,7 +79,7 @@ def test_generate_writes_answers_alone(evaluate):
 
 
 def test_pass_at_k_by_hand():
-    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0; a row without a solution is left out."""
+    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0; without a solution nothing."""
     rows = [("cat", ["Cat.", "dog", "cat", "bird"]), ("cat", ["dog"] * 4), (None, ["dog"])]
     lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]
     by_hand = {"pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5}
