@@ -110,9 +110,9 @@ def draw(label: str, rng: random.Random) -> PIL.Image.Image:
 
 def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
     """Draw an object that fills a box in pixels: left, top, right, bottom."""
-    left, top = box[:2]
-    right = box[2] - 1  # PIL draws the last pixel too
-    bottom = box[3] - 1
+    left, top, right, bottom = box
+    right -= 1  # PIL draws the last pixel too
+    bottom -= 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
         corners = [((left + right) / 2, top), (left, bottom), (right, bottom)]
