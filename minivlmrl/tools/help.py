@@ -21,7 +21,7 @@ from minivlmrl.train import main
 def start(arguments: list[str]):
     """Be one rank of a training run to the end of its process, or with --help print its options."""
     if "--help" in arguments:
-        return show(*[argument for argument in arguments if argument != "--help"])
+        return show(*(argument for argument in arguments if argument != "--help"))
     run_rank(main, arguments)
 
 
@@ -42,8 +42,11 @@ def show(*names: str):
 def sections() -> dict[str, typing.Any]:
     """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
     run = RunConfig()
-    inside = filter(lambda item: dataclasses.is_dataclass(item[1]), vars(run).items())
-    return {"run": run, **dict(inside)}
+    result = {"run": run}
+    for name, value in vars(run).items():
+        if dataclasses.is_dataclass(value):
+            result[name] = value
+    return result
 
 
 def option_lines(config, prefix: str) -> list[str]:
@@ -60,6 +63,8 @@ def option_lines(config, prefix: str) -> list[str]:
         default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
         default = default.removesuffix("\n...\n").strip()
         lines.append(f"  --{prefix}{name}={default}")
-        text = f"{type_text(hint)}; {sentences[name]}" if sentences[name] else type_text(hint)
+        text = type_text(hint)
+        if sentences[name]:
+            text = f"{text}; {sentences[name]}"
         lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
     return lines + nested

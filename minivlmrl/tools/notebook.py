@@ -37,13 +37,16 @@ def train(
     """
     fields = {"data.task": None}
     for name, value in options.items():
-        section = value if isinstance(value, dict) else {}
-        fields |= {f"{name}.{key}": inside for key, inside in section.items()} or {name: value}
+        if isinstance(value, dict) and value:
+            fields.update({f"{name}.{key}": field for key, field in value.items()})
+        else:
+            fields[name] = value
     if rewards is not None:
         fields["rewards"] = {_register(reward): weight for reward, weight in rewards.items()}
     folder = Path(load_config(recipe, _overrides(fields)).output_dir)
-    for name, given in (("data.train_file", rows), ("data.eval_file", eval_rows)):
-        fields[name] = None if given is None else str(write_rows(given, folder / "rows"))
+    for name, given_rows in (("data.train_file", rows), ("data.eval_file", eval_rows)):
+        written = None if given_rows is None else str(write_rows(given_rows, folder / "rows"))
+        fields[name] = written
     code = loop.main([str(recipe), *_overrides(fields)])
     return {} if code else read_json(folder / "summary.json")
 
@@ -67,8 +70,9 @@ def _register(reward: str | Callable) -> str:
     if isinstance(reward, str):
         return reward
     if isinstance(REWARDS.get(reward.__name__), str):
-        cause = "the table has another one of this name; rename the function"
-        raise ValueError(f"reward {reward.__name__}: {cause}")
+        raise ValueError(
+            f"reward {reward.__name__}: the table has another one of this name; rename the function"
+        )
     REWARDS[reward.__name__] = reward
     return reward.__name__
 
@@ -76,19 +80,29 @@ def _register(reward: str | Callable) -> str:
 def _plain(value, folder: Path, is_path: bool = False):
     """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
     if isinstance(value, Row):
-        own = {name: getattr(value, name) for name in ("completion", "chosen", "rejected")}
-        own |= {"prompt": value.messages, "images": list(value.images)}
-        value = {n: x for n, x in value.columns.items() if n not in (*TEXT_COLUMNS, *MEDIA)} | own
+        return _plain(_columns(value), folder)
     if isinstance(value, dict):
-        return {name: _plain(inside, folder, name in MEDIA) for name, inside in value.items()}
+        return {name: _plain(field, folder, name in MEDIA) for name, field in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inside, folder, is_path) for inside in value]
+        return [_plain(item, folder, is_path) for item in value]
     if isinstance(value, PIL.Image.Image):
         image = fetch_image(value)  # as it will be read: upright, RGB
         path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
         image.save(path)
         return str(path.resolve())
-    elsewhere = str(value).startswith(("data:", "http:", "https:", "file:"))
-    if is_path and isinstance(value, str | Path) and not elsewhere:
+    is_url = str(value).startswith(("data:", "http:", "https:", "file:"))
+    if is_path and isinstance(value, str | Path) and not is_url:
         return str(Path(value).resolve())
     return value
+
+
+def _columns(row: Row) -> dict:
+    """Take a row apart into columns: its texts and media are in fields of their own."""
+    known = (*TEXT_COLUMNS, *MEDIA)
+    columns = {name: value for name, value in row.columns.items() if name not in known}
+    columns["completion"] = row.completion
+    columns["chosen"] = row.chosen
+    columns["rejected"] = row.rejected
+    columns["prompt"] = row.messages
+    columns["images"] = list(row.images)
+    return columns

@@ -13,7 +13,8 @@ from minivlmrl.run.report import write_page
 
 def main(arguments: list[str]):
     """Write the page of one or two runs."""
-    p = argparse.ArgumentParser("python -m minivlmrl page", description=__doc__.splitlines()[0])
+    title = __doc__.splitlines()[0]
+    p = argparse.ArgumentParser("python -m minivlmrl page", description=title)
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or of two")
     p.add_argument("--out", help="default: page.html in the first run's folder")
     options = p.parse_args(arguments)

@@ -21,17 +21,18 @@ def show_mistake(error: Exception) -> bool:
     Returns False for what is neither: a bug.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = last.filename.startswith(str(Path(__file__).parents[1]))
-    line = shortened(" ".join(str(error).split()))
+    is_ours = last.filename.startswith(str(Path(__file__).parents[1]))
+    message = shortened(" ".join(str(error).split()))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        line += ": the disk is full; make room and go on with --resume=auto"
-    elif not ours or not last.line.startswith("raise "):
+        message += ": the disk is full; make room and go on with --resume=auto"
+    elif not is_ours or not last.line.startswith("raise "):
         return False
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        info = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        write_json(Path(file), {"message": {"message": line, "extraInfo": info}})
-    if not file or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
-        print(line, file=sys.stderr)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        info = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
+    if not error_file or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
+        print(message, file=sys.stderr)
     return True
 
 

@@ -32,29 +32,41 @@ from minivlmrl.scale import ranks
 from minivlmrl.tools.lines import Film
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line; what it does not know are fields of the recipe."""
+    p = argparse.ArgumentParser(
+        "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
+    )
+    p.add_argument("run", help="the folder of a run; or a recipe, with --section.name=value")
+    p.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
+    p.add_argument("--stage", help="by default the last one")
+    p.add_argument("--step", type=int, default=0, help="of the stage, from 0")
+    p.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
+    lines = "write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too"
+    p.add_argument("--lines", metavar="FILE.html", help=lines)
+    return p
+
+
 def main(arguments: list[str]) -> int:
     """Replay a step and print one of its groups; 1 if a file of the run says something else."""
-    about = {"description": __doc__, "allow_abbrev": False}
-    parser = argparse.ArgumentParser("python -m minivlmrl replay", **about)
-    parser.add_argument("run", help="the folder of a run; or a recipe, with --section.name=value")
-    parser.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
-    parser.add_argument("--stage", help="by default the last one")
-    parser.add_argument("--step", type=int, default=0, help="of the stage, from 0")
-    parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
-    lines = "write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too"
-    parser.add_argument("--lines", metavar="FILE.html", help=lines)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser().parse_known_args(arguments)
     folder = Path(options.run)
     number = options.step
-    changed = [word for word in overrides if not word.startswith("--num_threads=")]
-    if folder.is_dir() and changed:
-        raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {changed[0]}")
+    for override in overrides:
+        if folder.is_dir() and not override.startswith("--num_threads="):
+            raise ValueError(
+                f"{folder}: a run is replayed as it was; only a recipe takes {override}"
+            )
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stages][-1]
-    page, *words = options.lines.split(",") if options.lines else [None]
-    if page and (not Path(page).absolute().parent.is_dir() or "RANK" in os.environ):
-        raise ValueError(f"--lines={page}: name a file in a folder that is there, without torchrun")
-    film = Film(words, stage, number) if page else None
+    film = None
+    if options.lines:
+        page, *names = options.lines.split(",")
+        if not Path(page).absolute().parent.is_dir() or "RANK" in os.environ:
+            raise ValueError(
+                f"--lines={page}: name a file in a folder that is there, without torchrun"
+            )
+        film = Film(names, stage, number)
     try:
         algorithm, optimizer, step, rows = go_to(config, stage, number, film)
         show(algorithm, step, rows, options.prompt)
@@ -65,9 +77,11 @@ def main(arguments: list[str]) -> int:
             film.write(Path(page), f"{options.run}, {stage} step {number}")
     ranks.shutdown()
     same = compare(folder, algorithm, step, number, metrics)
-    other = "something else: another CPU, number of threads or ranks, or version of torch?"
-    said = [f"{name} says {'the same' if equal else other}" for name, equal in same.items()]
-    print(*said or ["nothing to compare with: no file of a run has this step"], sep="\n")
+    for name, is_same in same.items():
+        other = "something else: another CPU, number of threads or ranks, or version of torch?"
+        print(f"{name} says {'the same' if is_same else other}")
+    if not same:
+        print("nothing to compare with: no file of a run has this step")
     return int(not all(same.values()))
 
 
@@ -93,32 +107,33 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     """
     if stage not in config.stages:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
-    if not 0 <= number < (steps := getattr(config, stage).max_steps):
-        raise ValueError(f"--step {number}: {stage} has the steps 0 to {steps - 1}")
-    folder = Path(config.output_dir)
-    begin = None
+    max_steps = getattr(config, stage).max_steps
+    if not 0 <= number < max_steps:
+        raise ValueError(f"--step {number}: {stage} has the steps 0 to {max_steps - 1}")
+    state = None
     wanted = config.stages.index(stage), number
-    for path in state_folders(folder / "states"):
+    for path in state_folders(Path(config.output_dir) / "states"):
         progress = read_json(path / RUN)
         if (progress["stage"], progress["step"]) <= wanted:
-            begin = path
-    print(f"{stage} step {number}, trained again from {begin or 'the beginning'}")
+            state = path
+    print(f"{stage} step {number}, trained again from {state or 'the beginning'}")
 
     def see(algorithm, optimizer, step, done, batches):
         if (algorithm.stage, done) == (stage, number):
             if film:
                 film.pause(algorithm, step)
-            rows = Batches(batches.dataset, algorithm, batches.draws - 1)
-            rows = step.rollout.rows if step.rollout else next(rows)
+            last_batch = Batches(batches.dataset, algorithm, batches.draws - 1)
+            rows = step.rollout.rows if step.rollout else next(last_batch)
             raise Reached(algorithm, optimizer, step, rows)
 
+    data = replace(config.data, eval_rows=1)
+    if film:
+        data.image_workers = 0  # a row is made in the step that trains on it
+    config = replace(config, eval_steps=0, save_steps=0, data=data)
     with TemporaryDirectory() as scratch:
-        less = {"eval_steps": 0, "save_steps": 0, "data": replace(config.data, eval_rows=1)}
-        if film:
-            less["data"].image_workers = 0  # a row is made in the step that trains on it
         try:
             with film or nullcontext():
-                train_again(replace(config, **less), begin, Path(scratch) / "run", see)
+                train_again(config, state, Path(scratch) / "run", see)
         except Reached as reached:
             return reached.args
     raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
@@ -140,9 +155,9 @@ def train_again(config, state: Path | None, folder: Path, see: Callable, **optio
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(Path(config.output_dir) / name, folder / name)
     resume = str(state) if state else "never"
-    options |= {"output_dir": str(folder), "resume": resume, "report_to": []}
+    config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
     with redirect_stdout(sys.stderr):
-        return train.start(replace(config, **options), see)
+        return train.start(config, see)
 
 
 def earlier_files(run: Path, state: Path) -> Iterator[Path]:
@@ -152,8 +167,10 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
         yield Path(COMPLETIONS)
     for line in read_lines(run / COMPLETIONS, Logged):
         if is_past(line, progress):
-            drawn = (path for one in line["completions"] for path in one.get("pictures", ()))
-            yield from (Path(IMAGES, Path(path).name) for path in (*line["images"], *drawn))
+            paths = list(line["images"])
+            for completion in line["completions"]:
+                paths += completion.get("pictures", ())
+            yield from (Path(IMAGES, Path(path).name) for path in paths)
     for path in (run / REWARD_MODEL).rglob("*"):
         if path.is_file():
             yield path.relative_to(run)
@@ -173,44 +190,59 @@ def show(algorithm, step, rows, index: int):
     row = rows[prompts[index]]
     temperature = 1.0
     if step.rollout:
-        answers = step.rollout.completions[prompts[index]]
+        completions = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
-        earned = list(groups(algorithm, step))[index][1]["completions"]
-        names = "reward", "advantage"
-        table = [one["rewards"] | {name: one[name] for name in names} for one in earned]
+        _, logged = list(groups(algorithm, step))[index]
+        table = []
+        for line in logged["completions"]:
+            names = {"reward": line["reward"], "advantage": line["advantage"]}
+            table.append(line["rewards"] | names)
     else:
-        _, [answers] = algorithm.encode([row])
+        _, [completions] = algorithm.encode([row])
         table = [{"answer": name} for name in algorithm.answers]
-    prompt = row.prompt(algorithm.processor)
-    policy = algorithm.policy
-    group = pack([prompt], [answers], policy.config, algorithm.world.device)
-    trained = group.split(per_token_logps(policy, group, temperature)[0].cpu())
-    for line, now, completion in zip(table, trained, answers, strict=True):
-        now = now[completion.written]
-        line |= {"tokens": len(now), "trained": now.sum().item()}
-        if completion.logps is not None:  # given answers were not drawn
-            sampled = completion.logps[completion.written]
-            worst = (now - sampled).abs().max().item()
-            line |= {"sampled": sampled.sum().item(), "differ by": worst}
-    said = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
-    print(f"row {row.index} {row.where}: {said}")
-    print("completion", *(f"{name:>10}" for name in table[0]))
-    for number, (line, own) in enumerate(zip(table, answers, strict=True)):
+    logps = logps_now(algorithm, row, completions, temperature)
+    question = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
+    print(f"row {row.index} {row.where}: {question}")
+    for i, completion in enumerate(completions):
+        line = table[i] | compare_logps(completion, logps[i])
+        if i == 0:
+            print("completion", *(f"{name:>10}" for name in line))
         values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()]
-        print(f"{number:<10}", *(f"{value:>10}" for value in values))
-        print(f"    {algorithm.processor.decode(own.ids)!r}")
+        print(f"{i:<10}", *(f"{value:>10}" for value in values))
+        print(f"    {algorithm.processor.decode(completion.ids)!r}")
+
+
+def logps_now(algorithm, row, completions: list, temperature: float) -> list[torch.Tensor]:
+    """Compute log-probabilities of completions by the policy as it is before the step."""
+    policy = algorithm.policy
+    prompt = row.prompt(algorithm.processor)
+    group = pack([prompt], [completions], policy.config, algorithm.world.device)
+    logps, _ = per_token_logps(policy, group, temperature)
+    return group.split(logps.cpu())
+
+
+def compare_logps(completion, logps: torch.Tensor) -> dict:
+    """Sum log-probabilities of the written tokens, those of training and of sampling."""
+    trained = logps[completion.written]
+    line = {"tokens": len(trained), "trained": trained.sum().item()}
+    if completion.logps is not None:  # given answers were not drawn
+        sampled = completion.logps[completion.written]
+        line["sampled"] = sampled.sum().item()
+        line["differ by"] = (trained - sampled).abs().max().item()
+    return line
 
 
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:
     """Which files of the run know the step, and whether they say what the replay says."""
-    said = [line for _, line in groups(algorithm, step)] if step.rollout else []
-    at = (algorithm.stage, number)
+    completions = [line for _, line in groups(algorithm, step)] if step.rollout else []
     same = {}
-    for name, lines in (("completions.jsonl", said), ("metrics.jsonl", [metrics])):
-        written = read_lines(folder / name, Logged)
-        logged = [line for line in written if (line["stage"], line["step"]) == at]
+    for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         again = {line.get("row"): line for line in parse_json(json_text(lines))}
+        logged = []
+        for line in read_lines(folder / name, Logged):
+            if (line["stage"], line["step"]) == (algorithm.stage, number):
+                logged.append(line)
         if logged:
-            known = [line | again.get(line.get("row"), {"row": None}) for line in logged]
-            same[name] = known == logged
+            replayed = [line | again.get(line.get("row"), {"row": None}) for line in logged]
+            same[name] = replayed == logged
     return same
