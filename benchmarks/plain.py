@@ -88,7 +88,7 @@ def character(lines: list[str], row: int, byte_offset: int) -> int:
 
 
 def hidden_tokens(tree: ast.Module) -> list[tuple[int, str]]:
-    """List the tokens inside f-strings, and the words of texts that are split where they stand."""
+    """List the tokens inside f-strings, and the words of texts that are split at once."""
     tokens = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FormattedValue):
