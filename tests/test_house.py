@@ -74,6 +74,13 @@ def test_no_count_is_over_its_budget():
     assert over == {}
 
 
+def test_the_readme_says_how_long_the_book_is():
+    readme = (ROOT / "README.md").read_text()
+    lines = sum(map(house.lines, house.book()))
+    assert readme.count(f"{round(lines, -2):,} lines") == 2
+    assert "none over 260 lines" in readme and densities()["book"].code_lines == pytest.approx(lines / 2, rel=0.15)
+
+
 @pytest.mark.parametrize("part", ["core", "audit", "recipes"])
 def test_lines_that_pack_only_get_fewer(part):
     """A file has as many as house.PACKED_LINES says: who unpacks one takes it off the list."""
