@@ -11,9 +11,9 @@ import json
 import sys
 import threading
 from collections import Counter
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -29,35 +29,46 @@ from minivlmrl.run.completions import GROUPS, groups
 
 PACKAGE = Path(train.__file__).parent
 PAGE = Path(__file__).with_suffix(".html")
-TWICE, SEEN = 2, 400  # SEEN: tokens of a run, at most, of which the page says who sees whom
-ITEMS = 1000, 12, 4, 0  # of a container, and of those in it, that are shown
+TWICE = 2
+LONGEST_RUN = 400  # tokens of a run, at most, of which the page says who sees whom
+ITEMS = (1000, 12, 4, 0)  # of a container, and of those in it, that are shown
+SIDE = 22  # numbers of a row and of a column of a matrix; half as many inside a container
+GENERATOR = 0x20  # flag of a function's code
+
+
+@dataclass
+class Call:
+    """A call that is followed."""
+
+    number: int
+    line: int  # where it is
+    times: Counter  # rounds of lines, calls of functions
+    seen: dict  # name -> value, version
+    made: dict  # name -> line that made it, since the last event
 
 
 class Film:
-    """Records a step from where train.train comes to it; `words`: files and folders to follow too.
+    """Records a step from where train.train comes to it.
 
     `with film:` follows this thread and those that begin in it.
     """
 
-    def __init__(self, words: list[str], stage: str, number: int):
+    def __init__(self, names: list[str], stage: str, number: int):
+        """Follow the book in step `number` of a stage; names: files and folders to follow too."""
         self.step = (stage, number)
-        self.images = None
+        self.images = None  # the image processor
         self.about = {"prompts": []}
         self.norms = {}
         self.events = []
         self.calls = []
-        self.more = Counter()
+        self.more = Counter()  # calls and rounds that are not followed
         self.values = {}
         self.frames = {}  # calls by frame, None: left out
         self.root = None  # the call of train.train
         self.files = {str(path): path.stem for path in PACKAGE.glob("[a-z]*.py")}
-        for word in words:
-            at = [PACKAGE / word, PACKAGE.parent / word]
-            found = [path for folder in at for path in folder.glob("[a-z]*.py")]
-            found += [path for path in (Path(word), Path(word).absolute()) if path.is_file()]
-            if not found:
-                raise ValueError(f"--lines: {word} is no Python file, and no folder of minivlmrl")
-            self.files |= {str(path): "/".join(path.absolute().parts[-2:])[:-3] for path in found}
+        for name in names:
+            for path in python_files(name):
+                self.files[str(path)] = "/".join(path.absolute().parts[-2:])[:-3]
 
     def __enter__(self):
         threading.settrace(self)
@@ -69,29 +80,33 @@ class Film:
 
     def __call__(self, frame, event, arg):
         """Decide whether a call is followed: sys.settrace asks for each."""
-        code, above = frame.f_code, frame.f_back
-        if not self.root or frame in self.frames:  # the step is to come, or a generator goes on
-            return self.line if self.root or code is train.train.__code__ else None
+        code = frame.f_code
+        if not self.root:  # the step is to come
+            return self.line if code is train.train.__code__ else None
+        if frame in self.frames:  # a generator goes on
+            return self.line
+        above = frame.f_back
         while above and above not in self.frames:
             above = above.f_back
         caller = self.frames.get(above, self.root)
-        if code.co_filename not in self.files or not caller or code.co_name[0] == "<":  # a lambda
+        is_lambda = code.co_name[0] == "<"
+        if code.co_filename not in self.files or not caller or is_lambda:
             return None
         caller.times[code] += 1
         if caller.times[code] <= TWICE:
             self.follow(frame, caller.number)
         else:
-            self.more[caller.number, caller.at, code.co_qualname] += 1
+            self.more[caller.number, caller.line, code.co_qualname] += 1
             self.frames[frame] = None
         return self.line
 
-    def follow(self, frame, caller: int | None):
-        """Begin a call. seen: name -> value, version; made: name -> line, since the last event."""
-        call = SimpleNamespace(seen={}, made={}, times=Counter(), at=frame.f_lineno)
-        call.number, self.frames[frame] = len(self.calls), call
+    def follow(self, frame, caller_number: int | None):
+        """Begin a call; its arguments are what it has made so far."""
+        call = Call(len(self.calls), frame.f_lineno, Counter(), {}, {})
+        self.frames[frame] = call
         self.root = self.root or call
         code = frame.f_code
-        self.calls.append([self.files[code.co_filename], code.co_qualname, caller])
+        self.calls.append([self.files[code.co_filename], code.co_qualname, caller_number])
         self.look(frame, call)
         call.made = {name: line for name, line in call.made.items() if "." not in name}
         self.note("c", frame, call)
@@ -99,122 +114,180 @@ class Film:
     def line(self, frame, event, arg):
         """Note what a line has made when the next one begins or the call ends."""
         call = self.frames.get(frame)
-        here = frame.f_locals
         if call:
             self.look(frame, call)
             if event == "return":
                 self.note("r", frame, call, self.value("", arg, {}))
             elif event == "line":
-                call.at = frame.f_lineno
-                call.times[call.at] += 1
-                if call.times[call.at] <= TWICE:
-                    self.note("l", frame, call)
-                else:
-                    self.more[call.number, call.at, ""] += 1
-        elif not self.root and (here["algorithm"].stage, here.get("number")) == self.step:
-            self.images = here["algorithm"].processor.image_processor
-            self.follow(frame, None)
-        if event == "return" and not frame.f_code.co_flags & 0x20:  # of a generator
+                self.next_line(frame, call)
+        elif not self.root:
+            names = frame.f_locals
+            if (names["algorithm"].stage, names.get("number")) == self.step:
+                self.images = names["algorithm"].processor.image_processor
+                self.follow(frame, None)
+        if event == "return" and not frame.f_code.co_flags & GENERATOR:
             self.frames.pop(frame, None)
         return self.line
 
-    def look(self, frame, call):
-        """Find what is new: locals, fields of self, in optimizer_step the gradients' norms."""
-        here = dict(frame.f_locals)
-        own = getattr(here.get("self"), "__dict__", {}).items()
-        here |= {f"self.{name}": x for name, x in own if name[0] != "_"}
-        if frame.f_code is train.optimizer_step.__code__:
-            weights = here["algorithm"].trained.named_parameters()
-            now = {name: x.grad.norm().item() for name, x in weights if x.grad is not None}
-            self.norms = here["norms of gradients"] = self.norms if now == self.norms else now
-        for name, x in here.items():
-            version = len(x) if isinstance(x, list | dict | set) else 0
-            if isinstance(x, Tensor) and not x.is_inference():
-                version = x._version  # counts writes
-            last, before = call.seen.get(name, (self, 0))
-            if name[0] not in "._" and (last is not x or before != version):
-                call.seen[name], call.made[name] = (x, version), call.at
+    def next_line(self, frame, call: Call):
+        """Note that a line comes next, or count it if it came TWICE."""
+        call.line = frame.f_lineno
+        call.times[call.line] += 1
+        if call.times[call.line] <= TWICE:
+            self.note("l", frame, call)
+        else:
+            self.more[call.number, call.line, ""] += 1
 
-    def note(self, kind: str, frame, call, *returned: int):
+    def look(self, frame, call: Call):
+        """Find what is new: locals, fields of self, in optimizer_step the gradients' norms."""
+        values = dict(frame.f_locals)
+        for name, x in getattr(values.get("self"), "__dict__", {}).items():
+            if name[0] != "_":
+                values[f"self.{name}"] = x
+        if frame.f_code is train.optimizer_step.__code__:
+            weights = values["algorithm"].trained.named_parameters()
+            norms = {name: p.grad.norm().item() for name, p in weights if p.grad is not None}
+            self.norms = self.norms if norms == self.norms else norms  # one object while equal
+            values["norms of gradients"] = self.norms
+        for name, x in values.items():
+            version = version_of(x)
+            seen, seen_version = call.seen.get(name, (self, 0))
+            if name[0] not in "._" and (seen is not x or seen_version != version):
+                call.seen[name] = (x, version)
+                call.made[name] = call.line
+
+    def note(self, kind: str, frame, call: Call, *returned: int):
         """Add an event: c begins a call, l is a line that comes next, r leaves a call."""
-        values = ((at, name, call.seen[name][0]) for name, at in call.made.items())
-        made = [[at, name, self.value(name, x, frame.f_locals)] for at, name, x in values]
+        made = []
+        for name, line in call.made.items():
+            x, _ = call.seen[name]
+            made.append([line, name, self.value(name, x, frame.f_locals)])
         call.made = {}
         self.events.append([kind, call.number, frame.f_lineno, made, *returned])
 
-    def value(self, name: str, x, here: dict) -> int:
+    def value(self, name: str, x, names: dict) -> int:
         """Number what the page shows of a value; equal ones are kept once."""
-        shown = plain(x)
+        description = describe(x)
         if hasattr(x, "image_grid_thw"):  # a Prompt or a GroupBatch
-            here, name, x = vars(x), "pixel_values", x.pixel_values
-        grids = here.get("image_grid_thw", here.get("grid"))
+            names = vars(x)
+            name = "pixel_values"
+            x = x.pixel_values
+        grids = names.get("image_grid_thw", names.get("grid"))
         if name in ("patches", "pixel_values") and np.shape(x)[1:] == (self.images.patch_dim,):
-            found = [] if grids is None else pictures(torch.as_tensor(x), grids, self.images)
-            mean, std = map(torch.tensor, (self.images.image_mean, self.images.image_std))
-            shown["pictures"] = []
-            for frames in found:
-                rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
-                image = PIL.Image.fromarray(rgb.round().byte().numpy())
-                shown["pictures"].append(png(image))
-        return self.values.setdefault(json_text(shown), len(self.values))
+            description["pictures"] = []
+            if grids is not None:
+                for frames in pictures(torch.as_tensor(x), grids, self.images):
+                    description["pictures"].append(self.first_frame(frames))
+        return self.values.setdefault(json_text(description), len(self.values))
+
+    def first_frame(self, frames: Tensor) -> str:
+        """Make a data URL of the first of normalised frames (frames, 3, height, width)."""
+        mean = torch.tensor(self.images.image_mean)
+        std = torch.tensor(self.images.image_std)
+        rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
+        return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
     def pause(self, algorithm, step):
         """Stop before the update, and describe the step's first prompts and who sees whom."""
         self.__exit__()
-        rollout, processor, policy = step.rollout, algorithm.processor, algorithm.policy
-        heat = algorithm.run.sampling.temperature
-        prompts = [said for _, said in groups(algorithm, step)][:GROUPS] if rollout else []
-        for index, said in zip(step.prompts, prompts, strict=False):
-            said["pictures"] = [png(image) for image in rollout.rows[index].images]
-            for one, drawn in zip(said["completions"], rollout.completions[index], strict=True):
-                about = rollout.prompts[index], drawn, one["advantage"]
-                maps = looked(policy, processor, *about, heat)
-                one["maps"] = [matrix(x, 32) for x in maps]
-        runs = []
-        used = set()
-        for group in (batch.group for batch in step.micro_batches):
-            ids = group.input_ids.tolist()
-            short = len(group.input_ids) <= SEEN
-            rows = [row.tolist() for row in group.split(group.completion_ids)]
-            sees = visible(group.layout).int().tolist() if short else []
-            runs.append({"ids": ids, "rows": rows, "sees": sees})
-            used.update(ids, *rows)
-        words = {number: processor.tokenizer.decode([number]) for number in used}
-        self.about = {"prompts": prompts, "runs": runs, "words": words}
+        tokenizer = algorithm.processor.tokenizer
+        runs = [describe_run(batch.group) for batch in step.micro_batches]
+        used_ids = set()
+        for run in runs:
+            used_ids.update(run["ids"], *run["rows"])
+        self.about = {
+            "prompts": describe_prompts(algorithm, step) if step.rollout else [],
+            "runs": runs,
+            "words": {token_id: tokenizer.decode([token_id]) for token_id in used_ids},
+        }
 
     def write(self, path: Path, title: str):
         """Write the page."""
-        files = {name: Path(file).read_text("utf-8") for file, name in self.files.items()}
-        data = self.about | {"title": title, "files": files, "events": self.events}
-        data |= {"calls": self.calls, "more": [[*key, n] for key, n in self.more.items()]}
-        data["values"] = [json.loads(text) for text in self.values]
+        data = self.about | {
+            "title": title,
+            "files": {name: Path(file).read_text("utf-8") for file, name in self.files.items()},
+            "events": self.events,
+            "calls": self.calls,
+            "more": [[*key, count] for key, count in self.more.items()],
+            "values": [json.loads(text) for text in self.values],
+        }
         rounded = json.loads(json_text(data), parse_float=lambda text: float(f"{float(text):.4g}"))
         text = json_text(rounded, separators=(",", ":")).replace("<", "\\u003c")
         path.write_bytes(PAGE.read_text("utf-8").replace("{{DATA}}", text).encode())
         print(f"wrote {path}")
 
 
-def plain(x, depth: int = 0):
+def python_files(name: str) -> list[Path]:
+    """Find a Python file, or those of a folder of minivlmrl (ValueError: it is neither)."""
+    paths = []
+    for folder in (PACKAGE / name, PACKAGE.parent / name):
+        paths += folder.glob("[a-z]*.py")
+    paths += [path for path in (Path(name), Path(name).absolute()) if path.is_file()]
+    if not paths:
+        raise ValueError(f"--lines: {name} is no Python file, and no folder of minivlmrl")
+    return paths
+
+
+def version_of(x) -> int:
+    """Return a number that changes when a container grows or a tensor is written."""
+    if isinstance(x, Tensor) and not x.is_inference():
+        return x._version
+    return len(x) if isinstance(x, list | dict | set) else 0
+
+
+def describe_run(group) -> dict:
+    """List the tokens of a packed run and of its rows, and who sees whom if it is short."""
+    is_short = len(group.input_ids) <= LONGEST_RUN
+    return {
+        "ids": group.input_ids.tolist(),
+        "rows": [row.tolist() for row in group.split(group.completion_ids)],
+        "sees": visible(group.layout).int().tolist() if is_short else [],
+    }
+
+
+def describe_prompts(algorithm, step) -> list[dict]:
+    """Describe the first prompts of a rollout: texts, rewards, and where the rewards looked."""
+    rollout = step.rollout
+    lines = [line for _, line in groups(algorithm, step)][:GROUPS]
+    for index, line in zip(step.prompts, lines, strict=False):
+        line["pictures"] = [png(image) for image in rollout.rows[index].images]
+        completions = zip(line["completions"], rollout.completions[index], strict=True)
+        for shown, completion in completions:
+            maps = looked(
+                algorithm.policy,
+                algorithm.processor,
+                rollout.prompts[index],
+                completion,
+                shown["advantage"],
+                algorithm.run.sampling.temperature,
+            )
+            shown["maps"] = [matrix(x, 32) for x in maps]
+    return lines
+
+
+def describe(x, depth: int = 0):
     """Describe a value as JSON: {"of": its type, ...}; numbers and texts are themselves."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
     if isinstance(x, Tensor):
-        return matrix(x.detach().cpu(), 22 >> depth)
+        return matrix(x.detach().cpu(), SIDE >> depth)
     if isinstance(x, PIL.Image.Image):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
-    if isinstance(x, str | bool | int | float | None):
-        return x[:400] if isinstance(x, str) else x
-    kind = type(x).__name__
-    most = ITEMS[depth]
-    inside = x
+    if isinstance(x, str):
+        return x[:400]
+    if isinstance(x, bool | int | float | None):
+        return x
+    fields = x
     if is_dataclass(x) and not isinstance(x, type):
-        inside = vars(x)
+        fields = vars(x)
     elif isinstance(x, list | tuple | range):
-        inside = dict(enumerate(x))
-    if not isinstance(inside, dict) or not most:
-        return {"of": getattr(x, "__qualname__", kind)}
-    items = [[str(key), plain(item, depth + 1)] for key, item in [*inside.items()][:most]]
-    return {"of": kind, "size": len(inside), "items": items}
+        fields = dict(enumerate(x))
+    type_name = type(x).__name__
+    if not isinstance(fields, dict) or not ITEMS[depth]:
+        return {"of": getattr(x, "__qualname__", type_name)}
+    shown = islice(fields.items(), ITEMS[depth])
+    items = [[str(key), describe(value, depth + 1)] for key, value in shown]
+    return {"of": type_name, "size": len(fields), "items": items}
 
 
 def matrix(x: Tensor, side: int) -> dict:
@@ -222,27 +295,29 @@ def matrix(x: Tensor, side: int) -> dict:
 
     If these have over side x side numbers, means of tiles are kept, and the largest of long rows.
     """
-    shown = {"of": str(x.dtype)[6:], "shape": [*x.shape]}
-    known = x.float()[~x.isnan()]
-    if not len(known):
-        return shown
-    low = known.min().item()
-    high = known.max().item()
-    shown["stats"] = known.mean().item(), low, high, x.numel() - len(known)
-    x = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)[:, :2048]
-    if x.numel() > side**2 and len(x) > 1:
-        if x.shape[1] > 256:  # of logits the likeliest tokens
-            top = x[:64].float().topk(3)
-            shown["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
-        size = [min(side, n) for n in x.shape]
-        x = torch.nn.functional.adaptive_avg_pool2d(x[None].float(), size)[0]
-    return shown | {"rows": x.tolist()}
+    description = {"of": str(x.dtype)[6:], "shape": [*x.shape]}
+    numbers = x.float()[~x.isnan()]
+    if not len(numbers):
+        return description
+    smallest = numbers.min().item()
+    largest = numbers.max().item()
+    missing = x.numel() - len(numbers)
+    description["stats"] = (numbers.mean().item(), smallest, largest, missing)
+    rows = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)[:, :2048]
+    if rows.numel() > side**2 and len(rows) > 1:
+        if rows.shape[1] > 256:  # of logits the likeliest tokens
+            top = rows[:64].float().topk(3)
+            description["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
+        size = [min(side, n) for n in rows.shape]
+        rows = torch.nn.functional.adaptive_avg_pool2d(rows[None].float(), size)[0]
+    return description | {"rows": rows.tolist()}
 
 
 def png(image: PIL.Image.Image) -> str:
     """Write a picture as a data URL, at most 160 pixels a side."""
-    image, out = image.convert("RGB"), io.BytesIO()
+    image = image.convert("RGB")
     image.thumbnail((160, 160))
+    out = io.BytesIO()
     image.save(out, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
@@ -250,11 +325,13 @@ def png(image: PIL.Image.Image) -> str:
 def pictures(patches: Tensor, grids, images) -> list[Tensor]:
     """Undo image.patchify: (frames, 3, height, width) of each picture or video."""
     m, n, p = images.merge_size, images.temporal_patch_size, images.patch_size
-    grids, found = torch.as_tensor(grids).view(-1, 3), []
+    grids = torch.as_tensor(grids).view(-1, 3)
+    result = []
     for part, (t, h, w) in zip(patches.split(grids.prod(1).tolist()), grids.tolist(), strict=True):
+        # (t, h / m, w / m, m, m, 3, n, p, p) -> (t, n, 3, h / m, m, p, w / m, m, p)
         cut = part.reshape(t, h // m, w // m, m, m, 3, n, p, p).permute(0, 6, 5, 1, 3, 7, 2, 4, 8)
-        found.append(cut.reshape(t * n, 3, h * p, w * p))
-    return found
+        result.append(cut.reshape(t * n, 3, h * p, w * p))
+    return result
 
 
 def looked(policy, processor, prompt, completion, weight=1.0, temperature=1.0) -> list[Tensor]:
@@ -264,9 +341,9 @@ def looked(policy, processor, prompt, completion, weight=1.0, temperature=1.0) -
     colours, in nats for a colour's standard deviation. docs/metrics.md says what it is not.
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()
-    seen = replace(prompt, pixel_values=pixels, vision_embeds=None)
-    group = pack([seen], [[completion]], policy.config, policy.lm_head.weight.device)
+    prompt = replace(prompt, pixel_values=pixels, vision_embeds=None)
+    group = pack([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
     logps, _ = per_token_logps(policy, group, temperature)
     [gradient] = torch.autograd.grad(weight * (logps * group.written).sum(), pixels)
-    found = pictures(gradient, prompt.image_grid_thw, processor.image_processor)
-    return [picture.abs().sum((0, 1)).cpu() for picture in found]
+    slopes = pictures(gradient, prompt.image_grid_thw, processor.image_processor)
+    return [picture.abs().sum((0, 1)).cpu() for picture in slopes]

@@ -100,9 +100,10 @@ def _columns(row: Row) -> dict:
     """Take a row apart into columns: its texts and media are in fields of their own."""
     known = (*TEXT_COLUMNS, *MEDIA)
     columns = {name: value for name, value in row.columns.items() if name not in known}
-    columns["completion"] = row.completion
-    columns["chosen"] = row.chosen
-    columns["rejected"] = row.rejected
-    columns["prompt"] = row.messages
-    columns["images"] = list(row.images)
-    return columns
+    return columns | {
+        "completion": row.completion,
+        "chosen": row.chosen,
+        "rejected": row.rejected,
+        "prompt": row.messages,
+        "images": list(row.images),
+    }

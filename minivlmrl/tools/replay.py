@@ -193,10 +193,9 @@ def show(algorithm, step, rows, index: int):
         completions = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
         _, logged = list(groups(algorithm, step))[index]
-        table = []
-        for line in logged["completions"]:
-            names = {"reward": line["reward"], "advantage": line["advantage"]}
-            table.append(line["rewards"] | names)
+        names = ("reward", "advantage")
+        lines = logged["completions"]
+        table = [line["rewards"] | {name: line[name] for name in names} for line in lines]
     else:
         _, [completions] = algorithm.encode([row])
         table = [{"answer": name} for name in algorithm.answers]
