@@ -51,12 +51,6 @@ def test_a_machine_without_other_trainers_measures_our_side():
     assert table.count("left out: transformers") == 3 and "| step | ours |" in table and "| 40 | 2 | ours |" in table
 
 
-def test_layouts_of_a_group(call):
-    _, numbers = call("cpu", "group", "--toy", "--repeats", "1")
-    difference, *rows = numbers["rows"]
-    assert difference["float64 max difference"] < 1e-12 and len(rows) == 1
-
-
 @pytest.mark.slow
 def test_grpo_step(call):
     """Both sides really run, and agree on token ids, pixels and log-probabilities (the script asserts it)."""
@@ -85,24 +79,6 @@ def test_learning(tmp_path):
     assert "| no: " in table  # one step teaches nothing
     assert all("sampled" in row and row["cpu_seconds"] > 0 and row["warnings"] == [] for row in numbers["runs"])
     assert numbers["runs"][1]["pairs"] is not None
-
-
-@pytest.mark.slow
-def test_what_a_look_costs():
-    """It also asserts that every completion writes as many tokens, with a crop and without."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "tools.py"), "--repeats", "1"]
-    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert [line.split()[0] for line in table.splitlines()] == ["crop", "0", "6", "64", "256"]
-
-
-@pytest.mark.slow
-def test_cpu_logprobs(call):
-    """Each way in a process of its own; a peer that is not installed is named and left out."""
-    names = "ours", "naive, without entropy", "torch, without entropy"
-    table, numbers = call("cpu", "logprobs", "--toy", "--repeats", "1", LOGPROBS=names)
-    assert [row["way"] for row in numbers["rows"]] == [*names] and "peak MiB" in table
-    assert all("missing" in row or (row["error"] < 1e-5 and row["milliseconds"] > 0) for row in numbers["rows"])
-    assert "missing" not in numbers["rows"][0]
 
 
 def test_every_stage_and_policy_loss_is_in_the_learning_table():
