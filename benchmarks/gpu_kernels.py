@@ -7,9 +7,9 @@ In this order: card and versions; two ceilings of this card, measured (bytes a s
 second of a bfloat16 product of 8192^3 random numbers); then for each size every way on the same fresh random bfloat16
 inputs. A way's results are compared before it is timed, on 64 random rows in float64, with uninitialised memory filled
 with NaN; one that is wrong is not timed. Times are the median of triton.testing.do_bench (50 ms of warm-up, 300 ms of
-repetitions) with the 20th and 80th percentile, taken twice; the JSON has the second median too, to judge the spread.
-`share` is the time that the ceilings allow, divided by the median: for bytes that have to be read and written once, or
-operations that have to be done. Peak memory is that of one call, without its inputs.
+repetitions) with the 20th and 80th percentile. `share` is the time that the ceilings allow, divided by the median: for
+bytes that have to be read and written once, or operations that have to be done. Peak memory is that of one call,
+without its inputs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from gpu_step import CARD, card, versions
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
 from minivlmrl.kernels.backend import triton
@@ -38,26 +37,7 @@ from minivlmrl.sampling.captured import StaticDecodeAttention
 
 TEMPERATURE = 0.9
 CHECKED = 64  # rows, and ids of the head's gradient
-
-
-@dataclass
-class Way:
-    """One implementation: a call without gradients, a call that returns gradients, or both."""
-
-    name: str
-    forward: Callable[[], list[Tensor]] | None = None
-    both: Callable[[], list[Tensor]] | None = None
-
-
-@dataclass
-class Ceilings:
-    """Of the card, measured: bytes and bfloat16 operations a second."""
-
-    bytes: float
-    operations: float
-
-    def milliseconds(self, bytes: float = 0, operations: float = 0) -> float:
-        return 1e3 * max(bytes / self.bytes, operations / self.operations)
+Call = Callable[[], list[Tensor]]
 
 
 @dataclass
@@ -67,163 +47,146 @@ class Run:
     Args:
         toy: sizes that a CPU runs in seconds, each way once.
         deadline: time.monotonic() after which ways are skipped.
+        bytes_per_second, operations_per_second: the ceilings, measured.
+        rows: what was found.
     """
 
-    ceilings: Ceilings
     toy: bool
     deadline: float
-    rows: list[dict]
+    bytes_per_second: float
+    operations_per_second: float
+    rows: list[dict] = field(default_factory=list)
 
-    def table(self, title: str, ways: list[Way], error: Callable, tolerance: float, floors: dict[str, float]) -> None:
+    def allowed_ms(self, size: float, operations: float) -> float:
+        """Milliseconds that the ceilings allow for these bytes and operations."""
+        return 1e3 * max(size / self.bytes_per_second, operations / self.operations_per_second)
+
+    def table(self, title: str, ways: dict[str, Call], error: Callable, tolerance: float, allowed_ms: float):
         """Check and time ways on one set of inputs, and print a line for each.
 
         Args:
-            error: (phase, results of a way's call) -> how far they are off.
-            floors: phase ("forward", "both") -> milliseconds that the ceilings allow.
+            error: of what a way returns, how far it is off.
         """
-        print(f"\n{title}; allowed " + ", ".join(f"{k} {v:.2f} ms" for k, v in floors.items()))
-        print(f"{'':32} {'phase':8} {'error':>8} {'ms':>9} {'p20':>8} {'p80':>8} {'share':>6} {'peak MiB':>9}")
-        for way in ways:
-            for phase in ("forward", "both"):
-                if call := getattr(way, phase):
-                    row = {"table": title, "way": way.name, "phase": phase, "floor_ms": floors[phase]}
-                    self.rows.append(row | self.measure(call, partial(error, phase), tolerance, floors[phase]))
-                    show(self.rows[-1])
+        print(f"\n{title}; allowed {allowed_ms:.2f} ms")
+        print(f"{'':32} {'error':>8} {'ms':>9} {'p20':>8} {'p80':>8} {'share':>6} {'peak MiB':>9}")
+        for way, call in ways.items():
+            row = {"table": title, "way": way, "allowed_ms": allowed_ms}
+            row |= self.measure(call, error, tolerance)
+            self.rows.append(row)
+            show(row)
 
-    def measure(self, call: Callable, error: Callable, tolerance: float, floor: float) -> dict:
+    def measure(self, call: Call, error: Callable, tolerance: float) -> dict:
         if time.monotonic() > self.deadline:
             return {"skipped": "no time left"}
         try:
             with nan_in_new_memory():
-                off = error(call())
-            if not off <= tolerance:
-                return {"error": off, "skipped": f"wrong: more than {tolerance}"}
+                difference = error(call())
+            if not difference <= tolerance:
+                return {"error": difference, "skipped": f"wrong: more than {tolerance}"}
             peak = peak_mib(call)
-            first, second = (milliseconds(call, self.toy) for _ in range(2))
+            median, p20, p80 = milliseconds(call, self.toy)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"skipped": "out of memory"}
         except Exception as exception:  # the other ways go on
             return {"skipped": f"{type(exception).__name__}: {exception}".splitlines()[0][:100]}
-        median, p20, p80 = first
-        return {
-            "error": off, "ms": median, "p20": p20, "p80": p80, "second_ms": second[0], "share": floor / median,
-            "peak_mib": peak,
-        }  # fmt: skip
+        return {"error": difference, "ms": median, "p20": p20, "p80": p80, "peak_mib": peak}
 
 
-def show(row: dict) -> None:
+def show(row: dict):
     error = f"{row['error']:8.1e}" if "error" in row else 8 * " "
     if "skipped" in row:
-        numbers = row["skipped"]
-    else:
-        numbers = f"{row['ms']:9.3f} {row['p20']:8.3f} {row['p80']:8.3f} {row['share']:6.2f} {row['peak_mib']:9.0f}"
-    print(f"{row['way']:32} {row['phase']:8} {error} {numbers}", flush=True)
+        print(f"{row['way']:32} {error} {row['skipped']}", flush=True)
+        return
+    share = row["allowed_ms"] / row["ms"]
+    times = f"{row['ms']:9.3f} {row['p20']:8.3f} {row['p80']:8.3f}"
+    print(f"{row['way']:32} {error} {times} {share:6.2f} {row['peak_mib']:9.0f}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU, each way once")
     parser.add_argument("--minutes", type=float, default=8, help="start nothing new after so long")
-    parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES))
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
         sys.exit("no GPU here: --toy runs everything once at toy size")
     begin = time.monotonic()
-    about = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "card": card(), "versions": versions()}
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = {"date": date, "card": card(), "versions": versions()}
     print(json.dumps(about))
-    ceilings = measure_ceilings(options.toy)
-    print(f"ceilings: {ceilings.bytes / 1e12:.2f} TB/s copied, {ceilings.operations / 1e12:.0f} TFLOP/s in bfloat16")
-    run = Run(ceilings, options.toy, begin + 60 * options.minutes, [])
-    for name in options.only:
-        TABLES[name](run)
-    seconds = time.monotonic() - begin
-    print(f"\n{seconds:.0f} s")
+    run = Run(options.toy, begin + 60 * options.minutes, *measure_ceilings(options.toy))
+    copied = run.bytes_per_second / 1e12
+    print(f"ceilings: {copied:.2f} TB/s copied, {run.operations_per_second / 1e12:.0f} TFLOP/s in bfloat16")
+    states_table(run)
+    windows_table(run)
+    decode_table(run)
+    print(f"\n{time.monotonic() - begin:.0f} s")
     if options.json:
-        numbers = about | {"ceilings": vars(ceilings), "toy": options.toy, "seconds": seconds, "rows": run.rows}
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        options.json.write_text(json.dumps(about | vars(run), indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ hidden states
 
 
-def states_table(run: Run) -> None:
-    """linear_log_softmax: log-probability and entropy from hidden states; backward of log-probabilities."""
+def states_table(run: Run):
+    """linear_log_softmax: log-probabilities from hidden states, and their gradients."""
     sizes = [(8192, 151936, 2048), (2048, 151936, 2048), (32768, 151936, 2048), (8192, 152064, 3584)]
     for rows, vocab, width in [(50, 700, 32)] if run.toy else sizes:
-        states_of_size(run, rows, vocab, width)
+        torch.manual_seed(rows)
+        hidden = torch.randn(rows, width, device=CARD, dtype=torch.bfloat16).requires_grad_()
+        weight = (3 * width**-0.5 * torch.randn(vocab, width, device=CARD)).bfloat16().requires_grad_()
+        ids = torch.randint(0, vocab, (rows,), device=CARD)
+        advantages = torch.randn(rows, device=CARD)
+        inputs = (hidden, weight, ids, advantages)
+        ways = {
+            "ours": partial(states_step, ours_of_states, *inputs),
+            "torch, float32": partial(states_step, naive_states, *inputs),
+            "torch.compile": partial(states_step, compiled(naive_states), *inputs),
+        }
+        checked_rows = torch.randperm(rows, device=CARD)[:CHECKED]
+        checked_ids = torch.randperm(vocab, device=CARD)[:CHECKED]
+        expected = exact_states(*inputs, checked_rows, checked_ids)
+
+        def error(found, checked=(checked_rows, checked_rows, checked_ids), expected=expected) -> float:
+            return farthest([x[index] for x, index in zip(found, checked, strict=True)], expected)
+
+        allowed = run.allowed_ms(0, 6 * rows * vocab * width)
+        run.table(f"states {rows} x {width}, head {vocab}", ways, error, 0.05, allowed)
 
 
-def states_of_size(run: Run, rows: int, vocab: int, width: int) -> None:
-    torch.manual_seed(rows)
-    hidden = torch.randn(rows, width, device=CARD, dtype=torch.bfloat16).requires_grad_()
-    weight = (3 * width**-0.5 * torch.randn(vocab, width, device=CARD)).bfloat16().requires_grad_()
-    ids = torch.randint(0, vocab, (rows,), device=CARD)
-    advantages = torch.randn(rows, device=CARD)
-    inputs = (hidden, weight, ids, advantages)
-    ways = [
-        states_way("ours", lambda h, w, y: linear_log_softmax(h, w, y, TEMPERATURE), inputs),
-        states_way("torch, float32", naive_states, inputs),
-        states_way("torch.compile", compiled(naive_states), inputs),
-        states_way("torch, checkpointed 1024 rows", checkpointed, inputs),
-    ]
-    pick, some = (torch.randperm(n, device=CARD)[:CHECKED] for n in (rows, vocab))
-    expected = exact_states(*inputs, pick, some)
-    products = 2 * rows * vocab * width
-    floors = {"forward": run.ceilings.milliseconds(0, products), "both": run.ceilings.milliseconds(0, 3 * products)}
-    title = f"states {rows} x {width}, head {vocab}"
-    run.table(title, ways, lambda phase, got: off_states(phase, got, expected, pick, some), 0.05, floors)
+def states_step(function: Callable, hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
+    """Log-probabilities, and gradients of hidden states and head."""
+    logps = function(hidden, weight, ids)
+    return [logps.detach(), *torch.autograd.grad(logps, (hidden, weight), advantages.to(logps.dtype))]
 
 
-def states_way(name: str, function: Callable, inputs: tuple[Tensor, ...]) -> Way:
-    """function (hidden, weight, ids) -> log-probabilities and whatever else it has."""
-    hidden, weight, ids, advantages = inputs
-
-    def both():
-        logps = function(hidden, weight, ids)[0]
-        return torch.autograd.grad(logps, (hidden, weight), advantages.to(logps.dtype))
-
-    @torch.no_grad()
-    def forward():
-        return function(hidden, weight, ids)
-
-    return Way(name, forward, both)
+def ours_of_states(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return linear_log_softmax(hidden, weight, ids, TEMPERATURE)[0]
 
 
-def naive_states(hidden, weight, ids):
+def naive_states(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     log_p = ((hidden @ weight.T).float() / TEMPERATURE).log_softmax(-1)
-    return log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def checkpointed(hidden, weight, ids):
-    pieces = zip(hidden.split(1024), ids.split(1024), strict=True)
-    scored = [checkpoint(naive_states, h, weight, y, use_reentrant=False) for h, y in pieces]
-    return [torch.cat(part) for part in zip(*scored, strict=True)]
+    return log_p.gather(-1, ids[:, None])[:, 0]
 
 
 @torch.no_grad()
-def exact_states(hidden, weight, ids, advantages, pick, some) -> dict[str, list[Tensor]]:
-    """Of picked rows values and dh in float64; of some ids dW, with the rows' sums in float32."""
-    h = hidden[pick].double()
+def exact_states(hidden, weight, ids, advantages, checked_rows, checked_ids) -> list[Tensor]:
+    """Of some rows values and dh in float64; of some ids dW, with the rows' sums in float32."""
+    h = hidden[checked_rows].double()
     w = weight.double()
+    y = ids[checked_rows]
     log_p = (h @ w.T / TEMPERATURE).log_softmax(-1)
-    values = torch.stack([log_p.gather(-1, ids[pick, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
-    one_hot = F.one_hot(ids[pick], len(weight))
-    grad_hidden = (advantages[pick, None] * (one_hot - log_p.exp()) / TEMPERATURE) @ w
+    logps = log_p.gather(-1, y[:, None])[:, 0]
+    one_hot = F.one_hot(y, len(weight))
+    grad_hidden = (advantages[checked_rows, None] * (one_hot - log_p.exp()) / TEMPERATURE) @ w
     grad_weight = 0
     for rows in torch.arange(len(ids), device=CARD).split(1024):
-        p = (hidden[rows].float() @ weight.float().T / TEMPERATURE).softmax(-1)[:, some].double()
-        dz = advantages[rows, None] * ((ids[rows, None] == some).double() - p) / TEMPERATURE
+        p = (hidden[rows].float() @ weight.float().T / TEMPERATURE).softmax(-1)[:, checked_ids].double()
+        chosen = (ids[rows, None] == checked_ids).double()
+        dz = advantages[rows, None] * (chosen - p) / TEMPERATURE
         grad_weight = grad_weight + dz.T @ hidden[rows].double()
-    return {"forward": [values], "both": [grad_hidden, grad_weight]}
-
-
-def off_states(phase, got, expected, pick, some) -> float:
-    if phase == "forward":
-        mine = torch.stack(list(got))[:, pick]
-        return relative(mine, expected[phase][0][: len(mine)])
-    return max(relative(a, b) for a, b in zip((got[0][pick], got[1][some]), expected[phase], strict=True))
+    return [logps, grad_hidden, grad_weight]
 
 
 # ------------------------------------------------------------------------------------------------ windows
@@ -232,134 +195,120 @@ def off_states(phase, got, expected, pick, some) -> float:
 HEADS, HEAD_DIM = 16, 80  # of Qwen2.5-VL's vision tower
 
 
-def windows_table(run: Run) -> None:
-    """window_attention: 512 whole windows, and eight photographs of 58 x 70 patches with their narrow windows."""
+def windows_table(run: Run):
+    """window_attention, forward and backward: 512 whole windows, and eight photographs of 58 x 70 patches."""
     photograph = 7 * (8 * [64] + [48]) + 8 * [16] + [12]  # 8 x 8 patches, at the edges 8 x 6, 2 x 8 and 2 x 6
     for lengths in [[64, 20, 64]] if run.toy else [512 * [64], 8 * photograph]:
-        T = sum(lengths)
-        torch.manual_seed(T)
+        tokens = sum(lengths)
+        torch.manual_seed(tokens)
         # q and k as rotary leaves them, v as a slice of the projection
-        q, k, grad = (torch.randn(T, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16) for _ in range(3))
-        v = torch.randn(T, 3, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16)[:, 2]
+        q, k, grad = (torch.randn(tokens, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16) for _ in range(3))
+        v = torch.randn(tokens, 3, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16)[:, 2]
         inputs = [x.requires_grad_() for x in (q, k, v)]
         segments = Segments(lengths, CARD)
-        ways = [
-            windows_way("ours", window_attention, inputs, segments, grad),
-            windows_way("ours, torch path", batched_attention, inputs, segments, grad),
-            windows_way("loop, as in transformers", split_loop, inputs, segments, grad),
-            windows_way("torch's varlen_attn", varlen, inputs, segments, grad),
-        ]
-        pick = sorted({0, len(lengths) - 1, *torch.randperm(len(lengths))[: CHECKED // 8].tolist()})
-        expected, rows = exact_windows(inputs, grad, segments.cu_seqlens.tolist(), pick)
+        ways = {
+            "ours": partial(windows_step, window_attention, inputs, segments, grad),
+            "ours, torch path": partial(windows_step, batched_attention, inputs, segments, grad),
+            "loop, as in transformers": partial(windows_step, split_loop, inputs, segments, grad),
+        }
+        some_windows = torch.randperm(len(lengths))[: CHECKED // 8].tolist()
+        checked_windows = sorted({0, len(lengths) - 1, *some_windows})
+        rows, expected = exact_windows(inputs, grad, segments.cu_seqlens.tolist(), checked_windows)
+
+        def error(found, rows=rows, expected=expected) -> float:
+            return farthest([x[rows] for x in found], expected)
+
         size = q.numel() * q.element_size()
         products = 2 * sum(n * n for n in lengths) * HEADS * HEAD_DIM
-        floors = {
-            "forward": run.ceilings.milliseconds(4 * size, 2 * products),
-            "both": run.ceilings.milliseconds(11 * size, 7 * products),
-        }
-        error = partial(off_windows, expected=expected, rows=rows)
-        run.table(f"windows {len(lengths)}, {T} patches", ways, error, 0.02, floors)
+        allowed = run.allowed_ms(11 * size, 7 * products)
+        run.table(f"windows {len(lengths)}, {tokens} patches", ways, error, 0.02, allowed)
 
 
-def windows_way(name: str, function: Callable, inputs: list[Tensor], segments: Segments, grad: Tensor) -> Way:
-    """function (q, k, v, segments) -> (T, H, D)."""
-
-    @torch.no_grad()
-    def forward():
-        return [function(*inputs, segments)]
-
-    return Way(name, forward, lambda: torch.autograd.grad(function(*inputs, segments), inputs, grad))
+def windows_step(function: Callable, inputs: list[Tensor], segments: Segments, grad: Tensor) -> list[Tensor]:
+    """The result (T, H, D) of function (q, k, v, segments), and the three gradients."""
+    out = function(*inputs, segments)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def split_loop(q, k, v, segments):
-    windows = zip(*(x.split(segments.cu_seqlens.diff().tolist()) for x in (q, k, v)), strict=True)
-    return torch.cat([sdpa(*(x[None] for x in window))[0] for window in windows])
-
-
-def sdpa(q, k, v, mask=None):
-    """(S, L, H, D) -> (S, L, H, D)."""
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask).transpose(1, 2)
-
-
-def varlen(q, k, v, segments):
-    from torch.nn.attention.varlen import varlen_attn  # it needs flash attention, which a CPU lacks
-
-    return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest)
-
-
-def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], pick: list[int]) -> tuple[dict, Tensor]:
-    """Outputs and gradients of some windows in float64, by the formula, and their rows."""
-    rows = [torch.arange(ends[i], ends[i + 1], device=grad.device) for i in pick]
+def split_loop(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    lengths = segments.cu_seqlens.diff().tolist()
     outputs = []
-    gradients = []
-    for index in rows:
+    for window in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        heads_first = (x.transpose(0, 1)[None] for x in window)  # (1, H, L, D)
+        outputs.append(F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], windows: list[int]):
+    """The rows of some windows, and result and gradients there in float64, by the formula."""
+    rows = []
+    results = []
+    for i in windows:
+        index = torch.arange(ends[i], ends[i + 1], device=grad.device)
         q, k, v = (x.detach()[index].double().transpose(0, 1).requires_grad_() for x in inputs)  # (H, L, D)
         out = (q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v
-        outputs.append(out.detach().transpose(0, 1))
-        of_window = torch.autograd.grad(out, (q, k, v), grad[index].double().transpose(0, 1))
-        gradients.append([x.transpose(0, 1) for x in of_window])
-    return {"forward": [torch.cat(outputs)], "both": [torch.cat(x) for x in zip(*gradients, strict=True)]}, torch.cat(
-        rows
-    )
-
-
-def off_windows(phase: str, got: list[Tensor], expected: dict[str, list[Tensor]], rows: Tensor) -> float:
-    return max(relative(a[rows], b) for a, b in zip(got, expected[phase], strict=True))
+        gradients = torch.autograd.grad(out, (q, k, v), grad[index].double().transpose(0, 1))
+        rows.append(index)
+        results.append([x.transpose(0, 1) for x in (out.detach(), *gradients)])
+    return torch.cat(rows), [torch.cat(column) for column in zip(*results, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ decoding
 
 
-def decode_table(run: Run) -> None:
+def decode_table(run: Run):
     """A layer of 3B's decode step: prompts of 1,100 tokens, rows with 200 of 256 tokens, whose keys are written too."""
-    P, C, done, H, K, D = (50, 8, 5, 4, 2, 16) if run.toy else (1100, 256, 200, 16, 2, 128)
-    for prompts, slots in [(2, 3)] if run.toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
-        R = prompts * slots
+    sizes = (50, 8, 5, 4, 2, 16) if run.toy else (1100, 256, 200, 16, 2, 128)
+    (P, _, done, _, K, D) = sizes
+    for prompts, rows_of_each in [(2, 3)] if run.toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
+        R = prompts * rows_of_each
         torch.manual_seed(R)
-        prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
-        new = [torch.randn(R, heads, D, device=CARD, dtype=torch.bfloat16) for heads in (H, K, K)]
-        prefill.keys.append([new[0].new_empty(prompts * P, K, D).normal_() for _ in range(2)])
-        start = torch.zeros(prompts, dtype=torch.long, device=CARD)
-        static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(slots), C, start)
-        for x in static.row_kv[0]:
-            x[:, :, :done] = torch.randn_like(x[:, :, :done])
-        static.newest.fill_(done)
-        static.row_bias[..., done + 1 :] = float("-inf")
-        # each row with keys of its own, as where prompts are not shared
-        of_rows = [
-            torch.cat([static.slots.spread(x), y], 2)
-            for x, y in zip(static.prompt_kv[0], static.row_kv[0], strict=True)
-        ]
-        for x, y in zip(of_rows, new[1:], strict=True):
-            x[:, :, P + done] = y
-        hidden = torch.cat([static.prompt_bias[:1], static.row_bias[0, 0]], 1)
-        ways = [
-            Way("ours", partial(decode_way, static, new)),
-            Way("ours, torch path", partial(decode_way, static, new, DecodeAttention.__call__)),
-            Way("sdpa, prompts copied to rows", lambda q=new[0], kv=of_rows, m=hidden: [on_rows(q, *kv, m)]),
-        ]
-        pick = torch.randperm(R)[:CHECKED].to(CARD)
-        expected = on_rows(*(x[pick].double() for x in (new[0], *of_rows)), hidden.double())
-        size = new[0].element_size() * (2 * K * D * (prompts * P + R * (done + 1)) + 2 * new[0].numel())
-        floors = {"forward": run.ceilings.milliseconds(size)}
-        error = lambda phase, got, e=expected, p=pick: relative(got[0][p], e)  # noqa: E731
-        run.table(f"decode {prompts} x {slots} rows, {P} + {done + 1} keys", ways, error, 0.02, floors)
-        ours, plain = (row.get("ms") for row in run.rows[-3:-1])
-        if ours and plain:
-            print(f"torch path / ours: {plain / ours:.2f}")
+        static, q, new_keys = decode_case(prompts, rows_of_each, *sizes)
+        checked = torch.randperm(R)[:CHECKED].to(CARD)
+        expected = exact_decode(static, q, new_keys, done, checked)
+        ways = {
+            "ours": partial(decode_step, StaticDecodeAttention.__call__, static, q, new_keys),
+            "ours, torch path": partial(decode_step, DecodeAttention.__call__, static, q, new_keys),
+        }
+
+        def error(found, checked=checked, expected=expected) -> float:
+            return farthest([found[0][checked]], [expected])
+
+        numbers = 2 * K * D * (prompts * P + R * (done + 1)) + 2 * q.numel()
+        title = f"decode {prompts} x {rows_of_each} rows, {P} + {done + 1} keys"
+        run.table(title, ways, error, 0.02, run.allowed_ms(q.element_size() * numbers, 0))
+
+
+def decode_case(prompts: int, rows_of_each: int, P: int, C: int, done: int, H: int, K: int, D: int):
+    """Attention of rows that have `done` of C tokens, and the next token's q, (k, v)."""
+    R = prompts * rows_of_each
+    prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
+    q, new_k, new_v = (torch.randn(R, heads, D, device=CARD, dtype=torch.bfloat16) for heads in (H, K, K))
+    prefill.keys.append([q.new_empty(prompts * P, K, D).normal_() for _ in range(2)])
+    start = torch.zeros(prompts, dtype=torch.long, device=CARD)
+    static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(rows_of_each), C, start)
+    for x in static.row_kv[0]:
+        x[:, :, :done] = torch.randn_like(x[:, :, :done])
+    static.newest.fill_(done)
+    static.row_bias[..., done + 1 :] = float("-inf")
+    return static, q, (new_k, new_v)
+
+
+def exact_decode(static: StaticDecodeAttention, q: Tensor, new_keys: tuple, done: int, checked: Tensor) -> Tensor:
+    """Of some rows the result in float64, each with keys of its own, as where prompts are not shared."""
+    keys = []
+    for of_prompts, of_rows, new in zip(static.prompt_kv[0], static.row_kv[0], new_keys, strict=True):
+        x = torch.cat([static.slots.spread(of_prompts), of_rows], 2)
+        x[:, :, of_prompts.shape[2] + done] = new
+        keys.append(x[checked].double())
+    mask = torch.cat([static.prompt_bias[:1], static.row_bias[0, 0]], 1).double()
+    queries = q[checked, :, None].double()
+    return F.scaled_dot_product_attention(queries, *keys, mask, enable_gqa=True)[:, :, 0]
 
 
 @torch.no_grad()
-def decode_way(static, new: list[Tensor], call=StaticDecodeAttention.__call__) -> list[Tensor]:
-    return [call(static, 0, *new)]
-
-
-def on_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """q (R, H, D), k and v (R, K, T, D), hidden (1, T) -> (R, H, D)."""
-    return F.scaled_dot_product_attention(q[:, :, None], k, v, hidden, enable_gqa=True)[:, :, 0]
-
-
-TABLES = {"states": states_table, "windows": windows_table, "decode": decode_table}
+def decode_step(call: Callable, static: StaticDecodeAttention, q: Tensor, new_keys: tuple) -> list[Tensor]:
+    return [call(static, 0, q, *new_keys)]
 
 
 # ------------------------------------------------------------------------------------------------ shared
@@ -370,8 +319,10 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, backend="inductor" if CARD.type == "cuda" else "eager")
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm()).item()
+def farthest(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of a tensor, relative to its norm; NaN where one is NaN."""
+    differences = [(a.double() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    return torch.stack(differences).max().item()
 
 
 @contextlib.contextmanager
@@ -407,14 +358,15 @@ def peak_mib(call: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure_ceilings(toy: bool) -> Ceilings:
+def measure_ceilings(toy: bool) -> tuple[float, float]:
+    """Bytes a second that are copied, bfloat16 operations a second of a product."""
     numbers, side = (2**16, 64) if toy else (2**30, 8192)
     source = torch.randn(numbers, device=CARD).to(torch.bfloat16)
     target = torch.empty_like(source)
-    copy = milliseconds(lambda: target.copy_(source), toy)[0]
+    copy_ms = milliseconds(lambda: target.copy_(source), toy)[0]
     a, b = (torch.randn(side, side, device=CARD).to(torch.bfloat16) for _ in range(2))
-    product = milliseconds(lambda: a @ b, toy)[0]
-    return Ceilings(2 * source.nbytes / copy * 1e3, 2 * side**3 / product * 1e3)
+    product_ms = milliseconds(lambda: a @ b, toy)[0]
+    return 1e3 * 2 * source.nbytes / copy_ms, 1e3 * 2 * side**3 / product_ms
 
 
 if __name__ == "__main__":
