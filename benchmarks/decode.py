@@ -2,14 +2,12 @@
 
 python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; without one the default recipe's model on the CPU
 python benchmarks/decode.py --toy            # at toy size in float32, on a CPU too: that it runs
-python benchmarks/decode.py --uneven --tokens 256 --ways ours "ours, eager" transformers   # a few rows are long
 
 1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8. On a GPU, in bfloat16, each prompt has an
 image of 1,000 tokens and 100 tokens of text, and each completion exactly 256 tokens; on a CPU, in float32, prompts and
 completions are those of grpo_step.py. Both sides share random weights. Seconds are from the prompt to the last token,
 prefill included, medians of calls in turn. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager`
-kernel by kernel, as on a CPU. `predicted` is roofline.py's. With --uneven rows end as in a rollout: lengths
-are exponential with a mean of 2 in 7 of the longest, and tokens that are drawn after a row's end do not count.
+kernel by kernel, as on a CPU. `predicted` is roofline.py's.
 """
 
 import argparse
@@ -24,7 +22,6 @@ import roofline
 import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
 from sizes import card_named
-from torch import Tensor
 
 from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.run.memory import Work
@@ -40,51 +37,52 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--repeats", type=int, help="timed calls of each way, by default 2, without a GPU 10")
-    parser.add_argument("--uneven", action="store_true", help="completions of many lengths")
-    parser.add_argument("--tokens", type=int, help="of the longest completion")
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
-    on_cpu = ["ours, eager", "transformers"]
-    parser.add_argument("--ways", nargs="+", choices=("ours", *on_cpu), help="by default all of the device")
     parser.add_argument("--json", type=Path, help="write the numbers here")
-    o = parser.parse_args()
-    small = CARD.type == "cpu" and not o.toy
-    o.ways = o.ways or (on_cpu if small else ["ours", *on_cpu])
-    if small:
-        torch.set_num_threads(o.threads)
+    options = parser.parse_args()
+    on_cpu = CARD.type == "cpu" and not options.toy
+    if on_cpu:
+        torch.set_num_threads(options.threads)
+    repeats = options.repeats or (10 if on_cpu else 2)
+    dtype = torch.float32 if on_cpu or options.toy else torch.bfloat16
     rows = []
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
-    for case in small_cases() if small else [make_case(o.toy, peer_rows=1)]:
-        if o.tokens:
-            case.completions = list(torch.zeros(len(case.completions), o.tokens))
-        calls = model_calls(case, small or o.toy, "transformers" in o.ways)
+    for case in small_cases() if on_cpu else [make_case(options.toy, peer_rows=1)]:
+        calls = model_calls(case, dtype)
+        if on_cpu:
+            del calls["ours"]  # there is no graph
         for prompts, generations in SIZES:
-            lengths = lengths_of(prompts * generations, len(case.completions[0]), o.uneven)
-            ways = {way: partial(calls[way], prompts, generations, lengths) for way in o.ways if way in calls}
-            results = take_turns(ways, o.repeats or (10 if small else 2))
-            peer = results.get("transformers", {}).get("seconds")
-            for way, numbers in results.items():
-                row = {"prompt_tokens": len(case.prompt.input_ids), "rows": prompts * generations, "way": way}
-                row |= numbers
-                if "seconds" in row:
-                    row["tokens_per_second"] = lengths.sum().item() / row["seconds"]
-                    row["times_transformers"] = peer and peer / row["seconds"]
-                if way.startswith("ours") and not small and not o.uneven:
-                    row["predicted"] = predicted(case, prompts, generations, way.replace("ours", "decode"))
-                shown = (f"{x:.4g}" if isinstance(x, float) else str(x or "") for x in map(row.get, COLUMNS))
-                print(f"| {' | '.join(shown)} |", flush=True)
+            for row in rows_of_size(case, calls, prompts, generations, repeats):
+                if row["way"].startswith("ours") and not on_cpu:
+                    row["predicted"] = predicted(case, prompts, generations, row["way"].replace("ours", "decode"))
+                show(row)
                 rows.append(row)
-    if o.json:
+    if options.json:
         about = {"card": card(), "versions": versions()}
-        o.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
-def lengths_of(rows: int, tokens: int, uneven: bool) -> Tensor:
-    """(rows,) tokens of each completion, the longest has all."""
-    if not uneven:
-        return torch.full((rows,), tokens)
-    shares = (torch.randperm(rows, generator=torch.Generator().manual_seed(0)) + 1) / (rows + 1)
-    lengths = (-(1 - shares).log() * tokens / 3.5).ceil().clamp(1, tokens).long()
-    return lengths.scatter(0, lengths.argmax(0, keepdim=True), tokens)
+def rows_of_size(case: Case, calls: dict[str, Callable], prompts: int, generations: int, repeats: int) -> list[dict]:
+    """Time all ways with so many prompts and completions of each."""
+    ways = {way: partial(call, prompts, generations) for way, call in calls.items()}
+    results = take_turns(ways, repeats)
+    peer = results.get("transformers", {}).get("seconds")
+    rows = []
+    for way, numbers in results.items():
+        row = {"prompt_tokens": len(case.prompt.input_ids), "rows": prompts * generations, "way": way, **numbers}
+        if "seconds" in row:
+            row["tokens_per_second"] = row["rows"] * len(case.completions[0]) / row["seconds"]
+            row["times_transformers"] = peer and peer / row["seconds"]
+        rows.append(row)
+    return rows
+
+
+def show(row: dict):
+    cells = []
+    for name in COLUMNS:
+        value = row.get(name)
+        cells.append(f"{value:.4g}" if isinstance(value, float) else str(value or ""))
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def small_cases() -> Iterator[Case]:
@@ -98,37 +96,31 @@ def small_cases() -> Iterator[Case]:
         yield Case(model.config, processor(row.messages, row.images), completions, torch.zeros(0), peer_rows=1)
 
 
-def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
-    """way -> (prompts, completions of each, their lengths) -> nothing; both share their weights."""
-    ours = build(case.config, torch.float32 if wide else torch.bfloat16)
-    theirs = twin(ours) if peer else None
-    if theirs:
-        theirs.generation_config.eos_token_id = None  # nothing ends a completion
+def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
+    """way -> (prompts, completions of each) -> nothing; both models share their weights."""
+    ours = build(case.config, dtype)
+    theirs = twin(ours)
     tokens = len(case.completions[0])
-    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "pad_token_id": 0}
 
     @torch.inference_mode()
-    def decode(prompts, generations, lengths, step=CapturedDecode):
+    def decode(step: Callable, prompts: int, generations: int):
         draw = draw_by(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        drawn_by = make_choose(SamplingConfig(), (), draw, device=CARD)
-        ends = lengths.to(CARD)
-
-        def choose(logits, rows, step):
-            ids, logps, _ = drawn_by(logits, rows, step)
-            return ids, logps, ends[rows] <= step + 1
-
+        choose = make_choose(SamplingConfig(), (), draw, device=CARD)
         groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
-        assert [len(completion.ids) for group in groups for completion in group] == lengths.tolist()
+        assert {len(completion.ids) for group in groups for completion in group} == {tokens}
 
-    def decode_with_transformers(prompts, generations, lengths):
-        ends = lengths.to(CARD) + len(case.prompt.input_ids)
-        stop = [lambda ids, scores, **_: ids.shape[1] >= ends]
+    def decode_with_transformers(prompts: int, generations: int):
         inputs = {name: torch.cat([x] * prompts) for name, x in case.inputs.items()}
-        ids = theirs.generate(**inputs, **drawn, num_return_sequences=generations, stopping_criteria=stop)
+        ids = theirs.generate(
+            **inputs, do_sample=True, top_k=0, max_new_tokens=tokens, pad_token_id=0, num_return_sequences=generations
+        )
         assert ids.shape == (prompts * generations, len(case.prompt.input_ids) + tokens)
 
-    peers = {"transformers": decode_with_transformers} if theirs else {}
-    return {"ours": decode, "ours, eager": partial(decode, step=Decode)} | peers
+    calls = {"ours": partial(decode, CapturedDecode), "ours, eager": partial(decode, Decode)}
+    if theirs:
+        theirs.generation_config.eos_token_id = None  # nothing ends a completion
+        calls["transformers"] = decode_with_transformers
+    return calls
 
 
 def predicted(case: Case, prompts: int, generations: int, decode: str) -> float:
