@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -79,41 +80,41 @@ def main():
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
         sys.exit("no GPU here: --toy runs everything at toy size")
-    torch.backends.cudnn.allow_tf32 = (
-        False  # or the float32 comparison would be one of ten bits, in transformers' Conv3d
-    )
-    about = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "card": card(), "versions": versions()}
+    # or the float32 comparison would be one of ten bits, in transformers' Conv3d
+    torch.backends.cudnn.allow_tf32 = False
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = {"date": date, "card": card(), "versions": versions()}
     print(json.dumps(about))
     case = make_case(options.toy, options.peer_rows)
-    cut = dataclasses.replace(case, config=shallow(case.config))
-    small = build(cut.config, torch.float32)
-    differences = {"float32, two layers": compare(small, twin(small), cut)}
-    for way, (logps, gradients) in differences["float32, two layers"].items():
-        assert logps <= TOLERANCE and gradients <= TOLERANCE, f"{way}: {logps:.1e} nats, gradients {gradients:.1e}"
+    shallow_case = dataclasses.replace(case, config=shallow(case.config))
+    model = build(shallow_case.config, torch.float32)
+    shallow_differences = compare("float32, two layers", model, twin(model), shallow_case)
+    for way, (logps, gradients) in shallow_differences.items():
+        assert max(logps, gradients) <= TOLERANCE, f"{way}: {logps:.1e} nats, gradients {gradients:.1e}"
     dtype = torch.float32 if options.toy else torch.bfloat16
-    ours = build(case.config, dtype)
-    theirs = twin(ours)
-    differences[str(dtype)] = compare(ours, theirs, case)
-    for label, by_way in differences.items():
-        for way, (logps, gradients) in by_way.items():
-            print(f"{label}, {way}: log-probabilities differ by {logps:.1e} nats, gradients by {gradients:.1e}")
-    rows = measure(ours, theirs, case, options.repeats)
+    model = build(case.config, dtype)
+    theirs = twin(model)
+    differences = compare(str(dtype), model, theirs, case)
+    rows = measure(model, theirs, case, options.repeats)
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "differences": differences, **about}, indent=2) + "\n")
+        found = {"rows": rows, "differences": differences, "shallow_differences": shallow_differences}
+        options.json.write_text(json.dumps(found | about, indent=2) + "\n")
 
 
 def make_case(toy: bool, peer_rows: int) -> Case:
     """A random image between random text, and random completions of text tokens."""
     config = config_of("toy" if toy else "3b")
-    (height, width), text, G, C = ((10, 12), 8, 2, 6) if toy else ((50, 80), 100, 8, 256)
+    height, width, text, G, C = (10, 12, 8, 2, 6) if toy else (50, 80, 100, 8, 256)
     generator = torch.Generator().manual_seed(0)
     merged = height * width // config.vision_config.spatial_merge_size**2
     image = [config.vision_start_token_id, *[config.image_token_id] * merged, config.vision_end_token_id]
     before, after = torch.randint(300, (text,), generator=generator).chunk(2)  # ids below 300 are text in both
     pixels = torch.randn(height * width, config.vision_config.patch_dim, generator=generator)
-    prompt = Prompt(torch.cat([before, torch.tensor(image), after]), pixels, torch.tensor([[1, height, width]]))
+    ids = torch.cat([before, torch.tensor(image), after])
+    prompt = Prompt(ids, pixels, torch.tensor([[1, height, width]]))
     completions = list(torch.randint(300, (G, C), generator=generator).to(CARD))
-    return Case(config, prompt, completions, torch.randn(G, generator=generator).to(CARD), peer_rows)
+    advantages = torch.randn(G, generator=generator).to(CARD)
+    return Case(config, prompt, completions, advantages, peer_rows)
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
@@ -143,15 +144,19 @@ def twin(ours: Qwen2_5_VL):
     hub_config = transformers.Qwen2_5_VLConfig.from_dict(ours.config.to_dict())
     with CARD:
         theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(hub_config, attn_implementation="sdpa")
-    shared = {
-        ("model.visual." + name[7:]) if name.startswith("visual.")
-        else ("model.language_model." + name[6:]) if name.startswith("model.")
-        else name: parameter
-        for name, parameter in ours.state_dict(keep_vars=True).items()
-    }  # fmt: skip
+    shared = {their_name(name): parameter for name, parameter in ours.state_dict(keep_vars=True).items()}
     theirs.load_state_dict(shared, assign=True)
     assert {id(p) for p in theirs.parameters()} == {id(p) for p in ours.parameters()}
     return theirs
+
+
+def their_name(name: str) -> str:
+    """What transformers calls one of our parameters."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    if name.startswith("model."):
+        return name.replace("model.", "model.language_model.", 1)
+    return name
 
 
 # ---- the ways: each returns log-probabilities (G, C) ---------------------------------------------------------------
@@ -171,19 +176,20 @@ def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
 
 def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
     """A row for each completion; logits of completions alone, as TRL asks for them."""
-    # (rows, C)
-    prompt = case.inputs
-    completions = torch.stack([case.completions[i] for i in rows])
-    repeated = {
-        name: x.repeat(len(rows), 1) for name, x in prompt.items() if name in ("pixel_values", "image_grid_thw")
-    }
-    for name, own in (
-        ("input_ids", completions), ("attention_mask", torch.ones_like(completions)),
-        ("mm_token_type_ids", torch.zeros_like(completions)),
-    ):  # fmt: skip
-        repeated[name] = torch.cat([prompt[name].expand(len(rows), -1), own], dim=1)
-    logits = model(**repeated, use_cache=False, logits_to_keep=completions.shape[1] + 1).logits[:, :-1]
-    return -F.cross_entropy(logits.flatten(0, 1).float(), completions.flatten(), reduction="none").view_as(completions)
+    completions = torch.stack([case.completions[i] for i in rows])  # (rows, C)
+    G, C = completions.shape
+    prompt = {name: x.repeat(G, 1) for name, x in case.inputs.items()}
+    logits = model(
+        pixel_values=prompt["pixel_values"],
+        image_grid_thw=prompt["image_grid_thw"],
+        input_ids=torch.cat([prompt["input_ids"], completions], dim=1),
+        attention_mask=torch.cat([prompt["attention_mask"], torch.ones_like(completions)], dim=1),
+        mm_token_type_ids=torch.cat([prompt["mm_token_type_ids"], torch.zeros_like(completions)], dim=1),
+        use_cache=False,
+        logits_to_keep=C + 1,
+    ).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), completions.flatten(), reduction="none")
+    return -losses.view(G, C)
 
 
 def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) -> Tensor:
@@ -200,73 +206,90 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
     return torch.cat(logps).detach()
 
 
-def compare(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case) -> dict[str, tuple[float, float]]:
+def compare(label: str, ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, tuple]:
     """How far each peer is from the grouped way: nats of log-probability at most, and share of the gradient's norm."""
-    results = {}
-    ways = [("grouped", grouped, ours), ("separate", separate, ours), ("hf", of_transformers, theirs)]
-    for name, way, model in ways if theirs else ways[:2]:
-        ours.zero_grad()
-        logps = backward(way, model, case, len(case.completions) if name == "grouped" else case.peer_rows)
-        results[name] = logps, [p.grad.clone() for p in ours.parameters()]
-    ours.zero_grad()
-    logps, gradients = results.pop("grouped")
+    parameters = list(ours.parameters())
+    logps, gradients = logps_and_gradients(grouped, ours, parameters, case, len(case.completions))
     norm = sum(g.float().square().sum() for g in gradients).sqrt()
+    peers = {"separate": (separate, ours)}
+    if theirs:
+        peers["hf"] = (of_transformers, theirs)
     differences = {}
-    for name, (other, their_gradients) in results.items():
+    for name, (way, model) in peers.items():
+        their_logps, their_gradients = logps_and_gradients(way, model, parameters, case, case.peer_rows)
         squares = sum((a - b).float().square().sum() for a, b in zip(gradients, their_gradients, strict=True))
-        differences[name] = (logps - other).abs().max().item(), (squares.sqrt() / norm).item()
+        of_logps = (logps - their_logps).abs().max().item()
+        of_gradients = (squares.sqrt() / norm).item()
+        differences[name] = (of_logps, of_gradients)
+        print(f"{label}, {name}: log-probabilities differ by {of_logps:.1e} nats, gradients by {of_gradients:.1e}")
     return differences
 
 
-def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int) -> list[dict]:
+def logps_and_gradients(way: Callable, model: torch.nn.Module, parameters: list, case: Case, at_once: int):
+    """Of all completions; both models share their parameters, whose gradients are cleared again."""
+    logps = backward(way, model, case, at_once)
+    gradients = [p.grad for p in parameters]
+    model.zero_grad()  # sets them to None
+    return logps, gradients
+
+
+def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeats: int) -> list[dict]:
     """Time every phase and way, print the table."""
+    torch.manual_seed(0)
+    rows = []
+    print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
+    for phase, ways in phases(ours, theirs, case).items():
+        if not theirs:
+            del ways["transformers"]
+        results = take_turns(ways, max(1, repeats // 2) if phase == "rollout" else repeats)
+        our_seconds = results["ours"].get("seconds")
+        for way, numbers in results.items():
+            rows.append({"phase": phase, "way": way, **numbers})
+            print(f"| {phase} | {way} | {line(numbers, our_seconds)} |", flush=True)
+    return rows
+
+
+def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, dict[str, Callable]]:
+    """The calls to time, by phase and way."""
     G = len(case.completions)
     C = len(case.completions[0])
-    every = range(G)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
-    torch.manual_seed(0)
-    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": C, "min_new_tokens": C, "num_return_sequences": G}
+    if theirs:
+        theirs.generation_config.eos_token_id = None  # nothing ends a completion
+
+    def rollout():
+        draw = draw_by(torch.rand(G, C).double(), CARD)
+        choose = make_choose(SamplingConfig(), (), draw, device=CARD)
+        (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
+        assert {len(completion.ids) for completion in group} == {C}
+
+    def rollout_of_transformers():
+        lengths = {"max_new_tokens": C, "min_new_tokens": C}
+        ids = theirs.generate(**case.inputs, **lengths, do_sample=True, top_k=0, num_return_sequences=G)
+        assert ids.shape == (G, len(case.prompt.input_ids) + C)
+
+    @torch.no_grad()
+    def score(way, model):
+        way(model, case, range(G))
 
     def step(way, model, at_once):
         backward(way, model, case, at_once)
         optimizer.step()
         optimizer.zero_grad()
 
-    def rollout():
-        choose = make_choose(SamplingConfig(), (), draw_by(torch.rand(G, C).double(), CARD), device=CARD)
-        (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
-        assert {len(completion.ids) for completion in group} == {C}
-
-    def rollout_of_transformers():
-        ids = theirs.generate(**case.inputs, **drawn)
-        assert ids.shape == (G, len(case.prompt.input_ids) + C)
-
-    if theirs:
-        theirs.generation_config.eos_token_id = None  # nothing ends a completion
-    no_grad = torch.no_grad()
-    phases = {
+    return {
         "rollout": {"ours": rollout, "transformers": rollout_of_transformers},
         "scoring": {
-            "ours": no_grad(lambda: grouped(ours, case, every)),
-            "ours, separate rows": no_grad(lambda: separate(ours, case, every)),
-            "transformers": no_grad(lambda: of_transformers(theirs, case, every)),
+            "ours": partial(score, grouped, ours),
+            "ours, separate rows": partial(score, separate, ours),
+            "transformers": partial(score, of_transformers, theirs),
         },
         "step": {
-            "ours": lambda: step(grouped, ours, G),
-            "ours, separate rows": lambda: step(separate, ours, case.peer_rows),
-            "transformers": lambda: step(of_transformers, theirs, case.peer_rows),
+            "ours": partial(step, grouped, ours, G),
+            "ours, separate rows": partial(step, separate, ours, case.peer_rows),
+            "transformers": partial(step, of_transformers, theirs, case.peer_rows),
         },
     }
-    rows = []
-    print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
-    for phase, ways in phases.items():
-        ways = {way: call for way, call in ways.items() if theirs or way != "transformers"}
-        results = take_turns(ways, max(1, repeats // 2) if phase == "rollout" else repeats)
-        base = results["ours"].get("seconds")
-        for way, numbers in results.items():
-            rows.append({"phase": phase, "way": way, **numbers})
-            print(f"| {phase} | {way} | " + line(numbers, base) + " |", flush=True)
-    return rows
 
 
 def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
@@ -289,7 +312,7 @@ def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
             synchronize()
             spent.append(time.perf_counter() - begin)
     for way, spent in seconds.items():
-        results[way] |= {"seconds": statistics.median(spent), "shortest": min(spent), "longest": max(spent)}
+        results[way].update(seconds=statistics.median(spent), shortest=min(spent), longest=max(spent))
     return results
 
 
