@@ -38,9 +38,10 @@ from minivlmrl.kernels import nf4_unpack
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
-# Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types, and the smallest and largest heads
-CASES = [("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80), ("fp16", 64, 80)]
-CASES += [("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128)]
+WINDOWS = [  # type, longest window, head_dim
+    ("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80),  # Qwen2.5-VL has 16 heads of 80 and windows of up to 64
+    ("fp16", 64, 80), ("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128),
+]  # fmt: skip
 ARCHITECTURES = ("80", "90", "100")
 COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions")
 
@@ -68,79 +69,100 @@ class Build:
     elements: int | None = None
 
 
+def same(kind: str, *names: str) -> dict[str, str]:
+    """Parameters of one Triton type."""
+    return dict.fromkeys(names, kind)
+
+
 def log_softmax_builds() -> list[Build]:
     """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
-    numbers = dict.fromkeys(["stride", "width", "first"], "i32") | {"k": "fp32", "ids": "*i64"}
-    results = dict.fromkeys(["logps", "entropies", "tops", "totals"], "*fp32")
-    parts = {"parts": "*fp32"}
+    numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
+    results = same("*fp32", "logps", "entropies", "tops", "totals")
     elements = math.prod(log_softmax.FORWARD_SHAPE)
-    whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True}
-    middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False}
-    kernel, warps = log_softmax._forward, log_softmax.FORWARD_WARPS
     builds = []
     for dtype in ("bf16", "fp32"):
         given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
-        for name, signature, constants in (("", given | results, whole), (", middle part", given | parts, middle)):
-            name = f"log-softmax forward{name} {dtype}"
-            builds.append(Build(name, kernel, signature, constants, warps, 1, elements))
-    given = numbers | {"logits": "*bf16", "out": "*bf16", "out_stride": "i32", "grad_logps": "*fp32"}
-    given |= {name: kind for name, kind in results.items() if name != "logps"}
-    entropy = {"grad_entropies": "*fp32"}
-    kernel = log_softmax._backward
-    warps = log_softmax.BACKWARD_WARPS
-    for name, signature, absent in (("", given, dict.fromkeys(entropy)), (" with entropy", given | entropy, {})):
-        name = f"log-softmax backward{name} bf16"
-        builds.append(Build(name, kernel, signature, absent, warps, 1, log_softmax.BACKWARD_BLOCK))
+        builds.append(
+            Build(
+                name=f"log-softmax forward {dtype}",
+                kernel=log_softmax._forward,
+                signature=given | results,
+                constexprs={"parts": None, "FIRST": True, "LAST": True},
+                num_warps=log_softmax.FORWARD_WARPS,
+                elements=elements,
+            )
+        )
+        builds.append(
+            Build(
+                name=f"log-softmax forward, middle part {dtype}",
+                kernel=log_softmax._forward,
+                signature=given | {"parts": "*fp32"},
+                constexprs=dict.fromkeys(results) | {"FIRST": False, "LAST": False},
+                num_warps=log_softmax.FORWARD_WARPS,
+                elements=elements,
+            )
+        )
+    given = numbers | same("*bf16", "logits", "out") | same("*fp32", "entropies", "tops", "totals", "grad_logps")
+    given["out_stride"] = "i32"
+    for name, with_entropy in (("", False), (" with entropy", True)):
+        builds.append(
+            Build(
+                name=f"log-softmax backward{name} bf16",
+                kernel=log_softmax._backward,
+                signature=given | {"grad_entropies": "*fp32"} if with_entropy else given,
+                constexprs={} if with_entropy else {"grad_entropies": None},
+                num_warps=log_softmax.BACKWARD_WARPS,
+                elements=log_softmax.BACKWARD_BLOCK,
+            )
+        )
     return builds
 
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    (rows, columns, more) = windows.blocks(longest, head_dim)
+    rows, columns, more = windows.blocks(longest, head_dim)
     sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns, "MORE": more}
     about = f"{dtype} {longest}x{head_dim}"
-    strides = dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
-    shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32"} | strides
-    gradients = dict.fromkeys(["grad", "grad_q", "grad_k", "grad_v"], f"*{dtype}")
-    forward = shared | {"out": f"*{dtype}"}
+    given = same(f"*{dtype}", "q", "k", "v") | {"cu_seqlens": "*i32"}
+    given |= same("i32", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head")
+    forward = given | {"out": f"*{dtype}"}
+    backward = given | same(f"*{dtype}", "grad", "grad_q", "grad_k", "grad_v")
     return [
         Build(f"window_attention forward {about}", windows._forward_kernel, forward, sizes, rows // 16),
-        Build(f"window_attention backward {about}", windows._backward_kernel, shared | gradients, sizes, rows // 16),
+        Build(f"window_attention backward {about}", windows._backward_kernel, backward, sizes, rows // 16),
     ]
 
 
 def decode_builds() -> list[Build]:
     """Decoding of 3B and 7B with 8 rows a prompt, of a row alone, and of Qwen3.5's wide heads with 16."""
-    pointers = dict.fromkeys(["q", "k", "v", "hidden", "own_k", "own_v", "unseen"], "*bf16")
-    pointers |= {"outs": "*fp32", "ends": "*fp32"}
-    names = ["unseen_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part"]
-    numbers = dict.fromkeys([*names, "own_keys", "own_part"], "i32")
-    found = []
+    given = same("*bf16", "q", "k", "v", "hidden", "own_k", "own_v", "unseen") | same("*fp32", "outs", "ends")
+    given |= same("i32", "unseen_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
+    given |= same("i32", "own_keys", "own_part")
+    builds = []
     for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
         sizes = {"K": K, "HEADS": heads, "D": D, "TILE": tile, "OWN_TILE": 16}
         name = f"decode_attention {K * heads}/{K} heads of {D}, {tile} queries"
         warps = decoding.WARPS[D]
-        found.append(Build(name, decoding._parts_kernel, pointers | numbers, sizes, warps, decoding.STAGES))
+        builds.append(Build(name, decoding._parts_kernel, given, sizes, warps, decoding.STAGES))
+    given = same("*fp32", "outs", "ends") | same("i32", "lines", "parts") | {"out": "*bf16"}
     for D in (128, 256):
-        given = {"outs": "*fp32", "ends": "*fp32", "out": "*bf16", "lines": "i32", "parts": "i32"}
         sizes = {"D": D, "PARTS": 2 * decoding.MOST_PARTS}
-        found.append(Build(f"decode_attention, joined heads of {D}", decoding._join_kernel, given, sizes))
-    return found
+        builds.append(Build(f"decode_attention, joined heads of {D}", decoding._join_kernel, given, sizes))
+    return builds
 
 
-def nf4_builds() -> list[Build]:
-    """Weights of 4 bits."""
-    given = dict.fromkeys(["packed", "indices"], "*u8") | dict.fromkeys(
-        ["scales", "offset", "scale_table", "value_table"], "*fp32"
-    )
+def nf4_build() -> Build:
+    given = same("*u8", "packed", "indices") | same("*fp32", "scales", "offset", "scale_table", "value_table")
+    given["out"] = "*bf16"
+    given["size"] = "i32"
     sizes = {"BYTES": nf4_unpack.BYTES, "GROUP": nf4_unpack.GROUP}
-    given |= {"out": "*bf16", "size": "i32"}
-    return [Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)]
+    return Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)
 
 
-def builds() -> list[Build]:
-    """All builds."""
-    of_windows = [build for case in CASES for build in window_builds(*case)]
-    return [*log_softmax_builds(), *of_windows, *decode_builds(), *nf4_builds()]
+def all_builds() -> list[Build]:
+    builds = log_softmax_builds()
+    for case in WINDOWS:
+        builds += window_builds(*case)
+    return [*builds, *decode_builds(), nf4_build()]
 
 
 def main(arguments: list[str]) -> int:
@@ -155,15 +177,18 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     rows = {}
-    for build in [build for build in builds() if build.name.startswith(options.only)]:
+    for build in all_builds():
+        if not build.name.startswith(options.only):
+            continue
         for arch in options.arch:
-            row = rows[f"{build.name}, sm_{arch}"] = inspect(build, arch)
-            cells = ("" if row[name] is None else row[name] for name in COLUMNS)
+            row = inspect(build, arch)
+            rows[f"{build.name}, sm_{arch}"] = row
+            cells = ["" if row[name] is None else row[name] for name in COLUMNS]
             print(f"{build.name:44} {arch:>6}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
     if options.json:
-        known = json.loads(options.json.read_text()) if options.json.exists() else {}
-        known[triton.__version__] = known.get(triton.__version__, {}) | rows
-        options.json.write_text(json.dumps(known, indent=1) + "\n")
+        recorded = json.loads(options.json.read_text()) if options.json.exists() else {}
+        recorded.setdefault(triton.__version__, {}).update(rows)
+        options.json.write_text(json.dumps(recorded, indent=1) + "\n")
     return 0
 
 
@@ -175,18 +200,21 @@ def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
         file.flush()
         usage = disassemble("--dump-resource-usage", file.name)
         code = instructions(disassemble("--dump-sass", file.name))
-    opcodes = [text.removeprefix("@").split()[1 if text.startswith("@") else 0] for _, text in code]
+    opcodes = [opcode(text) for _, text in code]
     loop = innermost_loop(code)
-    turn = [op for (address, _), op in zip(code, opcodes, strict=True) if address in loop and op != "NOP"]
-    per_element = len(turn) * 32 * build.num_warps / build.elements if build.elements else None
+    loop_opcodes = [op for (address, _), op in zip(code, opcodes, strict=True) if address in loop and op != "NOP"]
+    per_element = None
+    if build.elements:
+        per_element = round(len(loop_opcodes) * 32 * build.num_warps / build.elements, 2)
+    memory = [op for op in opcodes if op.startswith(("LDG", "STG", "LDGSTS", "UBLKCP"))]
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": sum(op.startswith(("LDL", "STL")) for op in opcodes),
         "shared": compiled.metadata.shared,
         "matrix": sum(op.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA")) for op in opcodes),
-        "wide": sum(op.startswith(("LDG", "STG", "LDGSTS", "UBLKCP")) and ".128" in op for op in opcodes),
-        "barriers": sum(op.startswith("BAR") for op in turn),
-        "instructions": per_element and round(per_element, 2),
+        "wide": sum(".128" in op for op in memory),
+        "barriers": sum(op.startswith("BAR") for op in loop_opcodes),
+        "instructions": per_element,
     }
 
 
@@ -211,15 +239,28 @@ def disassemble(flag: str, cubin: str) -> str:
 
 def instructions(sass: str) -> list[tuple[int, str]]:
     """(address, text) of each instruction."""
-    return [(int(a, 16), text.strip()) for a, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/;]+);", sass)]
+    return [(int(address, 16), text.strip()) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/;]+);", sass)]
+
+
+def opcode(text: str) -> str:
+    """Of an instruction, which may begin with a predicate: @P0 LDG.E.128 ..."""
+    words = text.split()
+    return words[1] if text.startswith("@") else words[0]
 
 
 def innermost_loop(code: list[tuple[int, str]]) -> range:
     """Addresses of the longest loop that contains no other loop: from the target of a jump back to the jump."""
-    jumps = [(a, re.search(r"BRA\S*\s.*?(0x[0-9a-f]+)", text)) for a, text in code]
-    loops = [range(int(target[1], 16), a + 1) for a, target in jumps if target and int(target[1], 16) < a]
-    inner = [one for one in loops if not any(other != one and other[0] in one and other[-1] in one for other in loops)]
+    loops = []
+    for address, text in code:
+        jump = re.search(r"BRA\S*\s.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < address:
+            loops.append(range(int(jump[1], 16), address + 1))
+    inner = [loop for loop in loops if not any(contains(loop, other) for other in loops)]
     return max(inner, key=len, default=range(0))
+
+
+def contains(loop: range, other: range) -> bool:
+    return other != loop and other[0] in loop and other[-1] in loop
 
 
 if __name__ == "__main__":

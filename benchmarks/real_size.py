@@ -44,11 +44,6 @@ REWARD = """
 def first_token(completions, completion_ids, **columns):
     return [float(ids[0] % 7) for ids in completion_ids]
 """
-SMALL = json.loads(grpo_step.MODEL_CONFIG.read_text())
-SMALL |= {"hidden_size": 1024, "intermediate_size": 2848, "num_hidden_layers": 12, "num_attention_heads": 16}
-SMALL |= {"num_key_value_heads": 4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
-SMALL["vision_config"] |= {"depth": 12, "hidden_size": 512, "intermediate_size": 1376, "num_heads": 8}
-SMALL["vision_config"] |= {"out_hidden_size": 1024, "fullatt_block_indexes": [3, 7, 11]}
 
 
 def main():
@@ -65,33 +60,70 @@ def main():
         o.json.write_text(json.dumps(numbers) + "\n")
 
 
+def small_config() -> dict:
+    """The default recipe's model with 182 million parameters."""
+    config = json.loads(grpo_step.MODEL_CONFIG.read_text())
+    config.update(
+        hidden_size=1024,
+        intermediate_size=2848,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        rope_scaling={"type": "mrope", "mrope_section": [8, 12, 12]},
+    )
+    config["vision_config"].update(
+        depth=12,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_heads=8,
+        out_hidden_size=1024,
+        fullatt_block_indexes=[3, 7, 11],
+    )
+    return config
+
+
 def beside_trl(_size: str, folder: Path, steps: int) -> dict:
-    """Medians of both sides; that of grpo_step.py for a model of 182 million parameters."""
-    (folder / "config.json").write_text(json.dumps(SMALL))
+    """Medians of both sides, by grpo_step.py."""
+    (folder / "config.json").write_text(json.dumps(small_config()))
     return grpo_step.measure(224, 2, steps, folder / "config.json", 16, warmup=1)
 
 
 def measure(size: str, folder: Path, steps: int) -> dict:
     """Write a folder, train, and ask what was exported."""
-    write_folder(folder / "model", HUB[size])
-    row = {"image": "picture.png", "problem": "What is it?", "solution": "noise"}
-    PIL.Image.effect_noise(PICTURE, 80).convert("RGB").save(folder / "picture.png")
-    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    model = folder / "model"
+    run = folder / "run"
+    export = run / "checkpoint"
+    picture = folder / "picture.png"
+    rows = folder / "rows.jsonl"
+    write_folder(model, HUB[size])
+    PIL.Image.effect_noise(PICTURE, 80).convert("RGB").save(picture)
+    row = {"image": picture.name, "problem": "What is it?", "solution": "noise"}
+    rows.write_text(f"{json.dumps(row)}\n" * 2)
     (folder / "reward.py").write_text(REWARD)
-    rows = [f"--data.{name}={folder / 'rows.jsonl'}" for name in ("train_file", "eval_file")]
-    options = [*SIZES[size], *STEP, *rows, f"--model.path={folder / 'model'}", f"--output_dir={folder / 'run'}"]
-    options += [f"--grpo.max_steps={steps + 1}", f"--rewards={{{folder / 'reward.py'}:first_token: 1.0}}"]
+    options = [
+        *SIZES[size],
+        *STEP,
+        f"--data.train_file={rows}",
+        f"--data.eval_file={rows}",
+        f"--model.path={model}",
+        f"--output_dir={run}",
+        f"--grpo.max_steps={steps + 1}",
+        f"--rewards={{{folder / 'reward.py'}:first_token: 1.0}}",
+    ]
     minivlmrl("train", "own_data.yaml", *options)
-    seconds = [line["step_time"] for line in read_lines(folder / "run" / "timings.jsonl", Logged)]
-    numbers = {"seconds": statistics.median(seconds[1:]), "all_seconds": seconds}
-    numbers["peak_gb"] = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
-    export = folder / "run" / "checkpoint"
-    numbers["export_gb"] = sum(path.stat().st_size for path in export.glob("*.safetensors")) / 1e9
-    asked = ["--image", str(folder / "picture.png"), "--prompt", row["problem"], "--max_new_tokens", "2"]
-    minivlmrl("ask", "--model", str(export), *asked)
-    costs = Costs(ModelConfig.from_dict(read_json(folder / "model" / "config.json")))
+    peak = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024  # bytes of the training process
+    question = ["--image", str(picture), "--prompt", row["problem"]]
+    minivlmrl("ask", "--model", str(export), *question, "--max_new_tokens", "2")
+    seconds = [line["step_time"] for line in read_lines(run / "timings.jsonl", Logged)]
+    costs = Costs(ModelConfig.from_dict(read_json(model / "config.json")))
     phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
-    return numbers | {"planned_gb": (peak_bytes(phases) - RESERVE) / 1e9}
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "all_seconds": seconds,
+        "peak_gb": peak / 1e9,
+        "export_gb": sum(path.stat().st_size for path in export.glob("*.safetensors")) / 1e9,
+        "planned_gb": (peak_bytes(phases) - RESERVE) / 1e9,
+    }
 
 
 def minivlmrl(*arguments: str):
@@ -105,20 +137,26 @@ def write_folder(folder: Path, values: dict):
     small, processor = random_model(folder.parent / "toy.json", shapes.tokenizer(), seed=0)
     save_model(folder, small, processor)
     (folder / "model.safetensors").unlink()
-    control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
-    control |= {"vocab_size": max(values["vocab_size"], small.config.vocab_size), "torch_dtype": "bfloat16"}
-    write_json(folder / "config.json", values | control)
+    config = dict(values)
+    for name, value in vars(small.config).items():
+        if name.endswith("_token_id"):
+            config[name] = value
+    config["vocab_size"] = max(values["vocab_size"], small.config.vocab_size)
+    config["torch_dtype"] = "bfloat16"
+    write_json(folder / "config.json", config)
     generator = torch.Generator().manual_seed(0)
     shards = [[]]
-    weights = plain_weights(Costs(ModelConfig.from_dict(values | control)).model)
+    weights = plain_weights(Costs(ModelConfig.from_dict(config)).model)
     for name in weights:
         if sum(weights[other].numel() for other in shards[-1]) > SHARD:
             shards.append([])
         shards[-1].append(name)
-    files = {f"part-{number:05d}.safetensors": names for number, names in enumerate(shards)}
-    for file, names in files.items():
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"part-{number:05d}.safetensors"
         save_tensors({name: draw(name, weights[name].shape, generator) for name in names}, folder / file)
-    write_json(folder / INDEX, {"weight_map": {name: file for file, names in files.items() for name in names}})
+        weight_map |= dict.fromkeys(names, file)
+    write_json(folder / INDEX, {"weight_map": weight_map})
 
 
 def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
