@@ -1,12 +1,12 @@
 """Images and videos of rows: sources, options, order, and that they reach the tensors."""
 
-import json
 import weakref
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
+from runs import write_lines
 from talk import assistant, user
 
 from minivlmrl.data import media
@@ -36,7 +36,7 @@ FRAMES = [f"frame{i}.png" for i in range(4)]
 
 
 def read(folder, row, **options):
-    (folder / "rows.jsonl").write_text(json.dumps(row))
+    write_lines(folder / "rows.jsonl", [row])
     return FileDataset(folder / "rows.jsonl", **options)[0]
 
 
@@ -139,7 +139,7 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
     lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_lines(folder / "rows.jsonl", lines)
     listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\), \.\.\.$"
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .*: {listed}"):
         FileDataset(folder / "rows.jsonl")

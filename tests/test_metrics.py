@@ -1,6 +1,5 @@
 """The files of metrics, and how those of micro-batches and ranks are merged."""
 
-import json
 import math
 import shutil
 import sys
@@ -174,7 +173,7 @@ def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     folder = run(*OPTIONS, "--report_to=[wandb]")
     monkeypatch.delitem(sys.modules, "wandb")
-    first, *said, last = [json.loads(line) for line in (folder / "said.jsonl").read_text().splitlines()]
+    first, *said, last = metrics(folder, "said.jsonl")
     assert first[1]["project"] == "minivlmrl" and first[1]["name"] == "run" and first[1]["config"]["seed"] == 0
     assert last == ["finish"] and [step for step, _ in said] == sorted(step for step, _ in said)
     found = {}

@@ -1,11 +1,11 @@
 """Several files of rows: which rows of each, how often, and which rewards judge them."""
 
-import json
 from pathlib import Path
 
 import PIL.Image
 import pytest
 import yaml
+from runs import write_lines
 
 from minivlmrl.data.mix import FileSection, mix, read_mix, sample
 from minivlmrl.run.batches import DataSection, load_datasets
@@ -45,7 +45,7 @@ def files(tmp_path):
     a = [{"problem": f"a{i}", "solution": "1", "completion": "1"} for i in range(4)]
     b = [{"problem": f"b{i}", "image": "b.png", "completion": "1"} for i in range(2)]
     for name, rows in (("a", a), ("b", b)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     return tmp_path
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.reward_functions import names as file
@@ -126,7 +127,7 @@ def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
     """In a whole run, with a row of TRL's conversational form: what the function is given."""
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
-    (home / "chat.jsonl").write_text(json.dumps(row))
+    write_lines(home / "chat.jsonl", [row])
     seen = {}
 
     def look(completions, prompts, images, tag, completion_ids, **columns):
@@ -187,32 +188,12 @@ def near(completions, solution, tolerance=0.0, units=None, **columns):
     return [tolerance for _ in completions]
 
 
-@pytest.fixture
-def with_near(monkeypatch):
+@pytest.mark.parametrize(("name", "tolerance"), [("near", 0.0), (f"{__file__}:near(tolerance=0.5)", 0.5)])
+def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tolerance):
+    """Other forms of names with options: test_code_names.py."""
     monkeypatch.setitem(REWARDS, "near", near)
-
-
-@pytest.mark.parametrize("name", ["near", "near()", "near( )", f"{__file__}:near", f"{__name__}:near"])
-def test_without_options(with_near, name):
-    assert get_reward(name).function(["a"], ["b"]) == [0.0] and get_reward(name).columns == {"solution"}
-
-
-@pytest.mark.parametrize(
-    "name", ["near(tolerance=0.5)", "near(units=['(m)'], tolerance=.5,)", f"{__file__}:near(tolerance=0.5)"]
-)
-def test_options_are_named_parameters(with_near, name):
-    assert get_reward(name).function(["a"], ["b"]) == [0.5]
+    assert get_reward(name).function(["a"], ["b"]) == [tolerance]
     assert get_reward(name).columns == {"solution"}
-
-
-@pytest.mark.parametrize("name, error", [
-    ("near(0.5)", r"^reward near\(0.5\): its options must have the form name=value, name=value$"),
-    ("near(tolerence=0.5)", r"there is no option 'tolerence'; there are: tolerance, units$"),
-    ("far(tolerance=0.5)", "^unknown reward 'far'; there are: acc_0_5, accuracy, .*, file.py:name$"),
-])  # fmt: skip
-def test_other_options_are_refused(with_near, name, error):
-    with pytest.raises(ValueError, match=error):
-        get_reward(name)
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -1,11 +1,10 @@
 """Training from Python: own rows and rewards. The README's lines are run in test_docs.py."""
 
-import json
 from functools import partial
 
 import PIL.Image
 import pytest
-from runs import metrics
+from runs import metrics, read_lines
 
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.tools.notebook import train, write_rows
@@ -51,7 +50,7 @@ def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):
         return [*shown, {"prompt": [turn]}, {"image": "data:image/png"}]
 
     path = write_rows(forms("a.png"), tmp_path / "rows")
-    assert [json.loads(line) for line in path.read_text().splitlines()] == forms(str(tmp_path / "a.png"))
+    assert read_lines(path) == forms(str(tmp_path / "a.png"))
     assert write_rows(forms("a.png"), tmp_path / "rows") == path
     assert write_rows(forms("a.png")[:1], tmp_path / "rows") != path
 

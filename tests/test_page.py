@@ -1,13 +1,12 @@
 """The page of a run: in a real browser it shows what the run's files say, and nothing in them can break it."""
 
-import json
 import re
 import shutil
 import subprocess
 
 import pytest
 from pytest import approx
-from runs import LETTERS, metrics
+from runs import LETTERS, metrics, write_lines
 
 from minivlmrl.run.report import TEMPLATE, collect
 from minivlmrl.tools import page
@@ -39,10 +38,10 @@ def browse(path, place, folder):
 @pytest.mark.slow
 def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp_path):
     """What a model writes is text: it may write tags, also those that end a script."""
-    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    lines = metrics(trained, "completions.jsonl")
     evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
     lines[1]["prompt"] = lines[1]["completions"][0]["tokens"][0][0] = evil
-    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(trained / "completions.jsonl", lines)
     page.main([str(trained)])
     html = browse(trained / "page.html", "grpo/2/1", tmp_path)
     assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
@@ -60,17 +59,17 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
 @pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     """Without a place the page opens where completions differ, not at the last step, whose group earned the same."""
-    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
         for reward, completion in enumerate(line["completions"]):
             completion |= {"reward": float(reward), "advantage": reward - 3.5 if i == 1 else 0.0}
-    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(trained / "completions.jsonl", lines)
     step = {"stage": "grpo", "step": 2}
-    (trained / "warnings.jsonl").write_text(json.dumps(step | {"warning": "all <groups> earn the same"}) + "\n")
+    write_lines(trained / "warnings.jsonl", [step | {"warning": "all <groups> earn the same"}])
     evaluation = {"stage": "grpo", "step": 3, "sampled": 0.25, "greedy": 0.5}
-    (trained / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
-    sft = "".join(json.dumps({"stage": "sft", "step": i, "loss": 1.0}) + "\n" for i in range(7))
-    (trained / "metrics.jsonl").write_text(sft + (trained / "metrics.jsonl").read_text())
+    write_lines(trained / "evaluations.jsonl", [evaluation])
+    sft = [{"stage": "sft", "step": i, "loss": 1.0} for i in range(7)]
+    write_lines(trained / "metrics.jsonl", sft + metrics(trained))
     assert collect(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
     page.main([str(trained)])
     html = browse(trained / "page.html", "", tmp_path)
@@ -86,10 +85,10 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
 def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(trained, tmp_path):
     """1 of 4 rows: two standard errors end at 1/4 + 2 (3/64)^1/2 = .683, and below at 0; what hardly moves is flat."""
     other = shutil.copytree(trained, tmp_path / "other")
-    with (other / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({"stage": "dpo", "step": i, "loss": 1.0}) + "\n" for i in range(2))
-    evaluations = ({"stage": "grpo", "step": 3 * i, "sampled": 0.25, "loss": 1 + i / 1e6} for i in range(2))
-    (trained / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
+    write_lines(other / "metrics.jsonl", metrics(other) + dpo)
+    evaluations = [{"stage": "grpo", "step": 3 * i, "sampled": 0.25, "loss": 1 + i / 1e6} for i in range(2)]
+    write_lines(trained / "evaluations.jsonl", evaluations)
     page.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
     html = browse(tmp_path / "ab.html", "", tmp_path)
     charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}

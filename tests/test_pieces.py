@@ -7,7 +7,7 @@ import torch
 
 from minivlmrl.sampling.pieces import pieces
 
-from stages import ONE, drawn
+from stages import ONE, snapshot
 
 
 def tokens(lengths, piece):
@@ -46,19 +46,16 @@ def test_ranks_have_equally_many():
 
 
 @pytest.mark.parametrize(("name", "budget"), [("grpo", 45), ("grpo", 70), ("ppo", 45)])
-def test_a_step_is_the_same(stage, samples, name, budget):
+def test_a_step_is_the_same(stage, name, budget):
     """Weights after two steps in float64; groups of prompts of about 30 tokens are divided by the smaller budget."""
     ends = []
     for options in ([], [f"--{name}.max_tokens_per_micro_batch={budget}", "--sampling.max_tokens_at_once=100"]):
         run = stage(name, "--sampling.max_new_tokens=9", *options)
         first = run.next()
-        metrics = [run.update()]
-        metrics += run.go(1)
-        ends.append((len(first), metrics, {n: p.detach().clone() for n, p in run.algorithm.trained.named_parameters()}))
+        metrics = [run.update(), *run.go()]
+        ends.append((len(first), metrics, snapshot(run.algorithm.trained)))
     (few, lines, weights), (many, pieced, found) = ends
     assert many > few
-    texts = [[c.ids.tolist() for c in drawn(rollout)] for rollout in samples]
-    assert texts[: len(texts) // 2] == texts[len(texts) // 2 :]
     for one, other in zip(lines, pieced, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12, abs=1e-12)
     for key, weight in weights.items():

@@ -15,6 +15,30 @@ from minivlmrl.tools.plan import table
 
 import tiny
 
+
+def head_of(path):
+    """The comment at the head of a recipe."""
+    lines = path.read_text().splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
+def needed(config, stage, model):
+    """GB of a step of these lengths on one card, as the command says."""
+    costs = Costs(ModelConfig.from_dict(real_config(model)))
+    return peak_bytes(plan(config, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+
+
+def cell(size):
+    """A size in GB and the cards that hold it, as docs/memory.md has them."""
+    return f"{size:.1f}: {', '.join(str(card) for card in (24, 48, 80) if size <= card)}"
+
+
+def rows_of_memory(name):
+    """Cells of the rows of docs/memory.md of this name."""
+    lines = Path("docs/memory.md").read_text().splitlines()
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith(f"| {name} |")]
+
+
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 
 
@@ -39,9 +63,9 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.slow
 def test_recipes_fit_the_cards_that_their_heads_name():
     """Each recipe of a real size says what it needs on one card of 80 GB, and with which options on one of 24 GB."""
-    costs, recipes = Costs(ModelConfig.from_dict(real_config("Qwen2.5-VL-3B"))), []
+    recipes = []
     for path in sorted(Path("recipes").glob("*.yaml")):
-        head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+        head = head_of(path)
         if "80 GB: " not in head:
             continue
         recipes.append(path.stem)
@@ -51,8 +75,7 @@ def test_recipes_fit_the_cards_that_their_heads_name():
         for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
             run = load_config(path, options)
             [stage] = run.stages
-            needed = peak_bytes(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
-            assert round(needed) == expected <= card, (path, options)
+            assert round(needed(run, stage, "Qwen2.5-VL-3B")) == expected <= card, (path, options)
     assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
 
 
@@ -68,17 +91,15 @@ def test_recipes_fit_the_cards_that_their_heads_name():
     ],
 )
 def test_recipes_of_one_card_fit_it(name, model, other, options):
-    path, costs = Path("recipes") / f"{name}.yaml", Costs(ModelConfig.from_dict(real_config(model)))
-    head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+    path = Path("recipes") / f"{name}.yaml"
+    head = head_of(path)
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl plan`", head).groups())
-    phases = [plan(load_config(path, o), "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS) for o in ([], options)]
-    found = [peak_bytes(phase) / GB for phase in phases]
+    found = [needed(load_config(path, given), "grpo", model) for given in ([], options)]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
     if model.startswith("Qwen3"):  # docs/memory.md has a line of it
-        [line] = [row for row in Path("docs/memory.md").read_text().splitlines() if row.startswith(f"| {name} |")]
-        fits = {size: ", ".join(str(card) for card in (24, 48, 80) if size <= card) for size in found}
-        assert line.strip("| ").split(" | ")[1:] == [f"{size:.1f}: {fits[size]}" for size in sorted(found)[::-1]]
+        [[_, *cells]] = rows_of_memory(name)
+        assert cells == [cell(size) for size in sorted(found)[::-1]]
 
 
 @pytest.mark.slow
@@ -87,11 +108,8 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
 )
 def test_the_readme_and_the_table_of_one_card(what, model):
     """What README quotes of docs/memory.md is what plan says of the row's options, and which cards hold it."""
-    [row] = [line for line in Path("docs/memory.md").read_text().splitlines() if line.startswith(f"| {what} |")]
-    *cells, options = (cell.strip(" |") for cell in row.split(" | "))
+    [[*cells, options]] = rows_of_memory(what)
     config = load_config("own_data.yaml", options.replace("`", "").replace(", ", ",").split())
-    costs = Costs(ModelConfig.from_dict(real_config(f"Qwen2.5-VL-{model}")))
-    size = peak_bytes(plan(config, "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
-    fits = ", ".join(str(card) for card in (24, 48, 80) if size <= card)
-    assert cells[1 if model == "3B" else 2] == f"{size:.1f}: {fits}"
+    size = needed(config, "grpo", f"Qwen2.5-VL-{model}")
+    assert cells[1 if model == "3B" else 2] == cell(size)
     assert f"{size:.1f} GB" in Path("README.md").read_text()

@@ -1,12 +1,11 @@
 """Planted faults: `check` before a run, or a sentence while it goes on, names each one and its cure."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from faults import FAULTS
-from runs import LETTERS
+from runs import LETTERS, metrics, read_lines, write_lines
 
 from minivlmrl.rows import Completion
 from minivlmrl.sampling.sample import RunSampler
@@ -38,11 +37,10 @@ def plant(own, rows, tmp_path, monkeypatch):
     (tmp_path / "one.py").write_text(OWN_REWARDS)
 
     def plant(change):
-        lines = [json.loads(line) for line in rows.read_text().splitlines()]
-        lines = [line | {"image": str(rows.parent / line["image"])} for line in lines]
+        lines = [line | {"image": str(rows.parent / line["image"])} for line in read_lines(rows)]
         of = change if callable(change) else lambda *_: change
         lines = [line | of(number, line) for number, line in enumerate(lines)]
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        write_lines(tmp_path / "rows.jsonl", lines)
         return [*own, "--data.train_file=rows.jsonl", "--stages=[grpo]"]
 
     return plant
@@ -73,7 +71,7 @@ def test_a_run_names_it(name, run, plant, capsys):
     folder = run(*plant(fault.change), *options, *fault.overrides)
     [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
     assert said.startswith("step ") and cure in said
-    written = [json.loads(line) for line in (folder / "warnings.jsonl").read_text().splitlines()]
+    written = metrics(folder, "warnings.jsonl")
     assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]  # files count from 0
 
 
@@ -89,8 +87,8 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
     monkeypatch.setattr(RunSampler, "__call__", knows)
     options = plant({})
     if shuffled:
-        lines = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+        lines = read_lines(Path("rows.jsonl"))
         lines = [line | {"solution": label} for line, label in zip(lines, labels[1:] + labels[:1], strict=True)]
-        Path("rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        write_lines(Path("rows.jsonl"), lines)
     check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
     assert ("were the solutions shuffled?" in capsys.readouterr().out) == shuffled

@@ -18,8 +18,7 @@ from minivlmrl.hub.folder import weight_files
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import uniform_numbers
-from minivlmrl.run.memory import Costs, Work, meta_batch
-from minivlmrl.sampling.captured import CapturedDecode
+from minivlmrl.run.memory import Costs, Work
 from minivlmrl.scale.checkpoint import load_model, random_model, save_model
 from minivlmrl.tasks import shapes
 from minivlmrl.tools import merge
@@ -96,24 +95,23 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     assert torch.equal((moved != 0).any(2), visible(layout))
 
 
-def drawn(model, rows, tokens, stop=STOP, decode=None):
+def drawn(model, rows, tokens):
     """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
-    original = make_choose(SamplingConfig(max_new_tokens=tokens), stop, draw_by(numbers))
+    original = make_choose(SamplingConfig(max_new_tokens=tokens), STOP, draw_by(numbers))
 
     def choose(logits, rows, step):
         ids, _, ends = original(logits, rows, step)
         return ids, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], ends
 
-    return generate(model, rows, 3, tokens, choose, decode)
+    return generate(model, rows, 3, tokens, choose)
 
 
-@pytest.mark.parametrize("decode", [Decode, CapturedDecode])
-def test_sampler_and_trainer_agree_about_every_token(decode):
+def test_sampler_and_trainer_agree_about_every_token():
     """Rows end one after the other; whoever ends leaves, and the others keep their memory."""
     model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
     rows, _ = mixed_group()
-    found = drawn(model, rows, 40, decode=decode())
+    found = drawn(model, rows, 40)
     ids = [[completion.ids for completion in group] for group in found]
     assert len({len(own) for group in ids for own in group}) > 4
     with torch.no_grad():
@@ -126,7 +124,7 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
     config = tiny.config(model_type="qwen3_5")
     costs, sizes = Costs(config), []
     for work in (Work(2, 3, 10, 4, 5), Work(2, 3, 10, 4, 50)):
-        model, batch = tiny.model_of(config), meta_batch(config, work)
+        model = tiny.model_of(config)
         batch = pack([tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 4)], text=4)] * 2, [[], []], config)
         assert batch.layout.prompt_lengths == [14] * 2
         owner = torch.arange(2).repeat_interleave(3)

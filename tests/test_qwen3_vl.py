@@ -10,7 +10,8 @@ import PIL.Image
 import pytest
 import torch
 from record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
-from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
+from runs import write_lines
+from talk import IMAGE_PART, assistant, bracketed, renders_as_transformers, system, text, user
 
 from minivlmrl.chat import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
@@ -160,11 +161,9 @@ def test_a_text_that_spells_a_control_token_stays_text(template):
 def test_completions_are_trained_up_to_the_end_of_each_turn(template):
     """The same with tools, which Jinja lays out, and without."""
     turns = [assistant("b"), user("c"), assistant("d")]
-    ends = [("<|im_end|>", True), ("\n", False), ("<|im_start|>", False), ("user\nc", False), ("<|im_end|>", False)]
-    ends += [("\n", False), ("<|im_start|>", False), ("assistant\n", False), ("d", True), ("<|im_end|>", True)]
-    assert template.render_completion([user("a")], turns) == [("b", True), *ends]
-    after_call = [user("a"), CALL, {"role": "tool", "content": "2"}]
-    assert template.render_completion(after_call, turns) == [("b", True), *ends]
+    expected = "[b<|im_end|>]\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]"
+    for messages in ([user("a")], [user("a"), CALL, {"role": "tool", "content": "2"}]):
+        assert bracketed(template.render_completion(messages, turns)) == expected
 
 
 def read_images(settings, where, *bounds):
@@ -289,7 +288,7 @@ def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor
     frames, rate, size = list(film_cases())[number]
     indices, grid, expected = recorded("qwen3_vl_5.23.0")["films"][number]
     tiny.write_video(tmp_path / "film.avi", frames, rate)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"video": "film.avi", "problem": "What moves, and when?"}))
+    write_lines(tmp_path / "rows.jsonl", [{"video": "film.avi", "problem": "What moves, and when?"}])
     [row] = FileDataset(tmp_path / "rows.jsonl")
     prompt = row.prompt(video_processor(**size))
     assert prompt.image_grid_thw.tolist() == [[1, *grid[1:]]] * grid[0]

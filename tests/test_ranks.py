@@ -145,17 +145,7 @@ def evaluation(folder, overrides, world):
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
 
 
-def gather(folder, overrides, world):
-    """What each rank has gathered of rows that tell who sent them, and whether it has got its own back."""
-    found = {}
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool):
-        sent = (torch.arange(6).view(3, 2).T + 6 * world.rank).to(dtype)  # (2, 3), not contiguous
-        everything = world.all_gather(sent)
-        found[dtype] = everything, torch.equal(world.local(everything), sent)
-    return found
-
-
-FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather}
+FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
@@ -166,7 +156,7 @@ ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 NF4 = "--adapter.quantize=nf4"
 QUICK = {
-    "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
+    "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "dropout": [*ADAPTED, *DROPOUT],
@@ -230,14 +220,6 @@ def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, w
     alone, ranks = quick_results
     for rank in ranks:
         assert repr(rank[way]) == repr(alone[way.partition(",")[0]])  # NaN is not equal to itself
-
-
-def test_all_gather_and_local(quick_results):
-    for rank in quick_results[1]:
-        for dtype, (everything, same) in rank["gather"].items():
-            assert everything.dtype == dtype and same
-            expected = torch.tensor([[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]])
-            assert torch.equal(everything, expected.to(dtype))
 
 
 def test_equal_shares():

@@ -1,6 +1,5 @@
 """Recipes of the repository in small runs."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -62,8 +61,7 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     write_digits("digits")
     files = {name: (tmp_path / "digits" / f"{name}.jsonl").read_text().splitlines() for name in ("eval", "train")}
     assert (len(files["eval"]), len(files["train"])) == (297, 1500) and not set(files["eval"]) & set(files["train"])
-    lines = (tmp_path / "digits" / "demonstrations.jsonl").read_text().splitlines()
-    shown = [json.loads(line) for line in lines]
+    shown = metrics(tmp_path / "digits", "demonstrations.jsonl")
     wrong = sum(f"<answer>{row['solution']}</answer>" not in row["completion"] for row in shown) / len(shown)
     assert len(shown) == 500 and 0.1 < wrong < 0.25  # a tenth of the random digits is right
     folder = run(*SMALL, recipe=ROOT / "recipes/digits.yaml")

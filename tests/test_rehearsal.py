@@ -15,7 +15,7 @@ import pytest
 import torch
 from hub_configs import tiny_config
 from links import ROOT
-from runs import metrics
+from runs import metrics, write_lines
 from safetensors.torch import load_file
 from test_qwen_vocabulary import WORDS
 from tokenizers import AddedToken
@@ -55,8 +55,8 @@ def draw(name, count):
             turns = [{"role": "user", "content": "<image>What colour is it?"}, *called * (i % 2)]
             turns.append({"role": "assistant", "content": f"<answer>{color}</answer>"})
             row = {"images": [row["image"]] * (1 + i % 2), "messages": turns}
-        lines.append(json.dumps(row))
-    Path(f"{name}.jsonl").write_text("\n".join(lines))
+        lines.append(row)
+    write_lines(Path(f"{name}.jsonl"), lines)
 
 
 def write_folder(path, model_type, template):

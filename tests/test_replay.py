@@ -1,9 +1,9 @@
 """Replay: a step trained again draws the completions and gives the metrics that the run's files have, bit for bit."""
 
-import json
 import re
 
 import pytest
+from runs import read_lines, write_lines
 
 from minivlmrl.__main__ import main
 from minivlmrl.hub.code_names import load_name
@@ -60,7 +60,7 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
 def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):
     folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
     path = folder / "completions.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     _, said = replayed(folder, "grpo", 0, "--prompt=2")
     assert any(f"row {lines[2]['row']} " in line and repr(lines[2]["solution"]) in line for line in said)
     for shown, logged in zip(table(said), lines[2]["completions"], strict=True):
@@ -70,7 +70,7 @@ def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed)
         assert float(shown["sampled"]) == pytest.approx(sum(logp for _, logp in logged["tokens"]), rel=1e-3)
         assert float(shown["differ by"]) < 1e-4 and shown["trained"] == shown["sampled"]
     lines[0]["completions"][1]["tokens"][0][1] += 0.001
-    path.write_text("\n".join(map(json.dumps, lines)))
+    write_lines(path, lines)
     code, said = replayed(folder, "grpo", 0)
     assert said[-2].startswith("completions.jsonl says something else: another CPU")
     assert (code, said[-1]) == (1, SAME[1])

@@ -1,9 +1,9 @@
 """What a page is made of: what a run's folder says, and nothing else of this machine."""
 
-import json
 import re
 
 import pytest
+from runs import write_lines
 
 from minivlmrl.run import report
 
@@ -12,7 +12,7 @@ def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STEPS", 3)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
     lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
-    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "completions.jsonl", lines)
     shown = report.collect(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
     assert len(shown["metrics"]) == 1 and shown["summary"] is None  # the run goes on, and writes a line
@@ -34,7 +34,7 @@ def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tm
         ({"truth": [[evil]]}, "it must be of type float"),
         ({"images": None}, "images is None, it must be of type list"),
     ):  # fmt: skip
-        (tmp_path / "completions.jsonl").write_text(json.dumps(line | change) + "\n")
+        write_lines(tmp_path / "completions.jsonl", [line | change])
         with pytest.raises(ValueError, match=re.escape(message)):
             report.write_page([tmp_path], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()

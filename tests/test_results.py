@@ -1,6 +1,5 @@
 """The files of a run's folder: what is measured, and who writes."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,11 +15,10 @@ from minivlmrl.run.report import collect
 from minivlmrl.run.results import Results
 from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_model, random_model
-from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
-from stages import ONE
+from stages import ONE, SECOND
 
 
 @pytest.fixture
@@ -47,14 +45,18 @@ def trained(stage, max_steps=3, saved=None, **says):
 
 
 def test_what_is_measured_is_written(results, monkeypatch, capsys):
-    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": 0.25, "greedy": 0.5, "format": 1.0})
+    plain = {"sampled": 0.25, "greedy": 0.5, "format": 1.0}
+    monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
     found.measure("after_sft", trained("sft", pairs=0.5))
     found.write({"sft": 1.5})
-    summary = json.loads((found.folder / "summary.json").read_text())
-    plain = {"sampled": 0.25, "greedy": 0.5, "format": 1.0}
-    assert summary == {"chance": 1 / 12, "start": plain, "after_sft": plain | {"pairs": 0.5}, "seconds": {"sft": 1.5}}
+    assert summary(found.folder) == {
+        "chance": 1 / 12,
+        "start": plain,
+        "after_sft": plain | {"pairs": 0.5},
+        "seconds": {"sft": 1.5},
+    }
     out = capsys.readouterr().out
     assert f"output: {found.folder}\n" in out and "after sft" in out and "0.083" in out and "1.5 s" in out
     weights = dict(load_model(found.folder / "checkpoint").named_parameters())
@@ -64,7 +66,7 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
     monkeypatch.setattr(file, "save_model", lambda *_: None)  # which all ranks call
-    found = results(world=World(1, 2, torch.device("cpu")))
+    found = results(world=SECOND)
     found.write({"sft": 1.5})
     assert not found.folder.exists()
 

@@ -20,7 +20,7 @@ import torch
 import tqdm
 from children import exit_code, fork
 from on_ranks import ONE
-from runs import leave_out
+from runs import leave_out, write_lines
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl import generate, train
@@ -133,6 +133,11 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
     return [exit_code(child) for child in children]
 
 
+def states(output):
+    """Names of the states that a run has."""
+    return sorted(path.name for path in (output / "states").iterdir())
+
+
 def outcome(output):
     """What a run leaves that must not depend on when it was killed."""
     summary = json.loads((output / "summary.json").read_text())
@@ -184,7 +189,7 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
         assert attempt(recipe, tmp_path, *options, *STATES, die=die, number=number) == [-signal.SIGKILL], die
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
     assert outcome(tmp_path) == straight(*options)
-    assert len(list((tmp_path / "states").iterdir())) == 2
+    assert len(states(tmp_path)) == 2
 
 
 @pytest.mark.slow
@@ -231,7 +236,7 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
     """One rank is signalled in the second step, twice within a second; a rollout is four steps; without state_steps."""
     PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), signal.SIGTERM) for _ in "12"]})
     assert attempt(recipe, tmp_path, ranks=2, die="signal", number=2, rank=1) == [PREEMPTED] * 2
-    assert [path.name for path in (tmp_path / "states").iterdir()] == ["000004"]
+    assert states(tmp_path) == ["000004"]
     assert attempt(recipe, tmp_path, "--resume=auto", ranks=2) == [0, 0]
     assert outcome(tmp_path) == straight(ranks=2)
 
@@ -246,7 +251,7 @@ def test_a_signal_within_a_step_is_obeyed_after_its_micro_batch(recipe, straight
     signalled = {"after": lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
     PLACES["signal"] = (torch.Tensor, "backward", signalled)
     assert attempt(recipe, tmp_path, *options, ranks=2, die="signal", number=backward, rank=1) == [PREEMPTED] * 2
-    assert [path.name for path in (tmp_path / "states").iterdir()] == [kept]
+    assert states(tmp_path) == [kept]
     assert attempt(recipe, tmp_path, "--resume=auto", *options, ranks=2) == [0, 0]
     assert outcome(tmp_path) == straight(*options, ranks=2)
 
@@ -293,7 +298,7 @@ def finished(recipe):
     """A short run with its states of steps 2 and 3: each rollout feeds one step."""
     output = recipe.parent / "finished"
     assert attempt(recipe, output, "--state_steps=1", *SHORT) == [0]
-    assert sorted(path.name for path in (output / "states").iterdir()) == ["000002", "000003"]
+    assert states(output) == ["000002", "000003"]
     return output
 
 
@@ -326,7 +331,7 @@ def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, copy, ca
     said = capsys.readouterr().out
     assert "states/000003 is damaged and not used" in said
     assert "resumes from" in said and "states/000002: 2 steps of grpo are done" in said
-    assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
+    assert states(copy) == ["000002"]
 
 
 class Attack:
@@ -388,7 +393,7 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
         said = r"000003 could not be written .*No space left.*last complete state is .*000002"
         with pytest.raises(ValueError, match=said):
             resume(recipe, copy, "--resume=auto", "--state_steps=1")
-    assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
+    assert states(copy) == ["000002"]
     resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert outcome(copy) == outcome(finished)
 
@@ -399,7 +404,7 @@ def test_states_are_never_overwritten_unasked(recipe, copy):
         resume(recipe, copy)
     assert (copy / "metrics.jsonl").read_bytes() == before
     resume(recipe, copy, "--resume=never")
-    assert not list((copy / "states").iterdir())
+    assert not states(copy)
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
@@ -409,14 +414,14 @@ def test_restarts_need_auto(recipe, copy, monkeypatch, option):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ValueError, match="resume: torchrun's --max-restarts needs --resume=auto"):
         resume(recipe, copy, option)
-    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003"]
+    assert states(copy) == ["000002", "000003"]
 
 
 def test_going_back_to_a_state_gives_up_the_later_ones_of_its_own_folder(recipe, finished, copy, tmp_path):
     new = tmp_path / "new"
     for folder in (new, copy):
         resume(recipe, folder, f"--resume={copy / 'states' / '000002'}")
-        assert len(list((copy / "states").iterdir())) == (1 if folder == copy else 2)
+        assert len(states(copy)) == (1 if folder == copy else 2)
     assert outcome(copy) == outcome(finished)
     assert outcome(new) | {"completions": ""} == outcome(finished) | {"completions": ""}  # its pictures are not there
 
@@ -438,7 +443,7 @@ def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, fi
     monkeypatch.setattr(resume_file, "KEPT", 9)
     options = ["--state_minutes=10", "--grpo.max_steps=7"]
     resume(recipe, tmp_path, *options)
-    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["000003", "000006", "000007"]
+    assert states(tmp_path) == ["000003", "000006", "000007"]
     assert RunConfig().state_minutes == 10
 
 
@@ -446,7 +451,7 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
     with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy; wait for it, or"):
         resume(recipe, copy, "--resume=never")
-    assert (copy / "metrics.jsonl").read_bytes() == before and len(list((copy / "states").iterdir())) == 2
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
     resume(recipe, copy, "--resume=auto")
 
 
@@ -492,7 +497,7 @@ def test_stages_may_be_added_and_states_keep_their_beat(recipe, copy):
     """Every third step of all stages, also after the resumption, and at the end of the stage."""
     options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--state_steps=3"]
     resume(recipe, copy, "--resume=auto", *options)
-    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000003", "000005"]
+    assert states(copy) == ["000003", "000005"]
 
 
 def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe, straight, tmp_path):
@@ -502,7 +507,7 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     order = next(shuffled(8, 8, 0))
     numbered = {number: rows[place] if place < 4 else red for place, number in enumerate(order)}
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(numbered[i]) for i in range(8)))
+    write_lines(tmp_path / "rows.jsonl", [numbered[i] for i in range(8)])
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     options = [
         f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null", "--data.task=null", "--stages=sft",

@@ -42,8 +42,6 @@ def test_margins_of_rows_are_heeded(stage):
 def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
     """A path goes before the model that is trained here."""
     one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
-    judged, counted = one[0]["rewards/reward_model/mean"], one[0]["rewards/letters/mean"]
-    assert one[0]["reward"] == pytest.approx(judged + 0.5 * counted, rel=1e-4)
     assert one[0]["rewards/reward_model/mean"] != 0
     path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
     again = f"--stages=[reward_model, {name}]", "--reward_model.max_steps=1", f"--{name}.max_steps=2"

@@ -9,7 +9,7 @@ from minivlmrl.algorithms import reward_model as file
 from minivlmrl.algorithms.reward_model import check_reward_model
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
 
-from stages import drawn, main
+from stages import main
 
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
@@ -37,10 +37,6 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
         ]
     assert torch.tensor(numbers).std() > 0
     torch.testing.assert_close(rollout.rewards[:, 1], torch.tensor(numbers), rtol=1e-4, atol=1e-5)
-    line = run.update()
-    assert line["rewards/reward_model/mean"] == pytest.approx(sum(numbers) / len(drawn(rollout)), rel=1e-4)
-    mean = sum(numbers) / len(numbers) + 0.5 * line["rewards/letters/mean"]
-    assert line["reward"] == pytest.approx(mean, rel=1e-4)
 
 
 def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):

@@ -126,16 +126,6 @@ def test_a_trl_reward_with_a_column_asks_for_it():
         earnings([name], ["ab"], {"prompts": [[]]})
 
 
-@pytest.mark.parametrize("name, why", [
-    ("nowhere.py:brevity", "FileNotFoundError"),
-    ("minivlmrl.rewards:brevity", "AttributeError"),
-    (f"{__file__}:brevity", "KeyError"),
-])  # fmt: skip
-def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
-    with pytest.raises(ValueError, match=rf"^reward: .*:brevity: it cannot be loaded \({why}: .*\)$"):
-        get_reward(name)
-
-
 def test_each_value_of_a_row_is_there_once_per_completion():
     """Two rows of two completions; a column that only one row has is None for the other."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]

@@ -1,5 +1,4 @@
-"""M-RoPE positions of text, images and videos, against recorded ones of transformers 4.51.3 and by hand; the angles by
-their formula."""
+"""M-RoPE positions of text, images and videos, against recorded ones of transformers 4.51.3 and by hand."""
 
 import json
 from pathlib import Path
@@ -41,20 +40,3 @@ def test_positions_of_a_video():
 def test_without_seconds_a_video_has_one_second_a_step():
     ids, grids = torch.tensor([tiny.VIDEO] * 4), torch.tensor([[2, 2, 4]])
     assert rope.get_rope_index(ids, grids, tiny.config())[0].tolist() == [0, 0, 2, 2]
-
-
-@pytest.mark.parametrize("shape", [(7, 4, 32), (6, 3, 80), (1, 1, 2)], ids=str)
-def test_a_turn_and_its_gradient_are_products_of_complex_numbers(shape):
-    """Each pair times e^it, and the gradient turned back."""
-    generator = torch.Generator().manual_seed(0)
-    x, grad = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    angles = 4 * torch.randn(shape[0], shape[-1] // 2, generator=generator, dtype=torch.float64)
-
-    def turned(x, angles):
-        z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([z.real, z.imag], dim=-1)
-
-    y = rope.apply_rotary(x.requires_grad_(), *rope._cos_sin(angles))
-    torch.testing.assert_close(y, turned(x, angles))
-    [turned_back] = torch.autograd.grad(y, x, grad)
-    torch.testing.assert_close(turned_back, turned(grad, -angles))

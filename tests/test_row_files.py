@@ -7,6 +7,7 @@ from datetime import date, time
 from decimal import Decimal
 
 import pytest
+from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
@@ -138,7 +139,7 @@ def test_a_number_that_is_none_is_missing(tmp_path):
         {"problem": "a", "solution": 1.5, "more": [1.0]},
         {"problem": "b", "solution": math.nan, "more": [math.inf]},
     ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_lines(tmp_path / "rows.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name, where in (("rows.jsonl", ":2"), ("rows.parquet", ": row 1")):
         read = FileDataset(tmp_path / name)

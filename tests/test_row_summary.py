@@ -1,9 +1,8 @@
 """Rows are counted and their prompts measured without decoding images."""
 
-import json
-
 import PIL.Image
 import pytest
+from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked
@@ -26,7 +25,7 @@ def rows(tmp_path):
             made.append({"problem": "What?", "images": [f"{number}_{i}.png" for i in range(len(shown))]})
             for name, size in zip(made[-1]["images"], shown, strict=True):
                 PIL.Image.new("RGB", size).save(tmp_path / name)
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, made)))
+        write_lines(tmp_path / "rows.jsonl", made)
         return FileDataset(tmp_path / "rows.jsonl")
 
     return rows
@@ -53,5 +52,5 @@ def test_of_many_rows_some_are_measured(rows):
 
 def test_videos_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["data:,1"]}, {"problem": "a", "video": ["data:,2"]}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_lines(tmp_path / "rows.jsonl", lines)
     assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2 with 1 video"

@@ -138,15 +138,19 @@ def test_all_ranks_know_that_saving_failed(loaded):
     assert all("in the way" in result["failed"] for rank in loaded for result in rank.values())
 
 
-def batch(config=None):
+IMAGES = [(1, 4, 6)], [(1, 8, 4)]
+FILMS = [(1, 4, 6), (3, 8, 4)], [], [(2, 4, 4)]  # and an image, and text
+
+
+def batch(config, grids=IMAGES, dtype=torch.float32):
+    """Packed groups of two completions."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 8, 4)])]
-    completions = [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts]
-    return pack(prompts, completions, config or tiny.config())
+    prompts = [tiny.prompt(generator, row, dtype=dtype) for row in grids]
+    return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
 
 
-def gradients(model, packed=None):
-    logps, entropies = per_token_logps(model, packed or batch(model.config))
+def gradients(model):
+    logps, entropies = per_token_logps(model, batch(model.config))
     (logps.sum() + 0.1 * entropies.sum()).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
@@ -200,14 +204,6 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_ty
     (logps, found), (expected, theirs) = gradients(model), gradients(plain)
     assert torch.equal(logps, expected)
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
-
-
-def films(config):
-    """A packed group of an image, two videos and text."""
-    generator = torch.Generator().manual_seed(0)
-    grids = [[(1, 4, 6), (3, 8, 4)], [], [(2, 4, 4)]]
-    prompts = [tiny.prompt(generator, row, dtype=torch.float64) for row in grids]
-    return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
 
 
 def test_a_copy_recomputes_with_its_own_weights(alone):
@@ -271,11 +267,12 @@ def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
 @pytest.mark.parametrize("gather_weights", [True, False])
 def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
     model = adapted(dtype=torch.float64)
+    packed = batch(model.config, FILMS, torch.float64)
     with torch.no_grad():
-        expected, _ = per_token_logps(model, films(model.config))
+        expected, _ = per_token_logps(model, packed)
     Sharding(ShardingSection(enabled=True), ONE, torch.float64).shard(model)
     with rollout_weights(model, gather_weights) as run:
-        torch.testing.assert_close(per_token_logps(run, films(model.config))[0], expected)
+        torch.testing.assert_close(per_token_logps(run, packed)[0], expected)
 
 
 @pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])

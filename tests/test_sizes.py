@@ -12,12 +12,9 @@ def test_what_is_none_is_left_out():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"fps": 2}, "options of the image: unknown key fps; did you mean "),
-    ({"max_pixels": "big"}, "max_pixels is 'big', it must be of type int"),
     ({"max_pixels": 200704.0}, r"max_pixels is 200704.0, it must be of type int"),
-    ({"min_pixels": True}, "min_pixels is True, it must be of type int"),
     ({"min_pixels": 0}, r"min_pixels is 0, it must be in \[1, 33554432\]"),
     ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels is 1000000000000, it must be in"),
-    ({"resized_height": 280}, "resized_height and resized_width belong together"),
 ])  # fmt: skip
 def test_a_wrong_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):

@@ -7,6 +7,7 @@ import shutil
 import PIL.Image
 import pytest
 import torch
+from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked
@@ -26,10 +27,8 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 
 
 
 @pytest.mark.parametrize(
-    ("returned", "option"),
-    [*((text, "rewards={{{}: 1.0}}") for text in ("[float('nan')]", "['1']", "[1.0, 1.0]", "3")),
-     ("[]", "data.eval_rewards=[format, '{}']")],
-)  # fmt: skip
+    ("returned", "option"), [("[float('nan')]", "rewards={{{}: 1.0}}"), ("[]", "data.eval_rewards=[format, '{}']")]
+)
 def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypatch, returned, option):
     (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return {returned}\n")
     monkeypatch.setattr(model, "random_model", None)  # calling it would fail
@@ -93,8 +92,8 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     texts = ["a", "a " * 75, "b"]
-    lines = [json.dumps({"problem": text, "solution": "x", "completion": "x"}) for text in texts]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    lines = [{"problem": text, "solution": "x", "completion": "x"} for text in texts]
+    write_lines(tmp_path / "rows.jsonl", lines)
     options = [*own[:1], f"--model.path={checkpoint}", *own[2:3], f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
     said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
@@ -141,7 +140,7 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     (tmp_path / "eval").mkdir()
     shutil.copy(tmp_path / "green.png", tmp_path / "eval" / "red.png")
     rows = lines[0], {**lines[0], "problem": "Why?"}
-    (tmp_path / "eval" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_lines(tmp_path / "eval" / "rows.jsonl", rows)
     held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
     cure = "they say what it remembers; leave them out of data.eval_file"
     said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"

@@ -373,8 +373,7 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
     options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1"]
     options += ["--grpo.max_steps=2", "--grpo.prompts_per_step=2"]
     whole = run(*options, recipe=tmp_path / "zoom.yaml")
-    lines = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
-    said = [one for line in lines for one in line["completions"]]
+    said = [one for line in metrics(whole, "completions.jsonl") for one in line["completions"]]
     assert max(len(one.get("pictures", ())) for one in said) == 2
     for one in said:
         forced = [text for text, logp in one["tokens"] if logp is None]

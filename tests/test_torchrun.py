@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from runs import metrics
 
 from minivlmrl import train
 
@@ -65,7 +66,8 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     assert process.returncode == 0, errors[-3000:]
     assert "states/000003: 3 steps of sft are done" in out
     train.main([str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'alone'}"])
-    two, one = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("run", "alone"))
+    two = metrics(tmp_path / "run")
+    one = metrics(tmp_path / "alone")
     assert [line["step"] for line in two] == list(range(6))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
 
@@ -74,8 +76,8 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
 def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     """A scheduler sends SIGTERM to torchrun; a terminal sends SIGINT to it and to its ranks."""
     process = torchrun("--sft.max_steps=100000")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics.is_file() and metrics.read_text()):
+    written = tmp_path / "run" / "metrics.jsonl"
+    while not (written.is_file() and written.read_text()):
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()[1][-3000:]
     (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)

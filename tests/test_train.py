@@ -45,8 +45,8 @@ def test_the_files_and_the_numbers_of_a_run(run, capsys):
     assert list(table["seconds"]) == ["sft", "grpo"]
     assert all(seconds > 0 for seconds in table["seconds"].values())
     for file in ("metrics.jsonl", "timings.jsonl"):
-        lines = [json.loads(line) for line in (folder / file).read_text().splitlines()]
-        assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in range(3)]
+        steps = [(line["stage"], line["step"]) for line in metrics(folder, file)]
+        assert steps == [(s, i) for s in ("sft", "grpo") for i in range(3)]
     sft, *_, grpo = metrics(folder)
     assert set(sft) == {"stage", "step", "loss", "entropy", "grad_norm", "learning_rate"}
     assert set(grpo) == {
@@ -93,13 +93,6 @@ def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
     assert len(said) == 4 * 2  # sampled and greedy
     assert said[4:6] == said[6:]
     assert said[:2] != said[4:6]  # training did change the answers
-
-
-def test_every_step_begins_without_gradient(run, plain):
-    """At a learning rate that moves no weight and with all rows in every step, all steps have one gradient."""
-    options = ["--sft.learning_rate=1e-30", "--data.task=shapes(demonstrations=4)", "--sft.prompts_per_step=4"]
-    norms = [line["grad_norm"] for line in metrics(run("--stages=[sft]", *options))]
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize(("option", "expected"), [("2", 2), ("null", CORES)])

@@ -6,19 +6,16 @@ import pytest
 import torch
 from runs import metrics
 from safetensors.torch import load_file
-from test_lora import adapted, batch
+from test_lora import adapted
 
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, is_adapter
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained
 from minivlmrl.algorithms import reward_model, value_model
-from minivlmrl.algorithms.reference import Reference
-from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import load_model, load_processor
-from minivlmrl.scale.sharding import copy_model
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -92,28 +89,6 @@ def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
     with torch.no_grad():
         expected = per_token_logps(plain, second.group, run.algorithm.run.sampling.temperature)[0]
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
-
-
-def test_a_later_stage_has_the_adapters_of_the_earlier_one_as_its_reference(stage):
-    """Not the base."""
-    model = adapted(dtype=torch.float64)
-    reference = Reference(model)
-    group = batch(model)
-    before = reference.logps(group)
-    assert torch.equal(before, group.pad(per_token_logps(model, group)[0]))
-    for layer in adapters(model).values():
-        layer.lora_B.data += 1
-    assert torch.equal(reference.logps(group), before)
-
-
-def test_a_value_model_has_its_own_adapters_on_the_same_base():
-    policy = adapted(dtype=torch.float64)
-    model = ValueModel(copy_model(policy), ["vision"])
-    theirs = dict(policy.named_parameters())
-    for name, parameter in model.backbone.named_parameters():
-        assert (parameter is theirs[name]) != is_adapter(name) and torch.equal(parameter, theirs[name])
-        assert parameter.requires_grad == (is_adapter(name) and part_of(name) != "vision")
-    assert model.score.weight.requires_grad
 
 
 def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it_trains(run, plain, checkpoint, capsys):

@@ -86,9 +86,17 @@ def own(checkpoint, rows):
     return ["--model.config=null", f"--model.path={checkpoint}", "--data.task=null", f"--data.train_file={rows}"]
 
 
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def metrics(folder, name="metrics.jsonl"):
     """The lines of this file, or of another one, in a run's folder."""
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return read_lines(folder / name)
 
 
 def summary(folder):
