@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,7 +53,7 @@ class Cause:
 
     name: str
     says: str
-    stages: str = ""
+    stages: tuple | list = ()
     change: dict = field(default_factory=dict)  # what the stage's function computes differently
     source: str = ""
     costs: str = ""
@@ -69,9 +70,8 @@ class Finding:
     stage: str
     error: float
     numbers: int
-    where: list[str] = field(default_factory=list)  # which differ; the first of these, and how
-    # by the fewest causes; empty: no known cause explains it
-    explained: list[Fit] = field(default_factory=list)
+    where: Sequence[str] = ()  # which differ; the first of these, and how
+    explained: Sequence[Fit] = ()  # by the fewest causes; empty: no known cause explains it
     again: bool = False  # an earlier stage says so already
     unseen: Counter = field(default_factory=Counter)  # causes that would change no number
 
@@ -97,9 +97,9 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     names = {name, name.partition(" ")[0]}
     if name == "loss":
         names.add(d.about["kind"])
-    result = [cause for cause in CAUSES if names & set(cause.stages.split())]
+    result = [cause for cause in CAUSES if names & set(cause.stages)]
     for thing in TABLE["things"]:
-        if names & set(thing["stages"].split()) and thing.get("needs", "input_ids") in d.tensors:
+        if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d.tensors:
             result += composed(thing, d, "mask" in names)
     return result
 
@@ -107,7 +107,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
     changes = {}
-    for kind in thing.get("units", "").split():
+    for kind in thing.get("units", []):
         units = TABLE[kind] if kind == "pictures" else getattr(d, kind)
         for says, text in thing.get("changes", {"{}": None}).items():
             for unit in units:
@@ -121,9 +121,9 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     about = {name: thing[name] for name in ("source", "costs", "about") if name in thing}
     result = []
     for text, change in changes.items():
-        name = f"{thing['thing']}: {text}"
+        name = thing["thing"]
         says = f"{thing['says']} {text}"
-        result.append(Cause(name, says, change={thing["thing"]: change}, **about))
+        result.append(Cause(f"{name}: {text}", says, change={name: change}, **about))
     return result
 
 
@@ -151,7 +151,8 @@ def audit(d: Dump) -> list[Finding]:
             ) from cause
         findings.append(finding)
         if finding.ok:
-            finding.unseen = unseen(name, d, answer)
+            if name not in THROUGH_A_MODEL:
+                finding.unseen = unseen(name, d, answer)
             continue
         finding.where = where(answer, d)
         look_for_causes(finding, d, named, differing)
@@ -163,9 +164,9 @@ def audit(d: Dump) -> list[Finding]:
 
 def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str, Finding]):
     """Explain a stage that differs, and let the stages after it know."""
-    fitting = list(filter(None, [fits(finding.stage, d, causes) for causes in named]))
-    finding.again = bool(fitting)
-    finding.explained = fitting or explain(finding.stage, d)
+    known = [fit for causes in named for fit in fits(finding.stage, d, causes)]
+    finding.again = bool(known)
+    finding.explained = known or explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # it is of these ids
         finding.explained = differing["tokens"].explained
@@ -207,10 +208,8 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def unseen(name: str, d: Dump, answer: dict) -> Counter:
-    """Count the causes of each topic, and those that change no number and need no model."""
+    """Count the causes of each topic, and those that change no number."""
     topics = Counter()
-    if name in THROUGH_A_MODEL:
-        return topics
     for cause in possible_causes(name, d):
         other = computed(name, d, cause.change) if cause.about else None
         if other:
@@ -233,7 +232,7 @@ def explain(name: str, d: Dump) -> list[Fit]:
     d.cache = None
     d.part = None
     if name in LOGPS:
-        fitting = list(filter(None, [fits(name, d, causes) for causes, _ in fitting]))
+        fitting = [fit for causes, _ in fitting for fit in fits(name, d, causes)]
     limit = max(10 * min((left for _, left in fitting), default=0.0), TOLERANCE / 100)
     return [(causes, left) for causes, left in fitting if left <= limit]
 
@@ -249,22 +248,22 @@ def search(name: str, d: Dump, base: dict) -> list[Fit]:
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
-        single.append(fit(answer, [cause], d))
-        pairs.append(fit(answer, [cause], d, scaled))
+        single += fit(answer, [cause], d)
+        pairs += fit(answer, [cause], d, scaled)
         changed = numbers(answer, base, OURS)
         if not any(torch.equal(changed, other) for other in given):
             different.append(cause)
             given.append(changed)
-    single.append(fit(base, [], d, scaled))
-    if any(single):
-        return list(filter(None, single))
+    single += fit(base, [], d, scaled)
+    if single:
+        return single
     ranked = promising(numbers(base, base, THEIRS), *given)
     limit = MODEL_EVALUATIONS if name in THROUGH_A_MODEL else EVALUATIONS
     for number, (i, j) in enumerate(ranked[:limit]):
-        if number % 100 == 0 and any(pairs):
+        if number % 100 == 0 and pairs:
             break
-        pairs.append(fits(name, d, [different[i], different[j]]))
-    return list(filter(None, pairs))
+        pairs += fits(name, d, [different[i], different[j]])
+    return pairs
 
 
 THEIRS, OURS = 0, 1  # places in what a stage gives
@@ -299,13 +298,13 @@ def promising(theirs: Tensor, right: Tensor, *given: Tensor) -> list[tuple[int, 
     return list(dict.fromkeys((i, j) for _, i, j in sorted(ranked)))
 
 
-def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> Fit | None:
-    """Return the causes and what they leave if they explain the stage, `scaled`: with a factor."""
+def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> list[Fit]:
+    """List the causes and what they leave if they explain the stage, `scaled`: with a factor."""
     answer = computed(name, d, merged(causes))
-    return answer and fit(answer, causes, d, scaled)
+    return fit(answer, causes, d, scaled) if answer else []
 
 
-def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> Fit | None:
+def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> list[Fit]:
     """Compare an answer as `fits` does."""
     factor = 1.0
     if scaled:
@@ -316,22 +315,19 @@ def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> Fit
         # any number is another times a factor
         cause = why(factor, d, few=ours.count_nonzero() < 3)
         if cause is None:
-            return None
+            return []
         causes = [*causes, cause]
     left = error(answer, factor)
-    return (causes, left) if left <= TOLERANCE else None
+    return [(causes, left)] if left <= TOLERANCE else []
 
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """Name what a factor may come from; None: nothing that is known, and any number is one."""
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
-    counts = {}
-    for what, text in TABLE["counts"].items():
-        count = formula(text, step=d, about=d.about)
-        if count != 1:
-            counts[what] = count
-    known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
-    known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
+    names = {"step": d, "about": d.about}
+    counts = [(formula(text, **names), what) for what, text in TABLE["counts"].items()]
+    known += [(n, f"not divided by the {n:g} {what}") for n, what in counts if n != 1]
+    known += [(1 / n, f"divided once more by the {n:g} {what}") for n, what in counts if n != 1]
     is_near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
     sources = [says for number, says in known if is_near(number)]
     if not sources and (few or not math.isfinite(factor)):
@@ -362,13 +358,12 @@ def where(answer: dict, d: Dump) -> list[str]:
 
 def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
     """Say on what the ratio of theirs to ours depends."""
-    n = len(d["micro_batch"])
     zeros = torch.zeros_like(theirs)
     indices = {"is one number": zeros}
-    if 0 < theirs.dim() < 3 and len(theirs) == n:
-        column = (n,) + (1,) * (theirs.dim() - 1)
+    if 0 < theirs.dim() < 3 and len(theirs) == len(d.all_rows):
+        column = (-1,) + (1,) * (theirs.dim() - 1)
         indices["depends on the micro-batch alone"] = zeros + d["micro_batch"].view(column)
-        indices["depends on the row alone"] = zeros + torch.arange(n).view(column)
+        indices["depends on the row alone"] = zeros + d.all_rows.view(column)
     if theirs.dim() == 2:
         indices["depends on the column alone"] = zeros + torch.arange(theirs.shape[1])
     real = ours.abs() / unit > 100 * TOLERANCE
@@ -403,24 +398,22 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 def finding_lines(finding: Finding) -> list[str]:
     """Write a stage's lines: whether it agrees, and up to four explanations."""
-    margin = " " * 12
-    inside = " " * 16
     word = "agrees" if finding.ok else "DIFFERS"
     numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
     lines = [line.rstrip()]
     if not (finding.ok or finding.explained):
-        lines.append(f"{margin}no known cause explains it")
-        return lines + [f"{inside}{text}" for text in finding.where[1:]]
+        lines.append(f"{'':12}no known cause explains it")
+        return lines + [f"{'':16}{text}" for text in finding.where[1:]]
     if finding.again:
-        return lines + [f"{margin}again: {fit_line(*fit)}" for fit in finding.explained[:1]]
+        return lines + [f"{'':12}again: {fit_line(*fit)}" for fit in finding.explained[:1]]
     word = "explained by"
     for causes, left in finding.explained[:4]:
-        lines.append(f"{margin}{word}: {fit_line(causes, left)}")
+        lines.append(f"{'':12}{word}: {fit_line(causes, left)}")
         word = "or"
         for cause in causes:
             about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
-            lines.append(f"{inside}{'; '.join(filter(None, about))}")
+            lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     return lines
 
 
@@ -467,7 +460,7 @@ def stage_json(finding: Finding) -> dict:
         "stage": finding.stage,
         "numbers": finding.numbers,
         "again": finding.again,
-        "where": finding.where,
+        "where": list(finding.where),
         "agrees": finding.ok,
         "error": finding.error if math.isfinite(finding.error) else None,
         "explained": explained,

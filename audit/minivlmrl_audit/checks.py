@@ -37,8 +37,9 @@ def assert_split_invariant(
             gap = (x - whole[name]).abs().max() / unit
             gaps[name] = gap.nan_to_num(torch.inf)
         worst = max(gaps, key=gaps.get)
-        says = f"{what} {parts}: {worst} differs by {gaps[worst]:.1e} of the largest"
-        assert gaps[worst] <= tolerance, says
+        assert gaps[worst] <= tolerance, (
+            f"{what} {parts}: {worst} differs by {gaps[worst]:.1e} of the largest"
+        )
 
 
 def as_doubles(gradients) -> dict[str, torch.Tensor]:
@@ -55,14 +56,15 @@ def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float =
 def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
     """Assert that another picture changes logps(pixel_values), nats, and the same one does not."""
     pixels = torch.as_tensor(pixel_values)
-    same = torch.as_tensor(logps(pixels)).double()
-    again = torch.as_tensor(logps(pixels.clone())).double()
-    other = torch.as_tensor(logps(pixels.flip(0) * -1)).double()
-    says = "one picture, other log-probabilities: is dropout on?"
-    assert (same - again).abs().max() <= tolerance / 100, says
+    shown = (pixels, pixels.clone(), pixels.flip(0) * -1)
+    same, again, other = [torch.as_tensor(logps(x)).double() for x in shown]
+    assert (same - again).abs().max() <= tolerance / 100, (
+        "one picture, other log-probabilities: is dropout on?"
+    )
     moved = (same - other).abs().max().item()
-    says = f"another picture changes log-probabilities by {moved:.1e} nats only: is it ignored?"
-    assert moved > tolerance, says
+    assert moved > tolerance, (
+        f"another picture changes log-probabilities by {moved:.1e} nats only: is it ignored?"
+    )
 
 
 def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):

@@ -58,6 +58,7 @@ class Dump:
         self.cache = None
         self.part = None
         n, self.width = tensors["input_ids"].shape
+        self.all_rows = torch.arange(n)
         self.eps = {}  # of the types in which floats were written
         self.tensors = {}
         for name, x in tensors.items():

@@ -20,8 +20,9 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
         tensors[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
     mask = tensors.pop("mask")
     tensors["completion_mask"] = mask
-    tensors["input_ids"] = torch.zeros_like(mask, dtype=torch.long)
-    tensors["prompt_mask"] = torch.zeros_like(mask, dtype=torch.long)
+    zeros = torch.zeros_like(mask, dtype=torch.long)
+    tensors["input_ids"] = zeros
+    tensors["prompt_mask"] = zeros
     tensors["loss"] = value.view(1)
     if kind == "dpo":
         number = torch.arange(len(mask))
@@ -42,8 +43,8 @@ def mistakes(cases: list[tuple]) -> list[str]:
     while steps and len(lines) < SEARCHES:
         explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
         hits = [sum(explains(causes, step) for step in steps) for causes in explanations]
-        most_hits = max(hits)
-        tied = [causes for causes, hit in zip(explanations, hits, strict=True) if hit == most_hits]
+        pairs = zip(explanations, hits, strict=True)
+        tied = [causes for causes, hit in pairs if hit == max(hits)]
         rest = [step for step in steps[1:] if not explains(tied[0], step)]
         names = []
         for causes in tied[:TIED]:
@@ -60,4 +61,4 @@ def explains(causes: list[Cause], step: Dump) -> bool:
     """Tell whether causes, with a factor if one of them is that, give the numbers of a step."""
     changes = [cause for cause in causes if cause.change]
     is_scaled = len(changes) < len(causes)
-    return bool(causes) and fits("loss", step, changes, is_scaled) is not None
+    return bool(causes and fits("loss", step, changes, is_scaled))

@@ -99,7 +99,7 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
     group = d.get("group")
-    all_rows = torch.arange(len(group) if of_rollout else len(d["input_ids"]))
+    all_rows = torch.arange(len(group)) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}

@@ -20,7 +20,6 @@ from minivlmrl_audit.moves import Change, first, formula, shown_as
 from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
-Loss = tuple[Tensor, Tensor]  # of a micro-batch, and the size of what was added up
 
 
 def advantages(d: Dump, change: Change) -> Answer:
@@ -45,7 +44,9 @@ def advantages(d: Dump, change: Change) -> Answer:
     return {"advantages": (theirs, value, unit)}
 
 
-def aggregate(d: Dump, change: Change, rewards: Tensor, weights: Tensor, group: Tensor) -> Loss:
+def aggregate(
+    d: Dump, change: Change, rewards: Tensor, weights: Tensor, group: Tensor
+) -> tuple[Tensor, Tensor]:
     """Make one advantage (N,) of a completion's K rewards, and the unit of float32's rounding.
 
     TRL's multi_objective_aggregation says whether they are normalised before they are added.
@@ -63,7 +64,9 @@ def aggregate(d: Dump, change: Change, rewards: Tensor, weights: Tensor, group: 
     return value, unit + sum(unit for _, unit in parts)
 
 
-def normalise(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> Loss:
+def normalise(
+    change: Change, x: Tensor, group: Tensor, centre: str, scale: str
+) -> tuple[Tensor, Tensor]:
     """Make advantages (N,) of x, 0 where it is NaN, and the unit of float32's rounding.
 
     centre, scale: "group" or "batch", of which the mean and the deviation are; "none": no scale.
@@ -128,7 +131,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     numbers = {}
     sampled = numbered(d, "sampler_", numbers)
     theirs = numbered(d, "", numbers)
-    row = d.get("row", torch.arange(len(d["input_ids"])))
+    row = d.get("row", d.all_rows)
     kind, text, *_ = change.get("pictures", ("", ""))
     if kind == "rows":
         row = row[d.rows[text]]
@@ -161,7 +164,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
-    n = len(d["input_ids"])
+    n = len(d.all_rows)
     counts = d.get(f"{kind}num_images", torch.full((n,), len(grids) // n))
     ends = counts.cumsum(0).tolist()
     return [all_pictures[begin:end] for begin, end in pairwise([0, *ends])]
@@ -276,7 +279,7 @@ def counts(d: Dump, part: Tensor, mask: Tensor, change: Change, each: int = 1) -
     each: 2 where tokens of every second row alone count, as of chosen answers.
     """
     by_part = change.get("mean_over", d.about.get("mean_over")) == "micro_batch"
-    rows = part if by_part else torch.arange(len(mask))
+    rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows][::each].sum().item() * times
     is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
@@ -305,7 +308,7 @@ def changed(options, change: Change):
 
 def policy(
     d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
-) -> Loss:
+) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     if change.get("clipped alone"):
         return clipped_alone(d, part, logps, entropies, mask, change)
@@ -351,11 +354,11 @@ def policy(
 
 def clipped_alone(
     d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
-) -> Loss:
+) -> tuple[Tensor, Tensor]:
     """Compute a loss that takes the clipped term without the min: min(x, y) + max(x, y) - x."""
     rest = {name: value for name, value in change.items() if name != "clipped alone"}
 
-    def compute(**other) -> Loss:
+    def compute(**other) -> tuple[Tensor, Tensor]:
         return policy(d, part, logps, entropies, mask, Change(d, rest | other))
 
     smaller, unit = compute()
@@ -400,7 +403,9 @@ def tokens_kept(
     )
 
 
-def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change) -> Loss:
+def preference(
+    d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change
+) -> tuple[Tensor, Tensor]:
     """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
     logps, _, reference = inputs(d, logps, mask, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
@@ -422,7 +427,9 @@ def preference(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Ch
     return value, value.detach().abs() + 1e-2
 
 
-def demonstrations(d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change) -> Loss:
+def demonstrations(
+    d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change
+) -> tuple[Tensor, Tensor]:
     """Compute SFT for the rows `part`."""
     loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     count = counts(d, part, other_mask(d, mask, change, "divide"), change)

@@ -213,8 +213,8 @@ class Steps(ExitStack, TrainerCallback):
         for name in ("pixel_values", "image_grid_thw", "num_images"):
             if inputs.get(name) is not None:
                 part[name] = torch.as_tensor(inputs[name])
-        row_count = len(next(iter(part.values())))
-        part["micro_batch"] = torch.full((row_count,), len(self.parts))
+        rows = next(iter(part.values()))
+        part["micro_batch"] = torch.full((len(rows),), len(self.parts))
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
@@ -302,15 +302,14 @@ class Steps(ExitStack, TrainerCallback):
     def save_models(self, args, folder: Path):
         """Save the models whose forwards can be computed again, and their tokenizer."""
         dropouts = [x.p for x in self.trainer.model.modules() if isinstance(x, Dropout)]
-        lost = set()
-        if args.neftune_noise_alpha or any(dropouts):
-            lost.add("model")
         is_later = self.about["kind"] == "grpo" and not self.about.get("old_model")
-        if is_later and args.sync_ref_model:  # the reference may have moved since the rollout
-            lost.add("ref_model")
+        lost = {
+            "model": args.neftune_noise_alpha or any(dropouts),
+            "ref_model": is_later and args.sync_ref_model,  # it may have moved since the rollout
+        }
         for name, model in self.models.items():
-            self.about[name] = None if name in lost else name
-            if name not in lost:
+            self.about[name] = None if lost[name] else name
+            if not lost[name]:
                 model.save_pretrained(folder / name)
                 tokenizer_of(self.trainer).save_pretrained(folder / name)
 
@@ -402,12 +401,13 @@ class GRPOSteps(Steps):
     def row_tensors(self, inputs: dict) -> dict:
         """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
         args = self.trainer.args
-        self.about["loss"]["entropy_coef"] = getattr(self.trainer, "entropy_coef", 0.0)
+        coefficient = getattr(self.trainer, "entropy_coef", 0.0)
         is_adaptive = getattr(args, "use_adaptive_entropy", False)
         if is_adaptive and self.trainer._last_world_entropy > args.entropy_target:
-            self.about["loss"]["entropy_coef"] = 0.0
-        names = [name for name in inputs if name in dump.BY_ROW and inputs[name] is not None]
-        tensors = {name: inputs[name] for name in names}
+            coefficient = 0.0
+        self.about["loss"]["entropy_coef"] = coefficient
+        known = {name: x for name, x in inputs.items() if name in dump.BY_ROW}
+        tensors = {name: x for name, x in known.items() if x is not None}
         completion_length = inputs["completion_ids"].shape[1]
         tensors["completion_mask"] = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         tensors["prompt_mask"] = pad(inputs["prompt_mask"], (0, completion_length))
@@ -500,15 +500,12 @@ def go_on(conversations: list[Conversation], prompts: list, drawn: list, trainer
 
 def conversation_tensors(conversations: list[Conversation], processor) -> dict:
     """Lay out what the sampler had in a rollout; pictures of prompts, then of tools."""
-    ids = [torch.tensor(conversation.ids) for conversation in conversations]
-    flags = [torch.tensor(conversation.flags) for conversation in conversations]
-    counts = [len(conversation.pictures) for conversation in conversations]
     tensors = {
-        "sampler_ids": pad_sequence(ids, True, -1),
-        "sampler_mask": pad_sequence(flags, True, -1),
-        "sampler_num_images": torch.tensor(counts),
+        "sampler_ids": pad_sequence([torch.tensor(x.ids) for x in conversations], True, -1),
+        "sampler_mask": pad_sequence([torch.tensor(x.flags) for x in conversations], True, -1),
+        "sampler_num_images": torch.tensor([len(x.pictures) for x in conversations]),
     }
-    pictures = [image for conversation in conversations for image in conversation.pictures]
+    pictures = [image for x in conversations for image in x.pictures]
     if pictures:
         fields = processor.image_processor(images=pictures, return_tensors="pt")
         tensors["sampler_pixel_values"] = fields["pixel_values"]

@@ -18,7 +18,6 @@ from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
-Tensors = dict[str, Tensor]  # by the names of parameters
 
 
 class RowTokens(NamedTuple):
@@ -64,12 +63,11 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
     of_others = kind == "rows"  # each row shows another one's picture, and nothing else changes
     beside = ("logps", "pictures") if of_others else ("logps",)
     deviations = str({name: value for name, value in change.items() if name not in beside})
-    rows = torch.arange(len(d["input_ids"]))
-    picture_rows = rows[d.rows[text]] if of_others else rows
+    picture_rows = d.rows[text] if of_others else d.all_rows
     images = shown(d)
     model = None
     cache = {} if grad or d.cache is None else d.cache
-    value = torch.zeros(2, len(rows), d.width, dtype=torch.float64)
+    value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
     for row, picture_row in zip(part.tolist(), picture_rows[part].tolist(), strict=True):
         key = (folder, row, picture_row, deviations)
         if key not in cache:
@@ -188,9 +186,8 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     if not d.has(name) or not d.about.get(folder):
         return None
     weights = d.about.get(change.get("weights")) or d.about[folder]
-    rows = torch.arange(len(d["input_ids"]))
-    part = rows if d.part is None else d.part
-    (value, _), _ = forward(d, change, weights, rows if "logps" in change else part)
+    part = d.all_rows if d.part is None else d.part
+    (value, _), _ = forward(d, change, weights, d.all_rows if "logps" in change else part)
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
     counted = d["completion_mask"] * ~of_unattended(d)
     theirs = (d[name].nan_to_num() * counted)[part]
@@ -220,7 +217,7 @@ def gradients(d: Dump, change: Change) -> Answer:
     return answer
 
 
-def accumulate(d: Dump, change: Change, slopes: Tensor) -> Tensors:
+def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
     shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
@@ -236,7 +233,7 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> Tensors:
     return total
 
 
-def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> Tensors:
+def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Tensor]:
     """Compute gradients of a micro-batch; a search does so once."""
     cache = {} if d.cache is None else d.cache
     if number not in cache:
@@ -249,7 +246,9 @@ def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> Tensors:
     return cache[number]
 
 
-def without(gradients: Tensors, theirs: Tensors, pattern: str) -> Tensors:
+def without(
+    gradients: dict[str, Tensor], theirs: dict[str, Tensor], pattern: str
+) -> dict[str, Tensor]:
     """Leave out the gradients whose names have a pattern; "": those that the trainer lacks."""
     lacking = [name for name in gradients if not theirs.get(name, torch.zeros(1)).any()]
     if pattern:
@@ -257,14 +256,14 @@ def without(gradients: Tensors, theirs: Tensors, pattern: str) -> Tensors:
     return {name: x * (name not in lacking) for name, x in gradients.items()}
 
 
-def clip_share(gradients: Tensors, max_norm: float) -> float:
+def clip_share(gradients: dict[str, Tensor], max_norm: float) -> float:
     """Compute what clipping multiplies gradients with."""
     if not max_norm:
         return 1.0
     return min(1.0, max_norm / (get_total_norm(gradients.values()).item() + 1e-6))
 
 
-def clipped(gradients: Tensors, max_norm: float) -> Tensors:
+def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     """Clip gradients by their norm."""
     share = clip_share(gradients, max_norm)
     return {name: x * share for name, x in gradients.items()}
@@ -366,6 +365,7 @@ def schedule(d: Dump, change: Change) -> Answer:
         share = 1 - done
     elif kind == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * done))
-    theirs = torch.tensor([optimizer["learning_rate"]], dtype=torch.float64)
-    ours = torch.tensor([options["learning_rate"] * share], dtype=torch.float64)
-    return {"learning_rate": (theirs, ours, options["learning_rate"] + 1e-30)}
+    largest = options["learning_rate"]
+    pair = [[optimizer["learning_rate"]], [largest * share]]
+    theirs, ours = torch.tensor(pair, dtype=torch.float64)
+    return {"learning_rate": (theirs, ours, largest + 1e-30)}

@@ -98,14 +98,10 @@ def same_rows(folder: Path, again: Path, faults: dict[str, str]) -> bool:
     Of a step as many rows are logged as the first rank has: one log may have a part of another.
     """
     logs = [content(run / COMPLETIONS) for run in (folder, again)]
-    if "config.yaml" in faults:
-        return False
-    for line in logs[0]:
-        if faults.keys() & set(line["images"]):
-            return False
+    exact = {"config.yaml"}.union(*(line["images"] for line in logs[0]))
     for name, what in faults.items():
-        in_parts = name.startswith(("states/", "images/"))
-        if what in ("missing", "not of this run") and not in_parts:
+        is_lost = what in ("missing", "not of this run")
+        if name in exact or (is_lost and not name.startswith(("states/", "images/"))):
             return False
     rows = [{json_text(line | {"completions": []}) for line in lines} for lines in logs]
     return min(rows, key=len) <= max(rows, key=len)
