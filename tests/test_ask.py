@@ -15,7 +15,7 @@ from links import ROOT
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.data.conversations import conversation
-from minivlmrl.data.video import load_video
+from minivlmrl.data.video import Video
 from minivlmrl.environments import tool_sampler
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import load_image
@@ -103,10 +103,10 @@ def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp
 def test_videos_reach_the_model(folder, ask, monkeypatch):
     """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
-    monkeypatch.setattr(command, "load_video", lambda source, **_: load_video(frames[:: int(source)]))
+    monkeypatch.setattr(command, "load_video", lambda source, **_: Video(frames[:: int(source)], 2.0))
     answers, prompt = [], "Is <video> like <image>?"
     for step in (1, 2):
-        text, _ = said(folder, ["a.png"], prompt, videos=[load_video(frames[::step])], max_new_tokens=12)
+        text, _ = said(folder, ["a.png"], prompt, videos=[Video(frames[::step], 2.0)], max_new_tokens=12)
         answers.append(ask("--image", folder / "a.png", "--video", step, "--max_new_tokens", 12, prompt=prompt)[1])
         assert answers[-1] == text + "\n"
     assert answers[0] != answers[1]

@@ -62,13 +62,12 @@ def test_a_label_is_true_or_false(write_rows, label):
     assert FileDataset(write_rows(row | {"label": False}), required)[0].columns["label"] is False
 
 
-def test_constants_fill_in_what_a_row_does_not_have(write_rows):
-    """Nor says: tables written as JSON lines have every column in every row."""
-    file = write_rows({"problem": "a", "box_space": "unit"}, {"problem": "b"}, {"problem": "c", "box_space": None})
-    rows = FileDataset(file, constants={"box_space": "thousandths", "level": 3})
-    assert [row.columns["box_space"] for row in rows] == ["unit", "thousandths", "thousandths"]
-    assert [row.columns["level"] for row in rows] == [3, 3, 3]
-    assert "level" not in FileDataset(file)[0].columns
+def test_constants_are_columns_of_every_row(write_rows):
+    file = write_rows({"problem": "a"}, {"problem": "b", "level": 1})
+    rows = FileDataset(file, constants={"row_rewards": ["iou"]})
+    assert [row.columns["row_rewards"] for row in rows] == [["iou"], ["iou"]]
+    assert [row.columns["level"] for row in rows] == [None, 1]
+    assert "row_rewards" not in FileDataset(file)[0].columns
 
 
 def test_folders_of_classes_are_rows(tmp_path):

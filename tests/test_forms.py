@@ -176,4 +176,4 @@ WRONG = [  # a row, and what its error says after the file and line
 @pytest.mark.parametrize(("row", "message"), WRONG, ids=str)
 def test_a_wrong_row_is_named(read, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
-        read(row).images[0]
+        read(row).prompt(lambda messages, images, videos: images[0])

@@ -48,6 +48,13 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
         assert torch.equal(pixel_values, expected["pixel_values"]), (image.size, options)
 
 
+def test_an_image_in_memory_is_turned_upright_and_put_on_white():
+    image = PIL.Image.new("LA", (3, 2), (0, 0))
+    image.getexif()[0x0112] = 6
+    loaded = load_image(image)
+    assert loaded.size == (2, 3) and loaded.getcolors() == [(6, (255, 255, 255))]
+
+
 def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
     """As in transformers, from a file and in memory; qwen-vl-utils shows the colour."""
     image = PIL.Image.new("RGB", (56, 56), (10, 20, 30))

@@ -299,7 +299,7 @@ def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor
 
 def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
     """Frames that were sampled before: 5 at 4 a second, and 4 at 2 a second."""
-    films = [np.full((5, 64, 96, 3), 70, np.uint8), np.full((4, 32, 64, 3), 9, np.uint8)]
+    films = [PIL.Image.new("RGB", (96, 64), "gray")] * 5, [PIL.Image.new("RGB", (64, 32))] * 4
     parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
     picture = PIL.Image.new("RGB", (256, 320))

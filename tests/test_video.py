@@ -27,12 +27,14 @@ def moving(count, height=24, width=32):
     return ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
 
 
+def pictures(frames):
+    return [PIL.Image.fromarray(frame) for frame in frames]
+
+
 @pytest.mark.parametrize(("video", "options", "message"), [
     ((100, 30), {"nframes": 1}, "0 frames would be taken of a video of 100"),
     ((100, 30), {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
-    ((100, 30), {"fps": 0}, r"fps is 0.*, it must be in \(0, 1e15\)"),
     ((100, 30), {"video_start": 1.0, "video_end": 1.0}, "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
-    ((100, 30), {"video_start": -1}, r"video_start is -1.0, it must be in \[0, 1e15\)"),
     ((0, 30), {}, "nothing to show"),
 ])  # fmt: skip
 def test_a_wrong_choice_of_frames_is_refused(video, options, message):
@@ -70,7 +72,7 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
 ])  # fmt: skip
 def test_a_wrong_size_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        Video(moving(26), 2.0).patches(PROCESSOR, **options)
+        Video(pictures(moving(26)), 2.0).patches(PROCESSOR, **options)
 
 
 def test_patches_equal_transformers_video_processor_bit_for_bit():
@@ -78,14 +80,15 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
     assert len(cases) == 24
     for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
         processor = ImageProcessor(**options, min_pixels=196, resize=RESIZE["torch"])
-        pixel_values, image_grid_thw, seconds = Video(frames, 4.0).patches(processor, **bounds, total_pixels=10**9)
+        pixel_values, image_grid_thw, seconds = Video(pictures(frames), 4.0).patches(
+            processor, **bounds, total_pixels=10**9
+        )
         assert list(image_grid_thw) == grid and seconds == 0.5
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
 
 
 @pytest.mark.parametrize(("frames", "fps", "message"), [
     ([], 2.0, "a video without frames or pixels has nothing to show"),
-    (np.zeros((2, 4, 4, 3), np.float32), 2.0, "are float32"),
     ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels, frame 0 4 x 5"),
 ])  # fmt: skip
 def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
@@ -97,7 +100,7 @@ def test_a_list_of_frames_is_taken_whole(tmp_path):
     frames = moving(3)
     for number, frame in enumerate(frames):
         PIL.Image.fromarray(frame).save(tmp_path / f"{number}.png")
-    sources = ["0.png", PIL.Image.fromarray(frames[1]), (tmp_path / "2.png").read_bytes()]
+    sources = ["0.png", tmp_path / "1.png", (tmp_path / "2.png").read_bytes()]
     video = load_video(sources, tmp_path)
     assert video.fps == 2.0 and np.array_equal(video.frames, frames)
     assert load_video(sources, tmp_path, fps=0.5).fps == 0.5
@@ -105,7 +108,7 @@ def test_a_list_of_frames_is_taken_whole(tmp_path):
 
 def test_what_chooses_frames_of_a_file_does_not_apply_to_a_list():
     with pytest.raises(ValueError, match="video_end chooses frames of a file"):
-        load_video([PIL.Image.new("RGB", (4, 4))] * 4, video_end=2)
+        load_video(["a.png"] * 4, video_end=2)
 
 
 def encoded(frames, *kind, rate=30, **options):
@@ -201,11 +204,12 @@ def test_without_pyav_the_error_says_what_to_install(monkeypatch):
         load_video("a.mp4")
 
 
-def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch):
+def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(video_module, "MAX_VIDEO_PIXELS", 8 * 24 * 32 - 1)
     content = encoded(moving(20))
     assert len(load_video(content, nframes=6).frames) == 6
-    for source, options in ((content, {"nframes": 8}), ([PIL.Image.new("RGB", (32, 24))] * 8, {})):
+    PIL.Image.new("RGB", (32, 24)).save(tmp_path / "a.png")
+    for source, options in ((content, {"nframes": 8}), ([tmp_path / "a.png"] * 8, {})):
         with pytest.raises(ValueError, match="8 frames of 32 x 24 pixels are over 6143 together; take fewer or"):
             load_video(source, **options)
 

@@ -109,9 +109,9 @@ def giou(a: Box, b: Box) -> float:
     width = max(a.x2, b.x2) - min(a.x1, b.x1)
     height = max(a.y2, b.y2) - min(a.y1, b.y1)
     area_around = width * height
-    _, union = _areas(a, b)
+    intersection, union = _areas(a, b)
     empty_area = max(0.0, area_around - union)  # rounding alone can make it negative
-    return iou(a, b) - empty_area / area_around
+    return intersection / union - empty_area / area_around
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:

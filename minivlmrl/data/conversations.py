@@ -34,9 +34,9 @@ def read_conversation(
     for column, text_or_turns in row_texts.items():
         with naming(f"column {column!r}"):
             _check_column(text_or_turns, TEXT_COLUMNS[column])
-    pair = [name for name in ("chosen", "rejected") if name in row_texts]
-    rendered_pair = [render(as_turns(row_texts[name])) for name in pair]
-    if len(rendered_pair) == 2 and rendered_pair[0] == rendered_pair[1]:
+    pair = ("chosen", "rejected")
+    rendered = [render(as_turns(row_texts[name])) for name in pair if name in row_texts]
+    if len(rendered) == 2 and rendered[0] == rendered[1]:
         raise ValueError("column 'rejected' equals column 'chosen': drop the row")
     prompt_column, prompt, answers = _split(row_texts, row)
     place = partial(_place, prompt, row_media, prompt_template, system_prompt, media_options)
@@ -100,19 +100,17 @@ def conversation(
 ) -> list[dict]:
     """Make messages that ask about a problem, or a prompt's turns, and show so many media."""
     row_media = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}
-    return _place(prompt, row_media, prompt_template, system_prompt)[0]
+    return _place(prompt, row_media, prompt_template, system_prompt, {})[0]
 
 
-def _place(
-    prompt, row_media, prompt_template, system_prompt, media_options=None, answer=()
-) -> tuple:
+def _place(prompt, row_media, prompt_template, system_prompt, media_options, answer=()) -> tuple:
     """Return the messages of a prompt and an answer, and what their parts show."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     if prompt_template != "{problem}":
         turns = _fill_template(prompt_template, turns)
-    messages, media = place_media([*turns, *answer], row_media, media_options or {})
+    messages, media = place_media([*turns, *answer], row_media, media_options)
     if system_prompt is not None and (not turns or turns[0]["role"] != "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages, media

@@ -26,7 +26,7 @@ Source = str | Path | bytes
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
-def fetch_image(source: Source | Image, folder: str | Path | None = None) -> Image:
+def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
     """Read an image as image.load_image does (ValueError: names the source and what is wrong).
 
     folder: where a relative path starts.
@@ -36,15 +36,11 @@ def fetch_image(source: Source | Image, folder: str | Path | None = None) -> Ima
 
 
 @contextlib.contextmanager
-def open_image(source: Source | Image, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image, or take one in memory; every error inside the block becomes a ValueError."""
-    if isinstance(source, Image):
-        name = f"image of {source.width} x {source.height} pixels"
-        file = source
-    else:  # a pair is what open_source has found
-        name, file = source if isinstance(source, tuple) else open_source(source, folder)
+def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
+    """Open an image; every error inside the block becomes a ValueError."""
+    name, file = open_source(source, folder)
     try:
-        with contextlib.nullcontext(file) if file is source else PIL.Image.open(file) as image:
+        with PIL.Image.open(file) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(
                     f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; "
@@ -67,22 +63,21 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if not isinstance(source, str | Path):
         raise ValueError(f"a path, data URI or bytes is needed, not {type(source).__name__}")
     text = str(source)
-    url = source if isinstance(source, str) else ""
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     with naming(name):
-        if url.startswith("data:"):
-            header, comma, data = url.partition(",")
+        if text.startswith("data:"):
+            header, comma, data = text.partition(",")
             if not comma or not header.endswith(";base64"):
                 raise ValueError("a data URI must look like data:image/png;base64,...")
             with naming("not base64"):  # strictly: urllib's handler skips letters that are none
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
-        if url.startswith(("http://", "https://")):
+        if text.startswith(("http://", "https://")):
             raise ValueError(
                 "download it, or a run sees another picture tomorrow: "
                 "python recipes/download.py ROWS.jsonl does so once"
             )
-    if url.startswith("file://"):
-        text = url2pathname(url.removeprefix("file://").removeprefix("localhost"))
+    if text.startswith("file://"):
+        text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
     # reading from a pipe or device might never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):

@@ -60,7 +60,7 @@ class FileDataset:
     """At most `limit` rows of a file or dataset folder; all are checked now and read when used.
 
     Rows must have the columns `required`; "problem" is a prompt, "completion" an answer. They get
-    the columns of `constants` unless they have them.
+    the columns of `constants` too.
     """
 
     def __init__(self, path, required=("problem",), limit=None, constants=(), **options):
@@ -85,10 +85,9 @@ class FileDataset:
             column_names.update(row.columns)
             missing_files += self._count(row, media, files, where)
         if missing_files:
-            first_files = ", ".join(missing_files[:5]) + (", ..." if len(missing_files) > 5 else "")
             raise ValueError(
                 f"{path}: {len(missing_files)} file(s) that its rows name are not in {self.folder} "
-                f"(data.image_root): {first_files}"
+                f"(data.image_root), such as {', '.join(missing_files[:5])}"
             )
         self.columns = sorted(column_names)
 
@@ -116,10 +115,7 @@ class FileDataset:
         with naming(where):
             row, media = read_row(columns, self.required, self.options)
         row.where = where
-        row.columns = {name: row.columns.get(name) for name in [*self.columns, *self.constants]}
-        for name, constant in self.constants.items():
-            if row.columns[name] is None:
-                row.columns[name] = constant
+        row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media
 
     def content(self, index: int, names: Sequence[str] = ()) -> str:

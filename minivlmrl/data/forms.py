@@ -5,10 +5,11 @@ Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.hub.folder import parse_json
 from minivlmrl.hub.recipe_values import naming, require
 
@@ -38,12 +39,10 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
             if row.get(ours) is not None:
                 raise ValueError(f"data.columns calls {theirs!r} {ours!r}; leave one of both out")
             row = {**row, theirs: None, ours: row[theirs]}
-    for name, form in FORMS.items():
+    for form in FORMS:
         if form.fits(row):
-            try:
+            with naming(f"form {form.name!r}"):
                 row = row | form.read(row)
-            except ValueError as error:
-                raise ValueError(f"form {name!r}: {error}") from error
     return row
 
 
@@ -54,6 +53,10 @@ class Form:
     needed: tuple
     without: tuple
     read: Callable[[dict], dict]  # row -> the columns that it adds or replaces
+
+    @property
+    def name(self) -> str:
+        return " and ".join(self.needed)
 
     def fits(self, row: dict) -> bool:
         for name in self.needed:
@@ -95,7 +98,7 @@ def _read_turn(turn: dict, number: int) -> dict:
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
     value = turn.get("value", turn.get("content"))
-    if isinstance(value, (int, float)) and not isinstance(value, bool):  # of VLM-R1
+    if type(value) in (int, float):  # of VLM-R1
         value = str(value)
     if speaker in ("function_call", "tool_call"):  # laid out as Qwen writes it
         with naming(f"the call of turn {number}"):
@@ -113,10 +116,9 @@ def _system_turns(row: dict) -> list[dict]:
 def _read_messages(row: dict) -> dict:
     """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
     messages = row["messages"]
-    if not messages or not isinstance(messages, list):
+    is_list = isinstance(messages, list) and len(messages) > 0
+    if not is_list or not all(isinstance(message, dict) for message in messages):
         return {}  # conversations.py says what is wrong
-    if not all(isinstance(message, dict) for message in messages):
-        return {}
     turns = []
     for number, message in enumerate(messages):
         role = str(message.get("role"))
@@ -153,10 +155,6 @@ def _read_pair(row: dict) -> dict:
     """Read answers of LLaMA-Factory, which are turns of `from` and `value`."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: [_read_turn(row[name], 0)] for name in names}
-
-
-def _rename(theirs: str, ours: str, row: dict) -> dict:
-    return {ours: row[theirs]}
 
 
 def _read_reward_model(row: dict) -> dict:
@@ -215,12 +213,14 @@ def _read_choices(row: dict) -> dict:
 
 def _read_img_tags(row: dict) -> dict:
     """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
-    texts = _texts(row)
-    image_paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
-    if not image_paths:
-        return {}
-    marked_texts = changed(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
-    return {**marked_texts, "images": image_paths}
+    image_paths = []
+
+    def take_path(tag: re.Match) -> str:
+        image_paths.append(tag[1])
+        return "<image>"
+
+    texts = changed(_texts(row), lambda text: re.sub("<img>(.*?)</img>", take_path, text))
+    return {**texts, "images": image_paths} if image_paths else {}
 
 
 def _texts(row: dict) -> dict:
@@ -239,34 +239,33 @@ def changed(value, change: Callable, kinds=str):
     return value
 
 
+def renaming(theirs: str, ours: str, without: Iterable[str] = ()) -> Form:
+    """Make the form of rows that have a column under another name."""
+    return Form((theirs,), (ours, *without), lambda row: {ours: row[theirs]})
+
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
-TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
-MEDIA_COLUMNS = ("image", "images", "video", "videos")
 QUESTION_COLUMNS = ("problem", "prompt", "messages")
 OURS = (*QUESTION_COLUMNS, "completion")  # a row that has one is in our form
-FORMS = {
-    "A, B": Form(("A", "B"), ("options", "choices"), _read_choices),
-    "options": Form(("options",), (), _read_choices),
-    "choices": Form(("choices",), ("options",), _read_choices),
-    "conversations": Form(("conversations",), QUESTION_COLUMNS, _read_conversations),
-    "messages": Form(("messages",), ("problem", "prompt", "completion"), _read_messages),
-    "prefix and suffix": Form(
-        ("prefix", "suffix"), OURS, partial(_read_question, "prefix", "suffix")
-    ),
-    "query": Form(("query",), OURS, partial(_read_question, "query", "response")),
-    "instruction": Form(("instruction",), OURS, partial(_read_question, "instruction", "output")),
-    "question": Form(("question",), OURS, partial(_read_question, "question", "answer")),
-    "chosen": Form(("chosen", "rejected"), (), _read_pair),
-    "kto_tag": Form(("kto_tag",), ("label",), partial(_rename, "kto_tag", "label")),
-    "answer": Form(("answer",), ("solution",), partial(_rename, "answer", "solution")),
-    "reward_model": Form(("reward_model",), ("solution",), _read_reward_model),
-    "ground_truth": Form(
-        ("ground_truth",), ("solution",), partial(_rename, "ground_truth", "solution")
-    ),
-    "file_name": Form(("file_name",), MEDIA_COLUMNS, partial(_rename, "file_name", "image")),
-    "objects": Form(("objects",), (), _read_objects),
-    "<img>": Form((), MEDIA_COLUMNS, _read_img_tags),
-}
-# these have a question
-QUESTION_FORMS = [name for name, form in FORMS.items() if "problem" in form.without]
+TEXTS = (*OURS, "chosen", "rejected", "solution")
+FORMS = [
+    Form(("A", "B"), (), _read_choices),
+    Form(("options",), (), _read_choices),
+    Form(("choices",), (), _read_choices),
+    Form(("conversations",), QUESTION_COLUMNS, _read_conversations),
+    Form(("messages",), ("problem", "prompt", "completion"), _read_messages),
+    Form(("prefix", "suffix"), OURS, partial(_read_question, "prefix", "suffix")),
+    Form(("query",), OURS, partial(_read_question, "query", "response")),
+    Form(("instruction",), OURS, partial(_read_question, "instruction", "output")),
+    Form(("question",), OURS, partial(_read_question, "question", "answer")),
+    Form(("chosen", "rejected"), (), _read_pair),
+    renaming("kto_tag", "label"),
+    renaming("answer", "solution"),
+    Form(("reward_model",), ("solution",), _read_reward_model),
+    renaming("ground_truth", "solution"),
+    renaming("file_name", "image", MEDIA_COLUMNS),
+    Form(("objects",), (), _read_objects),
+    Form((), MEDIA_COLUMNS, _read_img_tags),
+]
+QUESTION_FORMS = [form.name for form in FORMS if "problem" in form.without]  # these have a question

@@ -162,7 +162,7 @@ def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
     videos = []
     for item in media:
         if item.kind == "image":
-            images.append(partial(fetch_image, open_source(item.source, folder)))
+            images.append(partial(fetch_image, item.source, folder))
         else:
             sampling = {n: value for n, value in item.options.items() if n in SAMPLING_OPTIONS}
             videos.append(VideoFile(partial(load_video, item.source, folder, **sampling)))

@@ -15,7 +15,7 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from minivlmrl.data.forms import changed
-from minivlmrl.hub.dataset import find_split
+from minivlmrl.hub.dataset import find_split, split_of
 from minivlmrl.hub.folder import parse_json
 from minivlmrl.hub.recipe_values import extra, naming, require
 
@@ -53,17 +53,13 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
             'save it by datasets.load_from_disk(...).to_parquet("rows.parquet")'
         )
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    split_names = sorted(
-        {path.name.partition("-")[0].removesuffix(".parquet") for path in parquet_files}
-    )
+    split_names = sorted({split_of(path.name) for path in parquet_files})
     if len(split_names) > 1:
         raise ValueError(f"{folder}: has parquet files of {', '.join(split_names)}; one a folder")
     if parquet_files:
         return Arrow(parquet_files)
     row_files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
-    row_files = [
-        path for path in row_files if path.name not in ("dataset_info.json", "dataset_infos.json")
-    ]
+    row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
     if len(row_files) == 1:
         return open_rows(row_files[0])
     image_files = sorted(
@@ -196,43 +192,38 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        self.groups = []  # of each: its file, the first row of that, what reads the group
+        self.groups = []  # of each: path, the first row of that, what reads it, number in it
         self.starts = [0]  # the first row of each group; the last is the number of rows
         for path in paths:
             file_start = self.starts[-1]
             try:
                 file = pq.ParquetFile(path)
                 column_names = file.schema_arrow.names
-                groups = range(file.num_row_groups)
-                group_sizes = [file.metadata.row_group(group).num_rows for group in groups]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
             _check_names(path, column_names)
-            for group, size in zip(groups, group_sizes, strict=True):
-                read_group = functools.partial(file.read_row_group, group)
-                self.groups.append((path, file_start, read_group))
-                self.starts.append(self.starts[-1] + size)
-        self.table = functools.lru_cache(4)(self._read_group)
-
-    def _read_group(self, group: int):
-        _, _, read = self.groups[group]
-        return read()
+            for group in range(file.num_row_groups):
+                self.groups.append((path, file_start, file, group))
+                self.starts.append(self.starts[-1] + file.metadata.row_group(group).num_rows)
+        self.read_group = functools.lru_cache(4)(pq.ParquetFile.read_row_group)
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
         """Name the file of a row and its number in it from 0, for errors."""
-        path, file_start, _ = self.groups[bisect.bisect_right(self.starts, index) - 1]
+        path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
     def __getitem__(self, index: int) -> dict:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        group = bisect.bisect_right(self.starts, index) - 1
+        number = bisect.bisect_right(self.starts, index) - 1
+        *_, file, group = self.groups[number]
         with naming(self.where(index)):
             try:
-                [row] = self.table(group).slice(index - self.starts[group], 1).to_pylist()
+                table = self.read_group(file, group)
+                [row] = table.slice(index - self.starts[number], 1).to_pylist()
             except (OverflowError, OSError) as error:  # such as a date that Python does not have
                 raise ValueError(f"cannot be read ({error})") from error
             return changed(row, str, NO_JSON_TYPES)

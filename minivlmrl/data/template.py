@@ -305,14 +305,13 @@ def _template_in(path: Path) -> str | None:
         with naming(path):
             return path.read_text(encoding="utf-8")
     text = read_json(path).get("chat_template")
-    is_needed = path.name == "chat_template.json"
+    if text is None and path.name != "chat_template.json":
+        return None
     if isinstance(text, list):
-        is_needed = True
-        defaults = [
-            item for item in text if isinstance(item, dict) and item.get("name") == "default"
-        ]
-        text = defaults[0].get("template") if defaults else None
-    if not isinstance(text, str) and (is_needed or text is not None):
+        templates = [item for item in text if isinstance(item, dict)]
+        defaults = [item.get("template") for item in templates if item.get("name") == "default"]
+        text = defaults[0] if defaults else None
+    if not isinstance(text, str):
         raise ValueError(
             f"{path}: chat_template must be the text of a template, "
             f"or a list of which one is named 'default'; it is {text!r:.40}"
@@ -332,8 +331,13 @@ def environment() -> ImmutableSandboxedEnvironment:
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         """Write JSON; jinja2's own filter would escape <, > and & for HTML."""
-        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def refuse_clock(_: str):
         fail("strftime_now: the same seed would see another day; write a date into it")

@@ -135,8 +135,8 @@ def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 def check_ends(turns: list[dict]):
     """Refuse turns that do not begin and end with the assistant's."""
-    if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
-        roles = [turn["role"] for turn in turns]
+    roles = [turn["role"] for turn in turns]
+    if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise ValueError(f"turns must begin and end with an assistant turn; their roles: {roles}")
 
 

@@ -32,18 +32,12 @@ MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after res
 class Video:
     """Frames and how many of them a second holds."""
 
-    # of one size; (T, height, width, 3) uint8 becomes such a list
-    frames: Sequence[PIL.Image.Image]
+    frames: Sequence[PIL.Image.Image]  # of one size
     fps: float
     seconds: Sequence[float] | None = None  # when each is shown; None: from 0 on, at that rate
 
     def __post_init__(self):
         check_options("video", {"fps": self.fps})
-        if isinstance(self.frames, np.ndarray):
-            dtype, shape = self.frames.dtype, self.frames.shape
-            if shape[3:] != (3,) or 0 in shape or dtype != np.uint8:
-                raise ValueError(f"frames of a video are {dtype} {shape}, not uint8 (T, H, W, 3)")
-            self.frames = [PIL.Image.fromarray(frame) for frame in self.frames]
         if not self.frames or 0 in self.frames[0].size:
             raise ValueError("a video without frames or pixels has nothing to show")
         sizes = ["{} x {} pixels".format(*frame.size) for frame in self.frames]
@@ -221,19 +215,14 @@ def sample_indices(
         sampling: see smart_nframes; video_start and video_end, seconds, are moved into the video.
     Source: qwen-vl-utils' readers (float32); with frame_factor 1 Qwen3VLVideoProcessor (float64).
     """
-    sampling = check_options("video", sampling)
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
-    video_start = sampling.pop("video_start", None)
-    video_end = sampling.pop("video_end", None)
-    first_frame = 0
-    last_frame = total_frames - 1
     duration = total_frames / video_fps
-    if video_start is not None:
-        first_frame = math.ceil(min(video_start, duration) * video_fps)
-    if video_end is not None:
-        last_frame = min(math.floor(min(video_end, duration) * video_fps), last_frame)
-    if first_frame >= last_frame and (video_start, video_end) != (None, None):
+    video_start = sampling.pop("video_start", 0.0)
+    video_end = sampling.pop("video_end", duration)
+    first_frame = math.ceil(min(video_start, duration) * video_fps)
+    last_frame = min(math.floor(min(video_end, duration) * video_fps), total_frames - 1)
+    if first_frame >= last_frame:
         raise ValueError(
             f"no two frames lie between video_start {video_start} and video_end {video_end}; "
             f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"

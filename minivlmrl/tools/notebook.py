@@ -8,8 +8,8 @@ import PIL.Image
 
 from minivlmrl import train as loop
 from minivlmrl.data.conversations import TEXT_COLUMNS
-from minivlmrl.data.fetch import fetch_image
 from minivlmrl.hub.folder import digest, json_text, read_json
+from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
 from minivlmrl.run.config import load_config
@@ -86,7 +86,7 @@ def _plain(value, folder: Path, is_path: bool = False):
     if isinstance(value, list | tuple):
         return [_plain(item, folder, is_path) for item in value]
     if isinstance(value, PIL.Image.Image):
-        image = fetch_image(value)  # as it will be read: upright, RGB
+        image = load_image(value)  # as it will be read: upright, RGB
         path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
         image.save(path)
         return str(path.resolve())
