@@ -116,8 +116,8 @@ def _system_turns(row: dict) -> list[dict]:
 def _read_messages(row: dict) -> dict:
     """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
     messages = row["messages"]
-    is_list = isinstance(messages, list) and len(messages) > 0
-    if not is_list or not all(isinstance(message, dict) for message in messages):
+    is_turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
+    if not messages or not is_turns:
         return {}  # conversations.py says what is wrong
     turns = []
     for number, message in enumerate(messages):

@@ -192,7 +192,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        self.groups = []  # of each: path, the first row of that, what reads it, number in it
+        self.groups = []  # of each: path, the first row of that, the open file, the group's number in it
         self.starts = [0]  # the first row of each group; the last is the number of rows
         for path in paths:
             file_start = self.starts[-1]
