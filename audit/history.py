@@ -20,7 +20,8 @@ from minivlmrl_audit.audit import checked
 
 RECORD = Path(__file__).with_suffix(".json")
 ABOUT = json.loads(RECORD.read_text())
-CASES, LAST = ABOUT["cases"], "1.16.0"
+CASES = ABOUT["cases"]
+LAST = "1.16.0"
 
 
 def numbers(release: str) -> list[int]:
@@ -30,52 +31,65 @@ def numbers(release: str) -> list[int]:
 
 def environment(work: Path, release: str) -> tuple[dict, str]:
     """Install a release where it is not yet; returns variables of its processes, and its transformers."""
-    since = [start for start in ABOUT["transformers"] if numbers(start) <= numbers(release)]
-    version, folders = ABOUT["transformers"][since[-1]], {work / f"trl-{release}": ["--no-deps", f"trl=={release}"]}
+    starts = [start for start in ABOUT["transformers"] if numbers(start) <= numbers(release)]
+    version = ABOUT["transformers"][starts[-1]]
+    folders = {work / f"trl-{release}": ["--no-deps", f"trl=={release}"]}
     if version:
         folders[work / f"transformers-{version}"] = [f"transformers=={version}", *ABOUT["with_them"]]
-    for folder, what in folders.items():
+    for folder, packages in folders.items():
         if not folder.exists():
-            subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", folder, *what], check=True)
-    path, installed = os.pathsep.join(map(str, folders)), patients.transformers.__version__
-    return os.environ | {"PYTHONPATH": path, "CI": "1", "HF_HUB_OFFLINE": "1"}, version or installed
+            install = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, *packages]
+            subprocess.run(install, check=True)
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "CI": "1", "HF_HUB_OFFLINE": "1"}
+    return os.environ | variables, version or patients.transformers.__version__
 
 
 def verdict(folder: Path, cause: str) -> str:
     """Audit the last step of a case: silent, named, or located and in which stages."""
-    if (folder / "error.txt").exists():
-        return f"cannot run: {(folder / 'error.txt').read_text().splitlines()[0]}"
-    last = max(path for path in folder.iterdir() if path.name.isdigit())
-    wrong = [finding for finding in checked(last)[0] if not (finding.ok or finding.again)]
-    fits = [fit for finding in wrong for fit, _ in finding.explained[:4]]
-    if cause and len(wrong) == 1 and any(cause in f"{of.name} {of.says}" for fit in fits for of in fit):
+    error = folder / "error.txt"
+    if error.exists():
+        return f"cannot run: {error.read_text().splitlines()[0]}"
+    last_step = max(path for path in folder.iterdir() if path.name.isdigit())
+    findings, _ = checked(last_step)
+    wrong = [finding for finding in findings if not (finding.ok or finding.again)]
+    if not wrong:
+        return "silent"
+    named = [each for finding in wrong for causes, _ in finding.explained[:4] for each in causes]
+    if cause and len(wrong) == 1 and any(cause in f"{each.name} {each.says}" for each in named):
         return "named"
-    return f"located: {', '.join(finding.stage for finding in wrong)}" if wrong else "silent"
+    return f"located: {', '.join(finding.stage for finding in wrong)}"
 
 
 def main(work: Path):
     """Make the table."""
-    model, rows = patients.write_model(work), []
+    model = patients.write_model(work)
+    rows = []
     releases = {case[which] for case in CASES.values() for which in ("before", "good")} - {None}
     for release in sorted(releases, key=numbers):
         variables, version = environment(work, release)
         shutil.rmtree(work / release, ignore_errors=True)
-        shown = {name: case for name, case in CASES.items() if release in (case["before"], case["good"], LAST)}
-        names = [*dict.fromkeys([*shown, "none"])]
-        subprocess.run([sys.executable, __file__, model, work / release, *names], env=variables, capture_output=True)
-        for name in names:
-            # a bug that no setting avoids is in the step without one too
-            of = CASES[name] if name in shown else next((x for x in shown.values() if x["before"] == release), {})
-            said = verdict(work / release / name, of.get("cause", ""))
-            rows.append({"trl": release, "transformers": version, "bug": name, "audit": said})
-            print(rows[-1], flush=True)
+        cases = {name: case for name, case in CASES.items() if release in (case["before"], case["good"], LAST)}
+        cases["none"] = CASES["none"]
+        command = [sys.executable, __file__, model, work / release, *cases]
+        subprocess.run(command, env=variables, capture_output=True)
+        for name, case in cases.items():
+            cause = case.get("cause", "")
+            if name == "none":  # a bug that no setting avoids is in the step without one too
+                shipped = [other["cause"] for other in cases.values() if other["before"] == release]
+                cause = shipped[0] if shipped else ""
+            row = {"trl": release, "transformers": version, "bug": name}
+            row["audit"] = verdict(work / release / name, cause)
+            rows.append(row)
+            print(row, flush=True)
     ABOUT.update(date=str(datetime.date.today()), rows=rows)
     RECORD.write_text(json.dumps(ABOUT, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    folder, *rest = map(Path, sys.argv[1:])
-    for each in rest[1:]:
-        patients.dump(folder, rest[0] / each, **CASES[str(each)])
-    if not rest:
-        main(folder)
+    model, *rest = map(Path, sys.argv[1:])
+    if rest:  # in a process of a release: the steps of some cases
+        folder, *names = rest
+        for name in names:
+            patients.dump(model, folder / name, **CASES[str(name)])
+    else:
+        main(model)

@@ -28,8 +28,8 @@ HEALTHY = {"healthy": [], "healthy, num_iterations 2": bugs.TWICE}
 def measure(name: str, seed: int) -> dict:
     """Run the default recipe in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *([] if name in HEALTHY else ["--bug", name]), f"--seed={seed}"]
-        command += [f"--output_dir={folder}", "--num_threads=1", *HEALTHY.get(name, [])]
+        options = HEALTHY.get(name, ["--bug", name])
+        command = [sys.executable, __file__, f"--seed={seed}", f"--output_dir={folder}", "--num_threads=1", *options]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             return {"name": name, "seed": seed, "ended": result.stderr.strip().splitlines()[-1][-200:]}
@@ -40,11 +40,15 @@ def measure(name: str, seed: int) -> dict:
 
 def costs(rows: list[dict]) -> dict[str, float]:
     """Average over seeds what a bug takes from the held-out accuracy of the healthy run with its options."""
-    of, result = {(row["name"], row["seed"]): row.get("sampled", math.nan) for row in rows}, {}
+    accuracies = {(row["name"], row["seed"]): row.get("sampled", math.nan) for row in rows}
+    result = {}
     for name, bug in BUGS.items():
-        whole = "healthy, num_iterations 2" if bug.options == bugs.TWICE else "healthy"
-        pairs = [(of[whole, seed], x) for (own, seed), x in of.items() if own == name and (whole, seed) in of]
-        result[name] = round(sum(one - other for one, other in pairs) / max(1, len(pairs)), 3)
+        healthy = "healthy, num_iterations 2" if bug.options == bugs.TWICE else "healthy"
+        losses = []
+        for (row_name, seed), accuracy in accuracies.items():
+            if row_name == name and (healthy, seed) in accuracies:
+                losses.append(accuracies[healthy, seed] - accuracy)
+        result[name] = round(sum(losses) / max(1, len(losses)), 3)
     return result
 
 
@@ -56,12 +60,11 @@ def main(arguments: list[str]):
     parser.add_argument("--json", type=Path, help="numbers as they come; what it has is not run again")
     options, overrides = parser.parse_known_args(arguments)
     if options.bug or overrides:
-        own = []
         if options.bug:
             bug = BUGS[options.bug]
             bug.ours(setattr)
-            own = [*bug.options, OPEN]
-        return train.main([*own, *overrides])
+            overrides = [*bug.options, OPEN, *overrides]
+        return train.main(overrides)
     rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     for seed in options.seeds:
         for name in [*HEALTHY, *BUGS]:
