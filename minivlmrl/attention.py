@@ -24,13 +24,9 @@ from minivlmrl.kernels.prompt_slots import PromptSlots, after_prompt, rectangles
 
 
 class Attention(Protocol):
-    """What layers of the decoder ask for: GroupAttention or DecodeAttention.
+    """What layers of the decoder ask for: GroupAttention or DecodeAttention."""
 
-    A recurrent layer keeps something of each prompt in `memory`, by its index; see `go_on` in
-    hub/qwen3_5.py, which also reads `layout` and `keys` of the one, `spans` of the other.
-    """
-
-    memory: dict[int, list[Tensor]]
+    memory: dict[int, list[Tensor]]  # of recurrent layers, by index: see go_on in hub/qwen3_5.py
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (N, H, D), k and v (N, K, D), all after the rotary -> (N, H, D)."""
@@ -62,14 +58,13 @@ class GroupLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        last_tokens = [span[-1] for span in self.prompt_spans]
-        self.last_index = index_tensor(last_tokens, device)  # (B,) last token of each prompt
-        self.predict_index = index_tensor(self.predicting_tokens(), device)  # (M,)
-        self.row_index = index_tensor(self.row_cells(), device)  # (M,) in a flat (R, T)
-
+        # (B,) the last token of each prompt; (M,) what predicts each token; (M,) in a flat (R, T)
+        self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
+        self.predict_index = index_tensor(self.predicting_tokens(), device)
+        self.row_index = index_tensor(self.row_cells(), device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # the token in each cell of the blocks, laid end to end, -1 in an empty one; and the inverse
+        # the token in each cell of the blocks, laid end to end; -1: the cell is empty
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
         inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,): the cell of each token
@@ -90,9 +85,9 @@ class GroupLayout:
         return tokens
 
     def row_cells(self) -> list[int]:
-        """List where each completion token is in rows of T, the longest, that are laid flat."""
-        longest = max(self.row_lengths, default=0)
-        return [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
+        """List where each completion token is in rows of T tokens, laid end to end."""
+        T = max(self.row_lengths, default=0)
+        return [row * T + i for row, n in enumerate(self.row_lengths) for i in range(n)]
 
     def lay_blocks(self, device) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Lay out prompts (b, P) and completions (r, C) of each length of prompts.
@@ -108,8 +103,8 @@ class GroupLayout:
                 [self.prompt_spans[i] for i in same], [self.completion_spans[i] for i in same]
             )
             blocks += [prompt_block, completion_block]
-            has_tokens = completion_block.numel() > 0
-            slots.append(PromptSlots(prompt_index, len(same), device) if has_tokens else None)
+            is_empty = completion_block.numel() == 0
+            slots.append(None if is_empty else PromptSlots(prompt_index, len(same), device))
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -117,9 +112,8 @@ class GroupLayout:
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
-        blocks = []
-        for cells, shape in zip(x.split(sizes), self.shapes, strict=True):
-            blocks.append(cells.unflatten(0, shape).transpose(1, 2))
+        cells_and_shapes = zip(x.split(sizes), self.shapes, strict=True)
+        blocks = [cells.unflatten(0, shape).transpose(1, 2) for cells, shape in cells_and_shapes]
         return list(zip(blocks[::2], blocks[1::2], strict=True))
 
 
@@ -184,37 +178,37 @@ class DecodeAttention:
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # keys and values of prompts, of each layer (B, K, P, D): zeros after a shorter prompt, and
-        # the bias (B, P) hides them
+        # keys and values of the prompts in each layer, (B, K, P, D). A shorter prompt has zeros at
+        # its end, which prompt_bias (B, P) hides: 0 for its tokens, -inf after them
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(x.split(lengths), batch_first=True) for x in layer]
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
-        # those of completions, of each layer (R, K, capacity, D); the bias is -inf after the newest
+        # and of the completions, (R, K, capacity, D); row_bias is -inf after the newest token
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.own_keys = 0  # of them a step reads so many: as the longest row has
+        self.own_keys = 0  # how many of them a step reads: as many as the longest row has
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(R), self.device)  # (R,) numbers of those that are left
-        self.start = start[self.slots.prompt_index]  # (R,) position of its first token
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) number of each row that is left
+        self.start = start[self.slots.prompt_index]  # (R,) position of each row's first token
         self.newest = torch.full_like(self.rows, -1)  # (R,) where in row_kv its last token is
         self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
 
     def select(self, going_on: Tensor) -> Tensor | None:
-        """Drop rows that have ended: (R,) bool on the host -> indices of the others; None: all."""
+        """Keep the rows that go on, (R,) bool on the host; returns their indices, None for all."""
         if going_on.all():
             return None
         rows = going_on.nonzero()[:, 0]
-        # prompts that are left; self.prompt_index: of each row that is left, which of these it has
+        # prompts: those that still have a row; prompt_index: each row's prompt among these
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        for layer in (*self.row_kv, *self.memory.values()):  # one by one: never two copies of all
+        for layer in (*self.row_kv, *self.memory.values()):  # in turn: never two copies of all
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
             prompts = to_device(prompts, self.device)

@@ -27,9 +27,8 @@ class GroupBatch:
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) where images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    written: (
-        Tensor  # (M,) float32: 1 if the policy wrote it, 0 if a tool or another turn inserted it
-    )
+    # (M,) float32: 1 if the policy wrote it, 0 if a tool or another turn inserted it
+    written: Tensor
     sampling_mask: Tensor  # (2, K) int64: a token, an id that filters kept; (2, 0): no filters
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts

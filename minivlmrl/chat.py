@@ -71,8 +71,9 @@ def part_kind(part: dict) -> str | None:
     if not isinstance(part, dict):
         return None
     kind = part.get("type")
-    for shown, url in (("image", "image_url"), ("video", "video_url")):
-        if kind == shown or part.get(shown) is not None or part.get(url) is not None:
+    for shown in ("image", "video"):
+        url = part.get(f"{shown}_url")
+        if kind == shown or part.get(shown) is not None or url is not None:
             return shown
     return "text" if kind in (None, "text") and isinstance(part.get("text"), str) else None
 

@@ -65,8 +65,7 @@ class TextModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(layer_type(config, index) for index in layers)
+        self.layers = nn.ModuleList(layer_type(config, i) for i in range(config.num_hidden_layers))
         self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps)
 
     def forward(

@@ -70,6 +70,7 @@ class GRPO:
         self.policy = policy
         self.processor = processor
         self.sample = sample
+        self.temperature = sample.sampling.temperature
         self.rewards = list(rewards)
         self.reward_weights = torch.tensor(list(rewards.values()))
         self.config = config
@@ -163,12 +164,11 @@ class GRPO:
         if self.config.num_iterations * self.config.steps_per_generation > 1:
             batch.old_per_token_logps = batch.group.pad(self.logps(batch.group)[0])
         if self.config.beta:
-            temperature = self.sample.sampling.temperature
-            batch.ref_per_token_logps = self.reference.logps(batch.group, temperature)
+            batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
         """(M,) log-probabilities and entropies, at the sampling temperature."""
-        return per_token_logps(self.policy, group, self.sample.sampling.temperature)
+        return per_token_logps(self.policy, group, self.temperature)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this micro-batch's share of the loss of the step, and its metrics."""

@@ -37,6 +37,6 @@ def completion_states(model, batch: GroupBatch) -> Tensor:
 
 def logps_of_states(model, states: Tensor, batch: GroupBatch, temperature=1.0) -> tuple:
     """Compute per_token_logps from states that are needed for something else too."""
-    head = model.lm_head.weight
-    ids = batch.completion_ids
-    return linear_log_softmax(states, head, ids, temperature, batch.sampling_mask)
+    return linear_log_softmax(
+        states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask
+    )

@@ -35,11 +35,11 @@ def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[
     """1.0 if the answer is the solution, but for case, spacing and a final full stop."""
     rewards = []
     for answer, truth in zip(answer_texts, solution, strict=True):
-        if truth is None or not normalize(str(truth)):
+        expected = "" if truth is None else normalize(str(truth))
+        if not expected:
             rewards.append(None)
         else:
-            is_right = answer is not None and normalize(answer) == normalize(str(truth))
-            rewards.append(float(is_right))
+            rewards.append(float(answer is not None and normalize(answer) == expected))
     return rewards
 
 
@@ -59,15 +59,11 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 def last_answer(text: str) -> str | None:
     """Find what the last <answer>...</answer> says; in one pass, however often a text opens it."""
-    answer = None
-    start = text.find("<answer>")
-    while start >= 0:
-        end = text.find("</answer>", start)
-        if end < 0:
-            break
-        answer = text[start + len("<answer>") : end]
-        start = text.find("<answer>", end)
-    return answer
+    for closed in reversed(text.split("</answer>")[:-1]):
+        _, tag, answer = closed.partition("<answer>")
+        if tag:
+            return answer
+    return None
 
 
 def normalize(text: str) -> str:

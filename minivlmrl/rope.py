@@ -90,8 +90,7 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
     """
     axes = _tensor(config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
-    positions = position_ids.T.index_select(1, axes)  # (N, D/2)
-    angles = positions * inv_freq
+    angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
     cos, sin = _cos_sin(angles)
     return cos.to(dtype), sin.to(dtype)
 

@@ -127,13 +127,9 @@ def shown_parts(
     messages: list[dict], images: Sequence, videos: Sequence
 ) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield what each image or video part of a prompt shows, and the options it has."""
-    parts = []
-    kinds = []
-    for part in chain(*map(content_parts, messages)):
-        kind = part_kind(part)
-        if kind != "text":
-            parts.append(part)
-            kinds.append(kind)
+    all_parts = chain(*map(content_parts, messages))
+    parts = [part for part in all_parts if part_kind(part) != "text"]
+    kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": images, "video": videos})
     media = {"image": iter(images), "video": iter(videos)}
     for kind, part in zip(kinds, parts, strict=True):  # one is decoded at a time

@@ -32,8 +32,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = F.silu(self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
@@ -182,8 +181,11 @@ class PatchMerger(nn.Module):
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
-        out = nn.Linear(self.width, config.out_hidden_size)
-        self.mlp = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), out)
+        self.mlp = nn.Sequential(
+            nn.Linear(self.width, self.width),
+            nn.GELU(),
+            nn.Linear(self.width, config.out_hidden_size),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, E) -> (M, out_hidden_size)

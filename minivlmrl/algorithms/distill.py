@@ -126,7 +126,7 @@ class Distill(GRPOStage):
             teacher_head,
             weights / batch.counts.tokens,
             self.run.reference.teacher_beta,
-            self.sample.sampling.temperature,
+            self.temperature,
         )
         return loss, {"divergence": batch.mean(divergences)}
 

@@ -73,8 +73,7 @@ class PPO(GRPOStage):
         batch.old_per_token_logps = batch.group.pad(logps)
         batch.old_values = batch.group.pad(values)
         if self.reference is not None:
-            temperature = self.sample.sampling.temperature
-            batch.ref_per_token_logps = self.reference.logps(batch.group, temperature)
+            batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
 
     def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
         batches = super().micro_batches(rollout, part, advantages)
@@ -116,8 +115,7 @@ class PPO(GRPOStage):
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
-        temperature = self.sample.sampling.temperature
-        logps, entropies = logps_of_states(self.policy, states, group, temperature)
+        logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         return logps, entropies, self.critic(states)[:, 0]
 
     def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:

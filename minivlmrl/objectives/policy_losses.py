@@ -28,9 +28,6 @@ class FamilyLoss(PolicyLoss):
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # upper share of entropies that counts
     entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
 
-    loss_types = get_args(LossType)
-    levels = ("token", "sequence", "sequence_token")
-
 
 def policy_loss(
     per_token_logps: Tensor,
@@ -61,6 +58,8 @@ def policy_loss(
         arXiv 2506.01939; off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
     options = options or FamilyLoss()
+    if options.loss_type not in AVERAGES:
+        raise ValueError(f"loss_type is {options.loss_type!r}; known are {', '.join(AVERAGES)}")
     counts = counts or losses.counts_of(mask)
     if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ValueError("entropy_coef and top_entropy_quantile need entropies")
