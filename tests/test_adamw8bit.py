@@ -13,7 +13,8 @@ OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_those_of_bitsandbytes(signed, fused_linspace):
-    theirs, code = recorded()["signed" if signed else "unsigned"], dynamic_code(signed)
+    theirs = recorded()["signed" if signed else "unsigned"]
+    code = dynamic_code(signed)
     assert code.tolist() == theirs["code"]
     indices, scales = quantize(numbers(signed), code)
     assert (digest(indices), digest(scales)) == (theirs["indices"], theirs["scales"])
@@ -37,7 +38,8 @@ def test_updates_are_torchs():
     once, theirs_once = (trained(kind, weights, 1)[0] for kind in (AdamW8bit, torch.optim.AdamW))
     for mine, other in zip(once, theirs_once, strict=True):  # nothing is read back yet
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-    (found, optimizer), (theirs, _) = trained(AdamW8bit, weights), trained(torch.optim.AdamW, weights)
+    found, optimizer = trained(AdamW8bit, weights)
+    theirs, _ = trained(torch.optim.AdamW, weights)
     for number, (mine, other, start) in enumerate(zip(found, theirs, weights, strict=True)):
         small = number > 1  # a vector, and 1,600 values
         assert (optimizer.state[mine]["exp_avg"].dtype == torch.float32) == small

@@ -37,7 +37,8 @@ def alarms(temperature=1.0, model=None, state=()):
     sampling = SimpleNamespace(temperature=temperature, top_k=0, max_new_tokens=9)
     run = SimpleNamespace(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
     run.training_rewards = list(map(get_reward, run.rewards))
-    policy, trained = SimpleNamespace(config=SimpleNamespace(vocab_size=512)), model or torch.nn.Module()
+    policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
+    trained = model or torch.nn.Module()
     return Alarms(SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state))
 
 
@@ -67,7 +68,9 @@ def test_a_resumed_run_says_what_the_run_would_have_said(killed):
         flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
         return rules.step(HEALTHY | flat, rollout(number))
 
-    whole, first, second = alarms(), alarms(), alarms()
+    whole = alarms()
+    first = alarms()
+    second = alarms()
     expected = [step(whole, number) for number in range(2 * BLIND)]
     assert sum(map(len, expected)) >= 2
     said = [step(first, number) for number in range(killed)]

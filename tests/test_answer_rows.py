@@ -89,7 +89,8 @@ def test_pass_at_k_by_hand():
 def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_path):
     """Somebody may have sent the folder; a judge gets the key."""
     model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
-    evil, trace = tmp_path / "evil.py", tmp_path / "executed"
+    evil = tmp_path / "evil.py"
+    trace = tmp_path / "executed"
     evil.write_text(f"open({str(trace)!r}, 'w')\ndef f(completions, **columns):\n    return [1.0] * len(completions)\n")
     for name in (f"{evil}:f", "recipes/judge.py:judge(url='http://127.0.0.1:9/v1')"):
         recipe = tmp_path / "config.yaml"

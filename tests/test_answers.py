@@ -28,13 +28,16 @@ class Pairs(PairAlgorithm):
     """Margins by a function of the rows, without a model."""
 
     def __init__(self, world, margins=None):
-        self.world, self.trained, self.margins = world, torch.nn.Linear(1, 1), margins
+        self.world = world
+        self.trained = torch.nn.Linear(1, 1)
+        self.margins = margins
 
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
 def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
     """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
-    rows, asked = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5)), []
+    rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
+    asked = []
     monkeypatch.setattr(answers, "EVALUATED", 1)
 
     def margins(rows):

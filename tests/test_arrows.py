@@ -23,7 +23,8 @@ def read(image) -> dict[str, str]:
 @pytest.mark.parametrize("index", range(40))
 def test_the_picture_says_the_answer(index):
     row = ARROWS["Arrows"](40, "test")[index]
-    following, thought = read(row.images[0]), [row.columns["problem"].removeprefix("From ")]
+    following = read(row.images[0])
+    thought = [row.columns["problem"].removeprefix("From ")]
     while thought[-1] in following:
         thought.append(following[thought[-1]])
     assert row.completion == f"<think> {' '.join(thought)}</think><answer> {row.columns['solution']}</answer>"

@@ -57,7 +57,8 @@ def ask(folder, capsys):
 
 def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings):
     """What the sampler draws, as text, and whether it was cut; pixels: the least and the most."""
-    model, processor = load_model(folder / "checkpoint"), load_processor(folder / "checkpoint", *pixels)
+    model = load_model(folder / "checkpoint")
+    processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
     question = processor(messages, [load_image(folder / name) for name in images], list(videos))
     [[completion]] = RunSampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
@@ -66,7 +67,8 @@ def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels
 
 def test_images_text_system_and_size_reach_the_model(folder, ask):
     """Each changes the answer as it changes the sampler's; images replace <image>, in their order."""
-    a, b = folder / "a.png", folder / "b.png"
+    a = folder / "a.png"
+    b = folder / "b.png"
     cases = [
         (dict(), []), (dict(images=["a.png"]), ["--image", a]), (dict(system="Be brief."), ["--system", "Be brief."]),
         (dict(images=["a.png", "b.png"]), ["--image", a, "--image", b]),
@@ -104,7 +106,8 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
     """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
     monkeypatch.setattr(command, "load_video", lambda source, **_: Video(frames[:: int(source)], 2.0))
-    answers, prompt = [], "Is <video> like <image>?"
+    answers = []
+    prompt = "Is <video> like <image>?"
     for step in (1, 2):
         text, _ = said(folder, ["a.png"], prompt, videos=[Video(frames[::step], 2.0)], max_new_tokens=12)
         answers.append(ask("--image", folder / "a.png", "--video", step, "--max_new_tokens", 12, prompt=prompt)[1])
@@ -132,7 +135,8 @@ def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
     """Its temperature would make draws nearly greedy; options of the command line say what is drawn."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
-    plain, greedy = said(folder, max_new_tokens=9), said(folder, max_new_tokens=9, temperature=1e-6)
+    plain = said(folder, max_new_tokens=9)
+    greedy = said(folder, max_new_tokens=9, temperature=1e-6)
     assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
 
 
@@ -142,7 +146,8 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     shown as it, and a stop token not at all."""
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
-    stream, pieces = command.Stream(tokenizer, [stop]), []
+    stream = command.Stream(tokenizer, [stop])
+    pieces = []
     for token_id in [*tokenizer.encode(text), *tokenizer.encode("猫")[:-1], stop]:
         stream.hear(None, torch.tensor([token_id]))
         pieces.append(capsys.readouterr().out)

@@ -68,7 +68,10 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
     layers = [qkv(layout.num_tokens, seed + layer) for layer in range(2)]
     expected = [masked_softmax(*layer, visible(layout)) for layer in layers]
 
-    start, prompt_index, rows = 0, [], []  # where each span is in the run
+    # where each span is in the run
+    start = 0
+    prompt_index = []
+    rows = []
     for prompt, group in zip(prompts, spans, strict=True):
         prompt_index += range(start, start + prompt)
         start += prompt
@@ -107,7 +110,8 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gradients_on_a_gpu():
     """bfloat16 there against float64 here."""
-    prompts, completions = [300, 130], [[40, 200, 1], [90]]
+    prompts = [300, 130]
+    completions = [[40, 200, 1], [90]]
     exact = GroupLayout(prompts, completions)
     *halves, upstream = (x.bfloat16() for x in qkv(exact.num_tokens, heads=(16, 2, 2, 16), dim=128))
     inputs = [x.double().requires_grad_() for x in halves]

@@ -19,7 +19,8 @@ class OnGPU:
     """What backend_for reads of a tensor, on a device that this machine may not have."""
 
     def __init__(self, dtype=torch.bfloat16, device="cuda:0"):
-        self.device, self.dtype = torch.device(device), dtype
+        self.device = torch.device(device)
+        self.dtype = dtype
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,8 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
     probe.cache_clear()
     with PretendCuda():
         monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
-        weight, ids = torch.ones(4, 3, device=CUDA), torch.zeros(2, dtype=torch.long, device=CUDA)
+        weight = torch.ones(4, 3, device=CUDA)
+        ids = torch.zeros(2, dtype=torch.long, device=CUDA)
         for _ in range(2):
             logps, _ = linear_log_softmax(weight[:2], weight, ids)
         assert torch.allclose(logps.cpu(), -torch.tensor(4.0).log())

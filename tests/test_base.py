@@ -13,7 +13,8 @@ def test_a_later_stage_trains_everything_again(stage, following):
     run = stage("dpo", "--model.freeze=[vision]")
     assert not any(p.requires_grad for p in run.model.visual.blocks.parameters())
     first = run.algorithm
-    first.run.stages, first.run.model.freeze = [following], []
+    first.run.stages = [following]
+    first.run.model.freeze = []
     algorithm = find_algorithm(following, first.run)(first.run, run.model, first.processor, first.world)
     assert all(p.requires_grad for p in run.model.parameters())
     alone = {name for name, p in algorithm.trained.named_parameters() if not p.requires_grad}

@@ -24,7 +24,8 @@ def test_leave_one_out():
 
 def test_token_rewards_by_hand():
     """Rows of 2 and 1 tokens: -0.1 * (log pi - log ref), and the score on the last token."""
-    logps, ref = torch.tensor([[-1.0, -2.0], [-1.0, 9.0]]), torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
+    logps = torch.tensor([[-1.0, -2.0], [-1.0, 9.0]])
+    ref = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     rewards = token_rewards(torch.tensor([5.0, 7.0]), logps, ref, mask, kl_coef=0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 5.0], [6.8, 0.0]]))
@@ -41,11 +42,13 @@ def trl_step(case):
     post = responses.masked_fill(after_stop, PAD)
     last = (post != PAD).long().cumprod(1).sum(1) - 1  # (B,)
     place = torch.arange(T)
-    mask, value_mask = (place <= last[:, None]).double(), (place <= last[:, None] + 1).double()
+    mask = (place <= last[:, None]).double()
+    value_mask = (place <= last[:, None] + 1).double()
     scores = inputs["scores"]
     if config["missing_eos_penalty"] is not None:
         scores = scores - config["missing_eos_penalty"] * (post != EOS).all(1)
-    old, values = inputs["logprobs"] * mask + (1 - mask), inputs["values"] * value_mask
+    old = inputs["logprobs"] * mask + (1 - mask)
+    values = inputs["values"] * value_mask
     rewards = token_rewards(
         scores, old, inputs["ref_logprobs"], mask, config["kl_coef"], config["kl_estimator"],
         torch.where(last + 1 < T, last + 1, last),
@@ -54,7 +57,8 @@ def trl_step(case):
         [rewards] = whiten([rewards], [value_mask], shift_mean=False)
     advantages, returns = gae(rewards, values, config["gamma"], config["lam"])
     [advantages] = whiten([advantages], [mask])
-    logps, new_values = inputs["new_logprobs"].requires_grad_(), inputs["new_values"].requires_grad_()
+    logps = inputs["new_logprobs"].requires_grad_()
+    new_values = inputs["new_values"].requires_grad_()
     loss, metrics = ppo_loss(
         logps, new_values * value_mask, mask, old_per_token_logps=old, old_values=values, advantages=advantages,
         returns=returns, value_mask=value_mask,
@@ -84,8 +88,10 @@ def test_metrics_by_hand():
     """
     ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
-    values, one = torch.tensor([[1.1, 1.5, 0.5, 1.6, 9.0, 9.0]]), torch.ones(1, 6)
-    mask, value_mask = torch.tensor([[1.0] * 5 + [0.0]]), torch.tensor([[1.0] * 4 + [0.0] * 2])
+    values = torch.tensor([[1.1, 1.5, 0.5, 1.6, 9.0, 9.0]])
+    one = torch.ones(1, 6)
+    mask = torch.tensor([[1.0] * 5 + [0.0]])
+    value_mask = torch.tensor([[1.0] * 4 + [0.0] * 2])
     old = {"old_per_token_logps": 0 * one, "old_values": one}
     fixed = {**old, "advantages": advantages, "returns": 2 * one, "value_mask": value_mask}
     _, metrics = ppo_loss(ratios.log(), values, mask, **fixed)

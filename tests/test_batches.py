@@ -94,7 +94,8 @@ def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps
     alone = drawn(batches(steps=steps), 5)
     shares = [drawn(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
     for draw, rows in enumerate(alone):
-        own, together = 4 // ranks, []
+        own = 4 // ranks
+        together = []
         for step in range(steps):
             together += [row for share in shares for row in share[draw][step * own : (step + 1) * own]]
         assert together == rows
@@ -131,7 +132,9 @@ class Delayed(Numbered):
     """Rows that take longer the earlier they are drawn."""
 
     def __init__(self, broken=None):
-        self.broken, self.read, self.threads = broken, [], set()
+        self.broken = broken
+        self.read = []
+        self.threads = set()
 
     def __getitem__(self, index):
         time.sleep(0.002 * (index % 4))

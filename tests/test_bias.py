@@ -80,11 +80,14 @@ def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length
 @pytest.mark.parametrize(("name", "G", "length"), [("rloo", 2, 1), ("rloo", 3, 1), ("dr_grpo", 2, 1 / 6)])
 def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
     """The group's mean is leave-one-out times a constant, so dr_grpo has the same noise."""
-    groups, logps = torch.cartesian_prod(*[bias.ALL] * G), bias.logps_of(bias.POLICY)
-    chance, options = bias.chances(logps), FamilyLoss(loss_type=name)
+    groups = torch.cartesian_prod(*[bias.ALL] * G)
+    logps = bias.logps_of(bias.POLICY)
+    chance = bias.chances(logps)
+    options = FamilyLoss(loss_type=name)
 
     def loss(logits, i):
-        rewards, drawn = bias.BINARY[i], bias.logps_of(logits)[i]
+        rewards = bias.BINARY[i]
+        drawn = bias.logps_of(logits)[i]
         advantages = leave_one_out(rewards, G) if name == "rloo" else group_advantages(rewards, G, "none")
         counts = Counts(G, bias.MASK[i].sum(), bias.T)
         return policy_loss(drawn, advantages, bias.MASK[i], options, counts=counts)[0] / length
@@ -114,7 +117,8 @@ def test_dpo_has_the_gradient_of_its_paper():
     logits = bias.POLICY.clone().requires_grad_()
     logps = bias.logps_of(logits).sum(1)
     scores = [torch.autograd.grad(x, logits, retain_graph=True)[0].flatten() for x in logps]
-    u, chance = (logps - bias.REF.sum(1)).tolist(), bias.REF.sum(1).exp().tolist()
+    u = (logps - bias.REF.sum(1)).tolist()
+    chance = bias.REF.sum(1).exp().tolist()
     target = torch.zeros(21, dtype=torch.float64)
     for c in range(15):
         for r in range(15):  # drawn in this order or in the other one

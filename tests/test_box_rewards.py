@@ -45,8 +45,10 @@ def approx(*values):
 
 
 NOTHING = (0, 0, -1, 0)
-ALL, ALL_BUT_FORM = (1, 1, 1, 1), (1, 1, 1, 0)
-BESIDE, BESIDE_BUT_FORM = (0, 0, -1 / 3, 1), (0, 0, -1 / 3, 0)
+ALL = (1, 1, 1, 1)
+ALL_BUT_FORM = (1, 1, 1, 0)
+BESIDE = (0, 0, -1 / 3, 1)
+BESIDE_BUT_FORM = (0, 0, -1 / 3, 0)
 
 # completion: iou, acc_0_5, giou, box_format
 HACKS = {

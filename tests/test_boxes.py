@@ -27,19 +27,23 @@ def random_pairs(count=10_000):
         number = partial(draw.uniform, 0, 5) if k % 2 else lambda: float(draw.randrange(6))
         pair = []
         for _ in "ab":
-            (x1, x2), (y1, y2) = sorted([number(), number()]), sorted([number(), number()])
+            x1, x2 = sorted([number(), number()])
+            y1, y2 = sorted([number(), number()])
             pair.append([x2, y1, x1, y2] if draw.random() < 0.1 else [x1, y1, x2, y2])  # corners are swapped
         yield pair
 
 
 def torchvision_iou_giou(a, b):
     """box_iou and generalized_box_iou, one pair, in their order of steps."""
-    area_a, area_b = (a[2] - a[0]) * (a[3] - a[1]), (b[2] - b[0]) * (b[3] - b[1])
-    lt, rb = [max(a[0], b[0]), max(a[1], b[1])], [min(a[2], b[2]), min(a[3], b[3])]
+    area_a = (a[2] - a[0]) * (a[3] - a[1])
+    area_b = (b[2] - b[0]) * (b[3] - b[1])
+    lt = [max(a[0], b[0]), max(a[1], b[1])]
+    rb = [min(a[2], b[2]), min(a[3], b[3])]
     wh = [max(rb[0] - lt[0], 0), max(rb[1] - lt[1], 0)]
     inter = wh[0] * wh[1]
     union = area_a + area_b - inter
-    lti, rbi = [min(a[0], b[0]), min(a[1], b[1])], [max(a[2], b[2]), max(a[3], b[3])]
+    lti = [min(a[0], b[0]), min(a[1], b[1])]
+    rbi = [max(a[2], b[2]), max(a[3], b[3])]
     areai = (rbi[0] - lti[0]) * (rbi[1] - lti[1])
     return inter / union, inter / union - (areai - union) / areai
 
@@ -47,7 +51,8 @@ def torchvision_iou_giou(a, b):
 def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():
     degenerates = equals = 0
     for a, b in random_pairs():
-        got, got_giou = iou(box(*a), box(*b)), giou(box(*a), box(*b))
+        got = iou(box(*a), box(*b))
+        got_giou = giou(box(*a), box(*b))
         assert (got, got_giou) == pytest.approx((iou(box(*b), box(*a)), giou(box(*b), box(*a))), abs=1e-14)
         if any(x2 <= x1 or y2 <= y1 for x1, y1, x2, y2 in (a, b)):
             degenerates += 1
@@ -94,15 +99,18 @@ def test_round_trip_of_a_thousand_sizes(space):
     for k in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))
         height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
-        there, back = extent(space, original, (width, height)), extent("original", original, (width, height))
+        there = extent(space, original, (width, height))
+        back = extent("original", original, (width, height))
         corners = [draw.uniform(0, side) for side in original * 2]
         start = Box(*([float(round(c)) for c in corners] if k % 2 else corners), back)
         moved = start.to(there)
         returned = moved.to(back)
         assert (moved.extent, returned.extent) == (there, back)
         for i, name in enumerate(("x1", "y1", "x2", "y2")):
-            before, after = Fraction(getattr(start, name)), Fraction(getattr(returned, name))
-            value, true = getattr(moved, name), before * Fraction(there[i % 2]) / Fraction(back[i % 2])
+            before = Fraction(getattr(start, name))
+            after = Fraction(getattr(returned, name))
+            value = getattr(moved, name)
+            true = before * Fraction(there[i % 2]) / Fraction(back[i % 2])
             assert value == float(true) if k % 2 else abs(Fraction(value) - true) <= true / 2**52
             assert abs(after - before) <= before / 2**51
             assert k % 2 == 0 or round(after) == before
@@ -111,13 +119,15 @@ def test_round_trip_of_a_thousand_sizes(space):
 @pytest.mark.parametrize("similarity", [iou, giou])
 def test_match_takes_the_largest_sum(similarity, scipy):
     """IoU 0.6 and 0.5 of the first box, 1/3 and 0 of the second: the best pair alone is not in it; a third is left."""
-    said, truth = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)], [box(0, 0, 6, 10), box(5, 0, 10, 10)]
+    said = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)]
+    truth = [box(0, 0, 6, 10), box(5, 0, 10, 10)]
     assert match(said, truth, similarity) == match(truth, said, similarity) == [(0, 1), (1, 0)]
 
 
 def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    near, far = box(0, 0, 2, 2), box(5, 5, 7, 7)
+    near = box(0, 0, 2, 2)
+    far = box(5, 5, 7, 7)
     assert match([near], [near]) == [(0, 0)]
     assert match([far, near], [near]) == [(1, 0)]
     assert match([near], [far, near]) == [(0, 1)]
@@ -126,7 +136,8 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
 
 
 def test_match_of_nothing_and_of_boxes_that_are_none():
-    good, bad = box(1, 2, 5, 6), box(5, 6, 1, 2)
+    good = box(1, 2, 5, 6)
+    bad = box(5, 6, 1, 2)
     assert match([], [good]) == match([good], []) == match([], []) == []
     assert (2, 0) in match([bad, replace(good, x1=math.nan), good], [good])
 

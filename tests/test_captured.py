@@ -45,7 +45,8 @@ def both(model, count, generations, stop=STOP, **setting):
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_it_draws_what_generate_draws(setting):
     """Prompts of several lengths, groups of one and more; rows end one after the other, or none does."""
-    model, lengths = tiny.model(dtype=torch.float64), set()
+    model = tiny.model(dtype=torch.float64)
+    lengths = set()
     for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
         lengths |= assert_same(*both(model, count, generations, stop, **setting))
     assert len(lengths) > 2
@@ -53,7 +54,8 @@ def test_it_draws_what_generate_draws(setting):
 
 def test_own_keys_grow(monkeypatch):
     """They have little more room than there are tokens."""
-    kept, advance = set(), StaticDecodeAttention.advance
+    kept = set()
+    advance = StaticDecodeAttention.advance
 
     def spy(self, *given, **named):
         advance(self, *given, **named)
@@ -99,7 +101,8 @@ def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
 
     Qwen3.5's memories too, of rows that leave.
     """
-    sampling, draw = options(max_new_tokens=20, **setting), draw_by(uniform_numbers(list("abcd"), 3, 20))
+    sampling = options(max_new_tokens=20, **setting)
+    draw = draw_by(uniform_numbers(list("abcd"), 3, 20))
     expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
     lengths = assert_same(on_card(tiny.model(model_type=model_type), stop, **setting)[0], expected)
     assert len(lengths) > 4 or lengths == {20}
@@ -132,8 +135,11 @@ def test_a_graph_is_freed_with_its_decoder():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_a_graph_draws_what_its_step_draws(monkeypatch, dtype):
     """The same kernels, captured or not; in float32 what the book's step draws there."""
-    device, sampling, drawn = torch.device("cuda"), options(max_new_tokens=40, top_k=20, repetition_penalty=1.1), []
-    model, draw = tiny.model(dtype=dtype).to(device), draw_by(uniform_numbers(list("abcd"), 3, 40), device)
+    device = torch.device("cuda")
+    sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
+    drawn = []
+    model = tiny.model(dtype=dtype).to(device)
+    draw = draw_by(uniform_numbers(list("abcd"), 3, 40), device)
     arguments = model, prompts(4), 3, sampling, STOP, draw
     for capture in (CapturedDecode.capture, CapturedDecode.step):
         monkeypatch.setattr(CapturedDecode, "capture", capture)

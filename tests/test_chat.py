@@ -71,8 +71,10 @@ def test_control_tokens_in_what_a_user_writes_stay_text():
 
 def test_a_key_that_is_none_is_as_good_as_missing():
     """Arrow gives each part of a list the keys of all others; the template would show an image for the word."""
-    word, image = {"type": "text", "text": "a", "image": None, "video": None}, {"type": "image", "text": None}
-    filled, bare = [word, image], [text("a"), IMAGE_PART]
+    word = {"type": "text", "text": "a", "image": None, "video": None}
+    image = {"type": "image", "text": None}
+    filled = [word, image]
+    bare = [text("a"), IMAGE_PART]
     assert render([{"role": "user", "content": filled}]) == render([{"role": "user", "content": bare}])
 
 
@@ -105,7 +107,8 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_prompt_and_completion_are_the_conversation(template, published, prompt, name):
     """The template closes the last turn with a newline more."""
-    messages, said = CONVERSATIONS[prompt], render_completion(ANSWERS[name])
+    messages = CONVERSATIONS[prompt]
+    said = render_completion(ANSWERS[name])
     rendered = "".join(render(messages)) + "".join(piece for piece, _ in said)
     assert rendered + "\n" == template.render(messages=messages + ANSWERS[name], add_generation_prompt=False)
     assert ChatTemplate(published("qwen2_5_vl"), "t").render_completion(messages, ANSWERS[name]) == said
@@ -121,7 +124,8 @@ def test_what_is_trained_equals_trls_mask(name, published):
         [messages + ANSWERS[name]], chat_template=published("qwen2_5_vl_training"), return_assistant_tokens_mask=True
     )
     pieces = render_completion(ANSWERS[name])
-    ours, start = [], len("".join(render(messages)))
+    ours = []
+    start = len("".join(render(messages)))
     for trained, group in itertools.groupby(pieces, key=lambda piece: piece[1]):
         end = start + sum(len(piece) for piece, _ in group)
         ours += [(start, end + 1)] if trained else []  # + 1: the newline

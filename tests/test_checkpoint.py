@@ -129,7 +129,8 @@ def test_the_tower_turns_by_the_theta_of_the_folder(tmp_path, processor, model_t
 def test_a_saved_processor_and_model_go_together_in_transformers(folder, transformers, oracle, monkeypatch):
     """From the picture and the words on: their tokenizer, chat template and image processor on what we saved."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    processor, ours = load_processor(folder), load_model(folder)
+    processor = load_processor(folder)
+    ours = load_model(folder)
     text = "I see green squares, 12 of them"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == processor.tokenizer.encode(text)
     assert tokenizer.eos_token == "<|im_end|>"
@@ -165,7 +166,8 @@ def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path)
     (copy / "README.md").write_text("A card of another model")
     tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"  # not as we would write it
     (copy / "tokenizer.json").write_bytes(tokenizer)
-    model, processor = load_model(copy), load_processor(copy, max_pixels=56 * 56)
+    model = load_model(copy)
+    processor = load_processor(copy, max_pixels=56 * 56)
     shutil.rmtree(copy)  # whatever happens to it until the run ends
     save_model(tmp_path / "saved", model, processor)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
@@ -235,7 +237,8 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
 def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
     """Some folders store it as well. If it differs, only the folder's author knows what is meant: transformers 4 drops
     it, transformers 5 uses it."""
-    folder, model = tmp_path / "tied", tiny.model(tied=True)
+    folder = tmp_path / "tied"
+    model = tiny.model(tied=True)
     save_model(folder, model, processor)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     for change in (lambda w: None, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})):
@@ -275,7 +278,8 @@ def test_every_parameter_is_memory_of_its_own_and_trainable(copy):
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_never_holds_more_of_the_file_than_one_tensor(copy, monkeypatch, asked):
     """As stored and cast: when a tensor is read, what was read before it is gone or a parameter of its own."""
-    views, read_tensors = [], checkpoint.read_tensors
+    views = []
+    read_tensors = checkpoint.read_tensors
 
     def watched(file):
         for name, tensor in read_tensors(file):

@@ -44,7 +44,8 @@ def step_of(number: int):
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_late_trains_on_the_rollout_of_so_many_steps_before(corrected):
-    change, trained = claims_parts.late(2, corrected), []
+    change = claims_parts.late(2, corrected)
+    trained = []
     for number in range(5):
         change(None, step := step_of(number), number)
         trained += step.micro_batches
@@ -60,7 +61,8 @@ def test_sign_keeps_one_side():
 
 def test_rounded_weights_have_so_many_levels_and_come_back():
     model = torch.nn.Linear(64, 3)
-    before, drawn = model.weight.detach().clone(), []
+    before = model.weight.detach().clone()
+    drawn = []
     sampler = claims_parts.Rounded(SimpleNamespace(model=model), 3)
     sampler.sample = type("Sample", (), {"model": model, "__call__": lambda self: drawn.append(model.weight.clone())})()
     sampler()

@@ -28,7 +28,8 @@ completions = partial(metrics, name="completions.jsonl")
 @pytest.mark.usefixtures("plain", "lively")
 def test_a_line_says_what_the_step_trained_on(run):
     folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1")
-    lines, steps = completions(folder), metrics(folder)
+    lines = completions(folder)
+    steps = metrics(folder)
     assert [(line["stage"], line["step"]) for line in lines] == [("grpo", step) for step in (0, 0, 1, 1)]
     for number, step in enumerate(steps):
         both = [c for line in lines[2 * number : 2 * number + 2] for c in line["completions"]]
@@ -50,9 +51,11 @@ def test_a_line_says_what_the_step_trained_on(run):
 
 def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, published):
     """By format, find_answer, the page's lines and evaluate's; what is trained on stays what was written."""
-    template, end = ChatTemplate(published("qwen3_5_think"), "t"), "</think>\n<answer>green square</answer>"
+    template = ChatTemplate(published("qwen3_5_think"), "t")
+    end = "</think>\n<answer>green square</answer>"
     one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").algorithm
-    one.processor.template, row = template, Shapes(1, "rows")[0]
+    one.processor.template = template
+    row = Shapes(1, "rows")[0]
     ids = torch.tensor(one.processor.tokenizer.encode(f"The square is green.\n{end}"))
     group = [Completion(ids, torch.zeros(len(ids))), Completion(ids[:2], torch.zeros(2))]
     prompt = row.prompt(one.processor)
@@ -72,7 +75,8 @@ def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, publ
 @pytest.mark.usefixtures("plain", "lively")
 def test_metrics_are_the_same_with_and_without(run):
     ppo = (*EVERY_STEP, "--stages=[ppo]", "--ppo.max_steps=2")
-    loud, silent = run(*ppo, name="loud"), run(*ppo, "--log_completions=0", name="silent")
+    loud = run(*ppo, name="loud")
+    silent = run(*ppo, "--log_completions=0", name="silent")
     assert (loud / "metrics.jsonl").read_bytes() == (silent / "metrics.jsonl").read_bytes()
     assert len(completions(loud)) == 2 * 4 and not (silent / "completions.jsonl").exists()
 

@@ -109,7 +109,8 @@ def test_images_in_a_conversation(write_rows, name, form):
     assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]
 
 
-HI, YES = user("hi"), assistant("yes")
+HI = user("hi")
+YES = assistant("yes")
 
 MISTAKES = [
     ({"problem": 3}, "column 'problem': must be text, it is 3"),

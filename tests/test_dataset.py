@@ -15,7 +15,8 @@ from minivlmrl.hub.dataset import find_split, split_of
 pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
-CONVERTED, ASKED = "refs/convert/parquet", []  # paths
+CONVERTED = "refs/convert/parquet"
+ASKED = []  # paths
 REPOSITORIES = {  # id: branch: its files
     "cats/own": {"main": ["README.md", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet",
                           "data/test-00000-of-00001-ab12.parquet"], CONVERTED: ["default/train/0000.parquet"]},
@@ -76,7 +77,8 @@ def hub(tmp_path, monkeypatch):
     """The hub, until it is closed; an empty cache."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     Thread(target=server.serve_forever, daemon=True).start()
-    url, constants = f"http://127.0.0.1:{server.server_port}", "huggingface_hub.constants."
+    url = f"http://127.0.0.1:{server.server_port}"
+    constants = "huggingface_hub.constants."
     monkeypatch.setattr(f"{constants}ENDPOINT", url)
     monkeypatch.setattr(f"{constants}HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(f"{constants}HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -38,7 +38,9 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     if DEVICE == "cuda" and dtype == torch.float32:
         pytest.skip("a card has no registers for it")
     monkeypatch.setattr(module, "PROGRAMS", programs)
-    B, P, R = len(prompts), max(prompts), len(prompts) * slots
+    B = len(prompts)
+    P = max(prompts)
+    R = len(prompts) * slots
     q, *keys = (numbers(*shape, dtype=dtype) for shape in ((R, H, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2))
     hidden = torch.arange(P) >= torch.tensor(prompts)[:, None]
     for x in keys[:2]:
@@ -53,7 +55,8 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     assert fits(given[0])
     found = decode_attention(*given).cpu()
     for row in range(R):
-        group, n = row // slots, prompts[row // slots]
+        group = row // slots
+        n = prompts[row // slots]
         k, v = (torch.cat([x[group, :, :n], y[row, :, : there[row]]], 1).double() for x, y in (keys[::2], keys[1::2]))
         k, v = (x.repeat_interleave(H // K, 0) for x in (k, v))  # (H, keys, D)
         weights = (k @ q[row].double()[:, :, None] * D**-0.5).softmax(1)
@@ -66,13 +69,17 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
 def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
     monkeypatch.setattr(captured, "KEYS", 3)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    calls, room, results, kernel = [], set(), {}, captured.decode_attention
+    calls = []
+    room = set()
+    results = {}
+    kernel = captured.decode_attention
     monkeypatch.setattr(captured, "decode_attention", lambda *given: calls.append(1) or kernel(*given))
     for kernels in ("triton", "torch"):
         monkeypatch.setenv("MINIVLMRL_KERNELS", kernels)
         prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
         prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
-        owner, start = torch.arange(3).repeat_interleave(4), torch.zeros(3, device=DEVICE)
+        owner = torch.arange(3).repeat_interleave(4)
+        start = torch.zeros(3, device=DEVICE)
         decoding = StaticDecodeAttention(prefill, owner, 7, start)
         results[kernels] = []
         for step in range(1, 8):

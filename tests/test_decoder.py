@@ -67,7 +67,8 @@ def have_equal_gradients(ours, theirs):
 def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
     """transformers computes the single rows, given positions: its own of videos are wrong in 5.23, see test_rope.py."""
     theirs, ours = pair
-    rows, generator = prompts(4, VIDEO_ROWS), torch.Generator().manual_seed(4)
+    rows = prompts(4, VIDEO_ROWS)
+    generator = torch.Generator().manual_seed(4)
     groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,))]
     theirs.zero_grad(), ours.zero_grad()
     logps, _ = per_token_logps(ours, pack(rows, groups, ours.config))
@@ -87,7 +88,8 @@ def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
 def test_states_of_selected_tokens_and_of_known_images_are_those_of_the_whole_run():
     ours = tiny.model(dtype=torch.float64)
     batch = pack(prompts(), [[] for _ in ROWS], ours.config)
-    expected, select = ours(batch), torch.tensor([7, 2, 40, 2])
+    expected = ours(batch)
+    select = torch.tensor([7, 2, 40, 2])
     assert torch.allclose(ours(batch, select=select), expected[select], rtol=1e-12, atol=1e-12)
     known = replace(batch, vision_embeds=ours.visual(batch.pixel_values, batch.image_grid_thw), pixel_values=None)
     assert torch.allclose(ours(known), expected, rtol=1e-12, atol=1e-12)

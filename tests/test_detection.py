@@ -12,7 +12,9 @@ from earnings import earnings
 
 RECIPE = f"{ROOT}/recipes/vlm_r1.py"
 NAMES = [f"{RECIPE}:detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]
-CAT, OTHER_CAT, DOG = ([0, 0, 20, 20], "cat"), ([60, 0, 80, 20], "cat"), ([0, 40, 20, 60], "dog")
+CAT = ([0, 0, 20, 20], "cat")
+OTHER_CAT = ([60, 0, 80, 20], "cat")
+DOG = ([0, 40, 20, 60], "dog")
 HALF = ([0, 0, 20, 10], "cat")  # of the cat: IoU 0.5
 NOWHERE = ([80, 80, 90, 90], "cat")
 
@@ -26,7 +28,8 @@ def earned(said, *true, size=(100, 100), extent=(100, 100), names=NAMES):
     return tuple(earnings(names, [said], given, "whole")[0].tolist())
 
 
-ALL, NOTHING = (1, 1, 1), (0, 0, 0)
+ALL = (1, 1, 1)
+NOTHING = (0, 0, 0)
 ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     (f"```json\n{js(CAT)}\n```", [CAT], ALL),
     (js(DOG, OTHER_CAT, CAT), [CAT, OTHER_CAT, DOG], ALL),

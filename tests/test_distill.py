@@ -32,7 +32,10 @@ def log_probs(model, prompt, completion, temperature):
 
 def by_hand(run, teacher, shown, rollout):
     """The loss of a rollout, one completion after the other, with all logits."""
-    student, processor, total, tokens = run.algorithm.policy, run.algorithm.processor, 0.0, 0
+    student = run.algorithm.policy
+    processor = run.algorithm.processor
+    total = 0.0
+    tokens = 0
     temperature, beta = run.algorithm.run.sampling.temperature, run.algorithm.run.reference.teacher_beta
     for row, prompt, group in zip(rollout.rows, rollout.prompts, rollout.completions, strict=True):
         own = Row.prompt(shown(row), processor)
@@ -120,7 +123,8 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused(stage, teacher, t
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
 def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name):
     """Not a learning rate."""
-    file, (_, option) = tmp_path / "teacher" / "model.safetensors", teacher()
+    file = tmp_path / "teacher" / "model.safetensors"
+    _, option = teacher()
     weights = load_file(file)
     weights[name].view(-1)[-1] = float("nan")
     save_file(weights, file, metadata={"format": "pt"})

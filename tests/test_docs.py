@@ -296,7 +296,8 @@ def test_a_page_is_as_committed(name):
 def test_the_moving_picture_has_each_moment_of_its_run():
     """README's, of at most 1 MB; what does not move shows the end, whose number is the last of the run."""
     path = ROOT / "docs" / "held_out.svg"
-    text, run = path.read_text(), json.loads(path.with_suffix(".json").read_text())
+    text = path.read_text()
+    run = json.loads(path.with_suffix(".json").read_text())
     values = [found.split(";") for found in re.findall("values='([^']+)'", text)]
     resting = len(run["moments"]) + held_out.REST + held_out.END
     assert {len(one) for one in values} == {resting} and len(values) > 128 and path.stat().st_size < 2**20

@@ -10,7 +10,8 @@ from minivlmrl.tasks.shapes import Shapes
 
 
 def test_it_is_measured_against_the_policy_as_the_stage_found_it(stage):
-    run, start = stage("dpo"), stage("dpo").model
+    run = stage("dpo")
+    start = stage("dpo").model
     for number in range(3):
         [first, _] = run.next()
         with torch.no_grad():

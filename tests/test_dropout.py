@@ -61,7 +61,8 @@ def test_there_is_none_outside_and_none_of_0():
 
 
 def test_recomputed_blocks_have_the_same_masks():
-    plain, model = adapted(), adapted()
+    plain = adapted()
+    model = adapted()
     recompute_blocks(model)
     losses = []
     for each in (plain, model):
@@ -76,10 +77,13 @@ def test_recomputed_blocks_have_the_same_masks():
 def test_masks_of_a_run(stage):
     """They depend on seed, stage, step, micro-batch and rank."""
     algorithm = stage("sft", *DROPOUT).algorithm
-    layer, device = adapters(algorithm.trained)[LAYER], algorithm.world.device
+    layer = adapters(algorithm.trained)[LAYER]
+    device = algorithm.world.device
 
     def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft"):
-        algorithm.world, algorithm.run.seed, algorithm.stage = World(rank, 2, device), seed, stage
+        algorithm.world = World(rank, 2, device)
+        algorithm.run.seed = seed
+        algorithm.stage = stage
         with algorithm.dropout(step, micro_batch):
             return layer.drop(torch.ones(6, layer.in_features)).numpy().tobytes()
 

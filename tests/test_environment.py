@@ -147,7 +147,8 @@ def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path
     [code], [recipe] = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
     assert len((code + recipe).splitlines()) <= 40
     (tmp_path / "my_tools.py").write_text(code)
-    environment, image = get_environment(f"{tmp_path}/my_tools.py:Turn")(), PIL.Image.new("RGB", (30, 60))
+    environment = get_environment(f"{tmp_path}/my_tools.py:Turn")()
+    image = PIL.Image.new("RGB", (30, 60))
     assert environment.reset(images=[image], problem="?") is None
     processor = Processor(None, ImageProcessor())
     for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):

@@ -84,7 +84,8 @@ def model(folder):
 
 def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
     rows = Shapes(5, "held out")
-    drawn, original = [], RunSampler.__call__
+    drawn = []
+    original = RunSampler.__call__
     monkeypatch.setattr(RunSampler, "__call__", lambda *a: drawn.append(original(*a)) or drawn[-1])
     one = evaluate(*model, rows, config(), ONE)
     monkeypatch.setattr(file, "BATCH_SIZE", 2)
@@ -97,7 +98,8 @@ def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
 def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
     """As many as a row's own, on the same draws; a row without pictures stays as it is."""
     rows = [Shapes(4, "held out")[i] for i in range(4)]
-    rows[1].images, rows[1].messages = [], [{"role": "user", "content": "What is it?"}]
+    rows[1].images = []
+    rows[1].messages = [{"role": "user", "content": "What is it?"}]
     rows[2].images, rows[2].messages = rows[2].images * 2, conversation("Which?", {"image": 2})
     drawn = []
 

@@ -32,7 +32,8 @@ def trained(home, run, plain, tmp_path, capsys):
 
 def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
     code, lines = trained("--log_completions=0")
-    names, inside = ("sampled", "greedy", "format"), "0.000 is inside the band 0.000 to 0.000 of 1 runs"
+    names = ("sampled", "greedy", "format")
+    inside = "0.000 is inside the band 0.000 to 0.000 of 1 runs"
     assert code == 0 and lines[:3] == [f"expect: after_sft {name} {inside}" for name in names]
     assert lines[3:] == ["expect: as recorded on this machine, every number to the last bit"]
     code, lines = trained(sampled=0.25)  # inside the band, and yet a mistake

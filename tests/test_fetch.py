@@ -77,7 +77,8 @@ def same(image):
 
 
 def test_every_kind_of_source_gives_the_same_image(tmp_path):
-    folder, encoded_ = tmp_path / "my images", base64.b64encode(PNG).decode()
+    folder = tmp_path / "my images"
+    encoded_ = base64.b64encode(PNG).decode()
     folder.mkdir()
     (folder / "a.png").write_bytes(PNG)
     for source, *beside in (

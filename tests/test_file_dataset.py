@@ -55,7 +55,8 @@ def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
     """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""
-    row, required = {"prompt": "a", "completion": "b", "label": label}, ("problem", "completion", "label")
+    row = {"prompt": "a", "completion": "b", "label": label}
+    required = ("problem", "completion", "label")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, it must be true or false"):
         FileDataset(write_rows(row), required)
     assert FileDataset(write_rows(row))[0].columns["label"] == label
@@ -94,7 +95,8 @@ def test_rows_of_file_and_label(write_rows):
         FileDataset(write_rows({"problem": "a", "file": "red.png"}), **options)
 
 
-LOOK, THERE = {"type": "image"}, {"type": "image", "image": "blue.png", "max_pixels": 5000}
+LOOK = {"type": "image"}
+THERE = {"type": "image", "image": "blue.png", "max_pixels": 5000}
 LATER = {
     "LLaVA": {"images": ["red.png", "blue.png"], "conversations": [
         {"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "red"},

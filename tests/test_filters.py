@@ -70,7 +70,8 @@ def test_settings_out_of_bounds_are_refused(bad, says):
 def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
     """All completions of 4 tokens that can be drawn, as the sampler records them, against all logits; a constant reward
     without a baseline teaches nothing."""
-    model, sampling = tiny.model(dtype=torch.float64), options(max_new_tokens=4, **setting)
+    model = tiny.model(dtype=torch.float64)
+    sampling = options(max_new_tokens=4, **setting)
     model.lm_head = torch.nn.Linear(64, 4, bias=False).double()
     weights = [*tiny.telling_weights(model).parameters()]
     wanted = torch.cartesian_prod(*[torch.arange(4)] * 4)

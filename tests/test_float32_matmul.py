@@ -18,5 +18,7 @@ def test_the_result_is_not_rounded_to_the_dtype_of_its_factors(shape, dtype):
 
 
 def test_a_result_goes_where_it_is_asked_to():
-    a, b, out = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16(), torch.empty(3, 5)
+    a = torch.randn(3, 4).bfloat16()
+    b = torch.randn(4, 5).bfloat16()
+    out = torch.empty(3, 5)
     assert float32_matmul(a, b, out=out) is out and torch.equal(out, a.float() @ b.float())

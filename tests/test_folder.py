@@ -24,7 +24,9 @@ from minivlmrl.tasks import shapes
 
 import tiny
 
-REPOSITORY, COMMIT, OLDER = "Qwen/tiny", "a" * 40, "b" * 40
+REPOSITORY = "Qwen/tiny"
+COMMIT = "a" * 40
+OLDER = "b" * 40
 FILES = {
     "config.json": b"{}", "tokenizer.json": b"{}", "preprocessor_config.json": b"{}", "chat_template.json": b"{}",
     "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00001.safetensors"}}',
@@ -65,7 +67,8 @@ def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
 
 
 def test_a_cached_repository_needs_no_network(cache):
-    older, newer = snapshot(cache, OLDER), snapshot(cache, COMMIT)
+    older = snapshot(cache, OLDER)
+    newer = snapshot(cache, COMMIT)
     assert find_folder(REPOSITORY) == newer
     assert find_folder(f"{REPOSITORY}@main") == newer
     assert find_folder(f"{REPOSITORY}@{OLDER}") == older
@@ -144,7 +147,8 @@ def saved(folder: Path) -> str:
 
 def killed_at(step: int, work) -> bool:
     """Do `work` in a process that ends at its `step`-th change of the file system, without a chance to clean up."""
-    killed, left = 77, [step]
+    killed = 77
+    left = [step]
 
     def count(event, arguments):
         changes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
@@ -200,7 +204,9 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    folder, processor, model = tmp_path / "checkpoint", Processor(shapes.tokenizer(), ImageProcessor()), tiny.model()
+    folder = tmp_path / "checkpoint"
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    model = tiny.model()
     save(folder, "old")
     model.model.norm.weight.data[3] = float("inf")
     with pytest.raises(ValueError, match=r"checkpoint: not saved, model\.norm\.weight is not finite"):
@@ -209,7 +215,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 def test_everything_is_on_disk_before_the_first_rename(tmp_path, monkeypatch):
-    flushed, rename, fsync = set(), Path.rename, os.fsync
+    flushed = set()
+    rename = Path.rename
+    fsync = os.fsync
 
     def remember(handle):
         flushed.add(os.stat(handle).st_ino)

@@ -15,8 +15,10 @@ from minivlmrl.data.file_dataset import FileDataset
 
 PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|$", PAGE.split("## Rows of other projects")[1], re.MULTILINE))
-HOW_MANY, ONE_SOLUTION = [user("How many?")], {"solution": "2"}
-ANSWERED, PAIR = {"solution": "2", "completion": "2"}, {"chosen": "2", "rejected": "3"}
+HOW_MANY = [user("How many?")]
+ONE_SOLUTION = {"solution": "2"}
+ANSWERED = {"solution": "2", "completion": "2"}
+PAIR = {"chosen": "2", "rejected": "3"}
 EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {  # form: its prompt if it is another, then what a row must have
     "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
     "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},
@@ -55,7 +57,8 @@ def test_every_form_of_the_page_is_found():
 
 @pytest.mark.parametrize("form", EXPECTED)
 def test_a_form_is_read_as_it_is(read, form):
-    row, expected = read(SHOWN[form]), EXPECTED[form]
+    row = read(SHOWN[form])
+    expected = EXPECTED[form]
     assert words(row.messages) == words(expected.get("turns", HOW_MANY))
     count = SHOWN[form].count(".jpg")
     assert len(row.images) == count and row.images[0].getpixel((0, 0))[0] > 250
@@ -146,7 +149,8 @@ def test_pictures_in_the_text_are_seen(read, row):
 ])  # fmt: skip
 def test_turns_of_agents_are_read(read, name, calls, answers):
     """LLaMA-Factory's and ms-swift's; an answer may show a picture."""
-    keys, asked = ("from", "value") if name == "conversations" else ("role", "content"), '{"name": "zoom"}'
+    keys = ("from", "value") if name == "conversations" else ("role", "content")
+    asked = '{"name": "zoom"}'
     said = [("user", "<image>Where?"), (calls, asked), (answers, "<image>"), ("assistant", "There.")]
     row = read({name: [dict(zip(keys, turn, strict=True)) for turn in said], "images": ["cat.jpg", "dog.jpg"]})
     assert words(row.messages) == "Where?" and [image.size for image in row.images] == [(60, 40)]

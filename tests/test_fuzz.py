@@ -39,7 +39,8 @@ def images(folder, name):
 
 def videos(folder, name):
     t, y, x, c = np.ogrid[:12, :16, :16, :3]
-    frames, files = ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8), []
+    frames = ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
+    files = []
     for kind in VIDEOS:
         tiny.write_video(folder / "video", frames, 30, *kind)
         files.append((folder / "video").read_bytes())
@@ -127,7 +128,8 @@ def test_a_damaged_file_is_read_or_named(name, tmp_path):
     @settings(max_examples=MORE * examples.get(name, 60), deadline=None, database=None)
     @given(data=st.data())
     def fuzz(data):
-        damage, whole = data.draw(st.sampled_from(damages)), data.draw(st.sampled_from(wholes))
+        damage = data.draw(st.sampled_from(damages))
+        whole = data.draw(st.sampled_from(wholes))
         path.write_bytes(damage(data.draw, whole))
         try:
             read()

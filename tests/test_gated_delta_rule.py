@@ -38,7 +38,8 @@ def test_chunks_equal_the_definition(T, forget):
 def test_a_state_is_handed_over_anywhere(cuts):
     *given, state = inputs(200)
     expected = by_definition(*given, state)
-    parts, out = [x.split(cuts, dim=1) for x in given], []
+    parts = [x.split(cuts, dim=1) for x in given]
+    out = []
     for part in zip(*parts, strict=True):
         result, state = gated_delta_rule(*part, state)
         out.append(result)

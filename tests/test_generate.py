@@ -81,7 +81,9 @@ def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
 
 def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
     """The decoder sees each prompt token once, then only new tokens."""
-    model, rows, seen = tiny.model(), prompts(2), []
+    model = tiny.model()
+    rows = prompts(2)
+    seen = []
     forward = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda x, *rest: (seen.append(len(x)), forward(x, *rest))[1])
     sample(model, rows, 8, SamplingConfig(max_new_tokens=3), (), seeded())
@@ -90,7 +92,8 @@ def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
 
 def test_logits_that_are_not_finite_end_the_generation():
     """Also where only a later token finds them so."""
-    model, sampling = tiny.model(), SamplingConfig(max_new_tokens=4)
+    model = tiny.model()
+    sampling = SamplingConfig(max_new_tokens=4)
     with torch.no_grad():
         model.model.embed_tokens.weight[3:] = float("nan")
         model.model.embed_tokens.weight[290:294] = 0

@@ -11,7 +11,8 @@ from stages import drawn, earned, without_idle_rows
 @pytest.fixture
 def asked(monkeypatch):
     """What grpo_loss is given, call by call."""
-    calls, original = [], grpo_file.grpo_loss
+    calls = []
+    original = grpo_file.grpo_loss
 
     def spy(logps, advantages, mask, options, **given):
         calls.append({"logps": logps, "advantages": advantages, "mask": mask, "options": options, **given})
@@ -29,7 +30,8 @@ def ratios(asked):
 def test_stored_log_probabilities(stage, asked, samples):
     """2 iterations over rollouts of 2 steps: in the first of 4 steps the ratio is exactly 1, later it is not."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
-    ends, lines = [], []
+    ends = []
+    lines = []
     for _ in range(8):
         run.next()
         ends.append(run.step.ends_rollout)

@@ -19,7 +19,8 @@ from stages import drawn, earned, snapshot
 @pytest.fixture
 def asked(monkeypatch):
     """What policy_loss is given, call by call."""
-    calls, original = [], family_file.policy_loss
+    calls = []
+    original = family_file.policy_loss
 
     def spy(per_token_logps, advantages, mask, options, **more):
         per_token_logps.retain_grad()
@@ -52,7 +53,8 @@ def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkey
 
 
 PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
-LIVE, DEAD = [1.0, 0.0], [0.5, 0.5]
+LIVE = [1.0, 0.0]
+DEAD = [0.5, 0.5]
 
 
 def ids_of(batches):
@@ -181,7 +183,8 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
     run.go()
     [given] = asked
     drifted = torch.cat([c.logps for c in drawn(samples[0])])
-    real, ratio = given.mask.bool(), given.importance_sampling_ratio
+    real = given.mask.bool()
+    ratio = given.importance_sampling_ratio
     expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5)
     torch.testing.assert_close(ratio[real], expected, rtol=1e-9, atol=1e-9)
     assert (ratio[~real] == 1).all()
@@ -190,7 +193,8 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
 def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(stage):
     """By the entropies of the policy that sampled."""
     options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
-    run, thresholds = stage("grpo", *options), []
+    run = stage("grpo", *options)
+    thresholds = []
     for _ in range(2):
         batches = run.next()
         entropies = torch.cat([batch.old_entropies[batch.loss_mask.bool()] for batch in batches])

@@ -12,7 +12,8 @@ def test_every_option_is_listed_once_and_has_a_sentence(capsys):
     page.show()
     out = capsys.readouterr().out
     for name, config in page.sections().items():
-        prefix, sentences = "" if name == "run" else f"{name}.", page.help_of(type(config))
+        prefix = "" if name == "run" else f"{name}."
+        sentences = page.help_of(type(config))
         for field in dataclasses.fields(config):
             if not dataclasses.is_dataclass(getattr(config, field.name)):
                 assert out.count(f"  --{prefix}{field.name}=") == 1, field.name

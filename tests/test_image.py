@@ -36,7 +36,8 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
 
     for seed in seeds:
         rng = random.Random(f"{mode} {seed}")
-        patch, least = rng.choice((7, 14)), rng.choice((784, 3136))
+        patch = rng.choice((7, 14))
+        least = rng.choice((784, 3136))
         options = {"patch_size": patch, "min_pixels": least, "max_pixels": least * rng.choice((1, 4, 9, 40))}
         options |= {"temporal_patch_size": rng.choice((1, 2, 3)), "merge_size": rng.choice((1, 2))}
         if seed % 2:

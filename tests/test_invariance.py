@@ -32,7 +32,8 @@ def steps(folder, stage, *overrides):
     usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
     usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
-    run, lines = Stage(folder, stage, *usual, *overrides, rows=Ragged(8, "rows")), []
+    run = Stage(folder, stage, *usual, *overrides, rows=Ragged(8, "rows"))
+    lines = []
     for _ in range(run.config.max_steps):
         run.next()
         lines.append(run.update())

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import PIL.Image
 import pytest
@@ -30,7 +31,11 @@ REPLIES = {
 class Server(BaseHTTPRequestHandler):
     """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow`, dripping bodies or `headers` as they say."""
 
-    asked, running, most, lock, hung_up = [], 0, 0, threading.Lock(), threading.Event()
+    asked: ClassVar = []
+    running = 0
+    most = 0
+    lock = threading.Lock()
+    hung_up = threading.Event()
 
     def do_POST(self):
         cls = type(self)
@@ -73,7 +78,9 @@ def url():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    Server.asked, Server.running, Server.most = [], 0, 0
+    Server.asked = []
+    Server.running = 0
+    Server.most = 0
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
@@ -130,7 +137,8 @@ def test_the_time_of_a_call_begins_before_headers_and_before_the_server_has_an_a
     """A server that sends headers without an end is hung up on; one of names that never answers holds nobody."""
     assert judge(["right headers", "right"], url=url, timeout=0.6) == [None, 1.0]
     assert Server.hung_up.wait(10)
-    asked, answered = threading.Event(), []
+    asked = threading.Event()
+    answered = []
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: (asked.wait(20), answered.append(1), 1 / 0))
     assert judge(["right"], url="http://nowhere.example/v1", timeout=0.3) == [None] and not answered
     asked.set()

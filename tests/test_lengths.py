@@ -13,8 +13,10 @@ from earnings import earnings
 def test_cosine_equals_trl():
     rewards = pytest.importorskip("trl.rewards", reason="oracle missing: pip install trl==1.16.0")
     rng = random.Random(0)
-    said, lengths = [rng.choice("34") for _ in range(40)], [rng.randrange(0, 150) for _ in range(40)]
-    ids, solution = [[0] * length for length in lengths], ["3"] * 39 + [None]
+    said = [rng.choice("34") for _ in range(40)]
+    lengths = [rng.randrange(0, 150) for _ in range(40)]
+    ids = [[0] * length for length in lengths]
+    solution = ["3"] * 39 + [None]
     theirs = rewards.get_cosine_scaled_reward(100)(
         [[{"content": rf"\boxed{{{text}}}"}] for text in said], [text or "" for text in solution], ids
     )

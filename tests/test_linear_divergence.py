@@ -17,7 +17,8 @@ def test_equals_trl(beta, temperature, monkeypatch):
     """37 rows in pieces of 8; teacher and student have other sizes."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl")
     monkeypatch.setattr(file, "rows_of_piece", lambda *_: 8)
-    (h, w), teacher = states(37, 5, 301), states(37, 7, 301)
+    h, w = states(37, 5, 301)
+    teacher = states(37, 7, 301)
     h, w = h.requires_grad_(), w.requires_grad_()
     mask = torch.rand(37) < 0.7
     labels = torch.where(mask, 1, -100)[None]
@@ -34,7 +35,8 @@ def test_equals_trl(beta, temperature, monkeypatch):
 
 def test_only_what_is_trained_has_a_gradient_and_bfloat16_is_summed_in_float32():
     torch.manual_seed(0)
-    (h, w), teacher = states(9, 8, 50, 1.0), states(9, 8, 50, 1.0)
+    h, w = states(9, 8, 50, 1.0)
+    teacher = states(9, 8, 50, 1.0)
     half = [x.bfloat16() for x in (h, w, *teacher)]
     h16 = half[0].requires_grad_()
     loss, _ = LinearDivergence.apply(h16, *half[1:], torch.full((9,), 1 / 9), 0.5, 1.0)

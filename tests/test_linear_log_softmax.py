@@ -21,7 +21,8 @@ def inputs(rows=ROWS, vocab=31, width=8, dtype=EXACT):
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     ids = torch.randint(0, vocab, (rows,), generator=generator)
     if rows:
-        ids[0], ids[-1] = 0, vocab - 1
+        ids[0] = 0
+        ids[-1] = vocab - 1
     return hidden, weight, ids, torch.randn(2, rows, generator=generator, dtype=torch.float64)
 
 
@@ -34,7 +35,8 @@ def exact(hidden, weight, ids, upstream, temperature, kept=None):
     """Values and both gradients in float64; logits are not rounded."""
     z = (hidden.detach().double() @ weight.detach().double().T).requires_grad_()
     log_p = (z / temperature if kept is None else (z / temperature).masked_fill(~kept, -1e30)).log_softmax(-1)
-    logps, entropies = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logps = log_p.gather(-1, ids[:, None])[:, 0]
+    entropies = -(log_p.exp() * log_p).sum(-1)
     [dz] = torch.autograd.grad((upstream * torch.stack([logps, entropies])).sum(), z)
     return logps, entropies, dz @ weight.detach().double(), dz.T @ hidden.detach().double()
 

@@ -69,7 +69,8 @@ def test_a_film_changes_no_byte_of_the_step(stage, film):
 
 
 def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_path):  # noqa: F811
-    folder, out = run("--stages=[grpo]", *LOUD), tmp_path / "step.html"
+    folder = run("--stages=[grpo]", *LOUD)
+    out = tmp_path / "step.html"
     code, lines = replayed(folder, None, 2, f"--lines={out},algorithms,mine.py")
     assert code == 2 and lines[-1].endswith("mine.py is no Python file, and no folder of minivlmrl")
     code, lines = replayed(folder, None, 2, f"--lines={tmp_path / 'no' / 'step.html'}")
@@ -115,11 +116,15 @@ def test_a_matrix_has_its_numbers_or_means_of_tiles():
 def test_where_the_reward_looked_is_what_a_pixel_changes(film):
     """The map adds up the derivatives, which are measured here, of a pixel's colours in both frames."""
     _, algorithm, step, *_ = film("grpo", False, "--model.dtype=float64")
-    prompt, one, policy = step.rollout.prompts[0], step.rollout.completions[0][0], algorithm.policy
-    pixels, slopes = prompt.pixel_values.double(), []
+    prompt = step.rollout.prompts[0]
+    one = step.rollout.completions[0][0]
+    policy = algorithm.policy
+    pixels = prompt.pixel_values.double()
+    slopes = []
     [shown] = looked(policy, algorithm.processor, replace(prompt, pixel_values=pixels), one, -2.0)
     for number in range(2, pixels.shape[1], algorithm.processor.image_processor.patch_size**2):  # of the first patch
-        moved, logps = torch.zeros_like(pixels), []
+        moved = torch.zeros_like(pixels)
+        logps = []
         for moved[0, number] in (1e-5, -1e-5):
             group = pack([replace(prompt, pixel_values=pixels + moved)], [[one]], policy.config)
             logps.append(per_token_logps(policy, group)[0].sum().item())

@@ -45,7 +45,8 @@ def test_one_group_equals_separate_rows(num_generations, kind):
     # every completion alone with its own copy of the prompt and its images
     assert all("visual" not in name or g.abs().max() > 0 for name, g in gradients.items())  # reaches the vision tower
     model.zero_grad()
-    alone, start = [], 0
+    alone = []
+    start = 0
     for prompt, completion in (
         (prompt, ids) for prompt, group in zip(prompts, completions, strict=True) for ids in group
     ):

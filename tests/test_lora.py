@@ -39,7 +39,8 @@ def check_peft(p=0.0, drop=None):
     """Hold one layer in float64 against PEFT's: what it computes and its gradients; returns both and their input."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     torch.manual_seed(4)
-    theirs, x = torch.nn.Sequential(torch.nn.Linear(5, 3)).double(), torch.randn(6, 5, dtype=torch.float64)
+    theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
+    x = torch.randn(6, 5, dtype=torch.float64)
     layer = LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5)
     config = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=p, target_modules=["0"])
     theirs = peft.get_peft_model(theirs, config).double().train()
@@ -64,7 +65,8 @@ def test_a_layer_is_pefts():
 
 
 def test_new_adapters_change_nothing_and_are_drawn_as_pefts():
-    plain, model = tiny.model(), adapted(dtype=torch.float32, lively=False)
+    plain = tiny.model()
+    model = adapted(dtype=torch.float32, lively=False)
     with torch.no_grad():
         assert torch.equal(plain(batch(plain)), model(batch(model)))
     for layer in adapters(model).values():
@@ -89,12 +91,14 @@ def test_a_target_without_layers_is_refused(target, says):
 def test_a_copy_of_adapters_computes_as_they_were():
     """As often as it is asked; the model has its own back afterwards, also after an error; older graphs stay."""
     model = adapted()
-    before, kept = loss(model).detach(), AdapterCopy(model)
+    before = loss(model).detach()
+    kept = AdapterCopy(model)
     assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # the base is no part of it
     assert not any(parameter.requires_grad for parameter in kept.parameters())
     for layer in adapters(model).values():
         layer.lora_B.data *= 1.5
-    after, graph = loss(model).detach(), loss(model)
+    after = loss(model).detach()
+    graph = loss(model)
     expected = torch.autograd.grad(loss(model), adapter_parameters(model))
     assert after != before
     for _ in range(2):

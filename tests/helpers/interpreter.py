@@ -51,7 +51,10 @@ def mend_bfloat16() -> None:
     from triton.runtime.interpreter import InterpreterBuilder as Builder
     from triton.runtime.interpreter import TensorHandle
 
-    cast, convert, dot, binary = Builder.cast_impl, Builder.create_fp_to_fp, Builder.create_dot, Builder.binary_op
+    cast = Builder.cast_impl
+    convert = Builder.create_fp_to_fp
+    dot = Builder.create_dot
+    binary = Builder.binary_op
 
     def wide(handle):
         if handle.dtype.scalar == tl.bfloat16:

@@ -73,7 +73,8 @@ class Uneven:
 
 def sharing(prompts_per_step: int, world: ranks.World, stage: str = "sft") -> SimpleNamespace:
     """What Batches asks of an algorithm."""
-    config, run = SimpleNamespace(prompts_per_step=prompts_per_step), SimpleNamespace(seed=0, data=DataSection())
+    config = SimpleNamespace(prompts_per_step=prompts_per_step)
+    run = SimpleNamespace(seed=0, data=DataSection())
     return SimpleNamespace(
         stage=stage, config=config, run=run, world=world, steps_per_rollout=1,
         processor=Processor(shapes.tokenizer(), ImageProcessor()),
@@ -130,7 +131,8 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     model, processor = build_model(config, world)
     algorithm = table.find_algorithm(stage, config)(config, model, processor, world)
     assert is_sharded(algorithm.trained) == config.uses_fsdp
-    result, settings = Result(), getattr(config, stage)
+    result = Result()
+    settings = getattr(config, stage)
     if hasattr(algorithm, "roll_out"):
         record(algorithm, result)
     optimizer = build_optimizer(algorithm.trained, settings, config.optimizer)

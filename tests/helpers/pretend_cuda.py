@@ -128,7 +128,8 @@ class PretendCuda(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.waits, self.depth = collections.Counter(), 0
+        self.waits = collections.Counter()
+        self.depth = 0
         self.capturing: Graph | None = None
 
     def __enter__(self):
@@ -198,7 +199,8 @@ class PretendCuda(TorchDispatchMode):
 
     def count(self, func, args, kwargs, to_card):
         """Does the host wait for it?"""
-        name, reasons = func.overloadpacket.__name__, []
+        name = func.overloadpacket.__name__
+        reasons = []
         if func in COPIES:
             source = args[1] if name == "copy_" else args[0]
             target = isinstance(args[0], Pretend) if name == "copy_" else to_card
@@ -249,7 +251,8 @@ class Graph:
     """torch.cuda.CUDAGraph."""
 
     def __init__(self):
-        self.operations, self.before = [], []
+        self.operations = []
+        self.before = []
 
     def record(self, func, args, kwargs):
         """Compute, as later operations want shapes, and remember what was there before."""
@@ -301,7 +304,11 @@ class NameTheCard(TorchFunctionMode):
 class Stream:
     """The only stream, and its events: nothing runs at the same time as anything else."""
 
-    device, device_type, device_index, stream_id, priority = CUDA, 1, 0, 0, 0
+    device = CUDA
+    device_type = 1
+    device_index = 0
+    stream_id = 0
+    priority = 0
     __init__ = record_stream = wait_event = wait_stream = wait = synchronize = lambda self, *_, **__: None
     record = record_event = __enter__ = lambda self, *_: self
     query = lambda self: True  # noqa: E731

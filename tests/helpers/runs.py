@@ -61,7 +61,8 @@ def checkpoint(home):
 @pytest.fixture(scope="session")
 def rows(home):
     """Eight pictures in a JSON lines file of the user's own, and the first four with other questions."""
-    shapes, lines = Shapes(8, "own"), []
+    shapes = Shapes(8, "own")
+    lines = []
     for i in range(8):
         shapes[i].images[0].save(home / f"{i}.png")
         lines.append({

@@ -110,7 +110,8 @@ def stage(folder, lively):
 @pytest.fixture
 def samples(monkeypatch):
     """All rollouts that are drawn, as they come."""
-    seen, original = [], GRPO.roll_out
+    seen = []
+    original = GRPO.roll_out
     monkeypatch.setattr(GRPO, "roll_out", lambda *a: seen.append(original(*a)) or seen[-1])
     return seen
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 def hint(row):
     """The teacher is told the answer."""
     messages = copy.deepcopy(row.messages)
-    said, content = f" It is a {row.columns.get('solution')}.", messages[-1]["content"]
+    said = f" It is a {row.columns.get('solution')}."
+    content = messages[-1]["content"]
     messages[-1]["content"] = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
     return replace(row, messages=messages)
 

@@ -58,12 +58,16 @@ def recipe(stage: dict, **sections) -> dict:
     return base
 
 
-IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
+IMAGE = 293
+VIDEO = 294
+VISION_START = 290
+VISION_END = 291
 
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
     """Small enough to be quick, large enough to tell: 16 patches a window side would hide windows, 8 do not."""
-    family, text = FAMILIES[model_type], {"mrope_section": (2, 3, 3)}
+    family = FAMILIES[model_type]
+    text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
         own = {"intermediate_size": 64, **family.tower}
     elif model_type == "qwen3_vl":  # heads of another size than hidden_size / heads

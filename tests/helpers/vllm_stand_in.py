@@ -20,7 +20,8 @@ class LLM:
     def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
         self.llm_engine, self.normalises = self, mm_device_do_normalize
         self.model = _make(read_config(Path(folder)), folder).to(dtype)
-        self.choosing, self.batch = logits_processors[0](None), []
+        self.choosing = logits_processors[0](None)
+        self.batch = []
         self.reset_encoder_cache = self.reset_prefix_cache = lambda: None
         self.has_unfinished_requests = lambda: bool(self.batch)
 
@@ -45,7 +46,8 @@ class LLM:
         LLM.abort_request(self, [row.name for row in self.batch if len(row.ids) == row.params.max_tokens])
 
     def prompt(self, given):
-        ids, pictures = torch.tensor(given["prompt_token_ids"]), given.get("mm_kwargs")
+        ids = torch.tensor(given["prompt_token_ids"])
+        pictures = given.get("mm_kwargs")
         if pictures is None:
             return Prompt(ids, torch.zeros(0, 1176), torch.zeros(0, 3).long())
         pixels = (pictures.pixel_values - 0.45) / 0.27 if self.normalises else pictures.pixel_values

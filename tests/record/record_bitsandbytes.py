@@ -17,7 +17,8 @@ SHAPE = 96, 512
 def numbers(signed: bool = True) -> Tensor:
     """Numbers of many sizes, the same on any processor, and so is the sum of their blocks' largest: it is exact."""
     generator = torch.Generator().manual_seed(0)
-    values, share = 2 * torch.rand(SHAPE, generator=generator) - 1, torch.rand(SHAPE, generator=generator)
+    values = 2 * torch.rand(SHAPE, generator=generator) - 1
+    share = torch.rand(SHAPE, generator=generator)
     for _ in range(6):  # randn and powers are rounded otherwise by other processors
         values = values * share
     values = torch.where(values.abs() > 0.01, (values * 2**13).round() / 2**13, values)

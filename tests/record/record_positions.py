@@ -20,11 +20,15 @@ def cases():
     """COUNT prompts: (input_ids, kinds, grids, seconds) from random runs of text, images and videos."""
     rng = random.Random(0)
     for _ in range(COUNT):
-        ids, kinds, grids, seconds = [rng.randint(3, 280)], [], [], []
+        ids = [rng.randint(3, 280)]
+        kinds = []
+        grids = []
+        seconds = []
         for _ in range(rng.randint(0, 4)):
             kind = rng.choice(["image", "video", "video"])
             t = 1 if kind == "image" else rng.randint(1, 9)
-            h, w = 2 * rng.randint(1, 5), 2 * rng.randint(1, 5)
+            h = 2 * rng.randint(1, 5)
+            w = 2 * rng.randint(1, 5)
             token = tiny.IMAGE if kind == "image" else tiny.VIDEO
             ids += [tiny.VISION_START, *[token] * (t * h * w // 4), tiny.VISION_END]
             ids += [rng.randint(3, 280) for _ in range(rng.randint(0, 5))]

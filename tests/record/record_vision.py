@@ -50,10 +50,12 @@ def image_cases():
     for seed in range(48):
         rng = random.Random(seed)
         mode = ("RGB", "L", "RGBA", "P", "LA", "1")[seed % 6]
-        patch, least = rng.choice((7, 14)), rng.choice((784, 3136, 100352))
+        patch = rng.choice((7, 14))
+        least = rng.choice((784, 3136, 100352))
         settings = {"patch_size": patch, "min_pixels": least, "max_pixels": least * rng.choice((1, 9, 40))}
         if seed % 4 == 3:
-            settings["image_mean"], settings["image_std"] = [0.5, 0.25, 0.125], [0.3, 0.7, 1.0]
+            settings["image_mean"] = [0.5, 0.25, 0.125]
+            settings["image_std"] = [0.3, 0.7, 1.0]
         top = rng.choice((60, 300, 700))
         yield noise(mode, (rng.randint(9, top), rng.randint(9, top)), seed), settings
 
@@ -106,7 +108,8 @@ def frame_size_cases():
     for _ in range(2000):
         height = int(2 ** rng.uniform(4, 12))
         width = max(16, int(height * 2 ** rng.uniform(-4, 4)))
-        options, token = {}, 28 * 28
+        options = {}
+        token = 28 * 28
         if rng.random() < 0.4:
             options["min_pixels"] = rng.choice((4, 16, 64, 128, 256)) * token
         if rng.random() < 0.4:
