@@ -33,19 +33,19 @@ def random_pairs(count=10_000):
         yield pair
 
 
+def area(left, top, right, bottom):
+    return (right - left) * (bottom - top)
+
+
 def torchvision_iou_giou(a, b):
-    """box_iou and generalized_box_iou, one pair, in their order of steps."""
-    area_a = (a[2] - a[0]) * (a[3] - a[1])
-    area_b = (b[2] - b[0]) * (b[3] - b[1])
-    lt = [max(a[0], b[0]), max(a[1], b[1])]
-    rb = [min(a[2], b[2]), min(a[3], b[3])]
-    wh = [max(rb[0] - lt[0], 0), max(rb[1] - lt[1], 0)]
-    inter = wh[0] * wh[1]
-    union = area_a + area_b - inter
-    lti = [min(a[0], b[0]), min(a[1], b[1])]
-    rbi = [max(a[2], b[2]), max(a[3], b[3])]
-    areai = (rbi[0] - lti[0]) * (rbi[1] - lti[1])
-    return inter / union, inter / union - (areai - union) / areai
+    """box_iou and generalized_box_iou of one pair."""
+    corners = list(zip(a, b, strict=True))
+    left, top = (max(pair) for pair in corners[:2])
+    right, bottom = (min(pair) for pair in corners[2:])
+    inter = max(right - left, 0) * max(bottom - top, 0)
+    union = area(*a) + area(*b) - inter
+    hull = area(*map(min, corners[:2]), *map(max, corners[2:]))
+    return inter / union, inter / union - (hull - union) / hull
 
 
 def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():

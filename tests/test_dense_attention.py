@@ -12,9 +12,9 @@ def test_causal_attention_sees_up_to_the_lower_right(L, T):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, L, 8, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, 3, T, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    sees = torch.tensor([[j <= T - L + i for j in range(T)] for i in range(L)])
+    unseen = torch.ones(L, T).triu(T - L + 1) > 0
     heads = torch.arange(6) // 2
-    scores = (q @ k[:, heads].mT * 8**-0.5).masked_fill(~sees, float("-inf"))
+    scores = (q @ k[:, heads].mT * 8**-0.5).masked_fill(unseen, -torch.inf)
     expected = scores.softmax(-1) @ v[:, heads]
     torch.testing.assert_close(dense_attention(q, k, v, is_causal=True), expected, atol=1e-12, rtol=1e-12)
 

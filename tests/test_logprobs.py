@@ -20,12 +20,10 @@ def groups(num_generations, seed=0):
     return prompts, [[tiny.completion(generator, n) for n in group] for group in lengths]
 
 
-def logps_and_gradients(model, prompts, completions, weights):
-    """Score a packed batch; gradients of the weighted sum of log-probabilities and of entropies."""
-    model.zero_grad()
-    logps, entropies = per_token_logps(model, pack(prompts, completions, model.config), temperature=0.7)
-    ((logps * weights).sum() + 0.3 * (entropies * weights.flip(0)).sum()).backward()
-    return logps.detach(), entropies.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+def scored(model, values, weights):
+    """Log-probabilities and entropies (2, tokens), and the gradients of their weighted sum."""
+    gradients = torch.autograd.grad((values * weights).sum(), list(model.parameters()))
+    return [values.detach(), *gradients]
 
 
 def assert_equal(actual, expected, tolerance=1e-12):
@@ -37,43 +35,34 @@ def assert_equal(actual, expected, tolerance=1e-12):
     (1, {}), (6, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
 ], ids=str)  # fmt: skip
 def test_one_group_equals_separate_rows(num_generations, kind):
+    """Every completion alone with its own copy of the prompt and its images; gradients reach the vision tower."""
     model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
-    weights = torch.randn(sum(len(c) for group in completions for c in group), dtype=torch.float64)
-    logps, entropies, gradients = logps_and_gradients(model, prompts, completions, weights)
-
-    # every completion alone with its own copy of the prompt and its images
-    assert all("visual" not in name or g.abs().max() > 0 for name, g in gradients.items())  # reaches the vision tower
-    model.zero_grad()
-    alone = []
-    start = 0
-    for prompt, completion in (
-        (prompt, ids) for prompt, group in zip(prompts, completions, strict=True) for ids in group
+    batches = [pack(prompts, completions, model.config)]
+    for prompt, group in zip(prompts, completions, strict=True):
+        batches += [pack([prompt], [[ids]], model.config) for ids in group]
+    together, *alone = (torch.stack(per_token_logps(model, batch, temperature=0.7)) for batch in batches)
+    weights = torch.randn(together.shape, dtype=torch.float64)
+    for actual, expected in zip(
+        scored(model, together, weights), scored(model, torch.cat(alone, dim=1), weights), strict=True
     ):
-        end = start + len(completion)
-        one, entropy = per_token_logps(model, pack([prompt], [[completion]], model.config), temperature=0.7)
-        ((one * weights[start:end]).sum() + 0.3 * (entropy * weights.flip(0)[start:end]).sum()).backward()
-        alone.append(torch.stack([one, entropy]).detach())
-        start = end
-    assert_equal(torch.stack([logps, entropies]), torch.cat(alone, dim=1))
-    for name, p in model.named_parameters():
-        assert_equal(gradients[name], p.grad)
+        assert expected.abs().max() > 0
+        assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("temperature", [(), (0.7,)], ids=["1 by default", "0.7"])
 def test_the_fused_calls_equal_their_definition(temperature):
     model = tiny.model(dtype=torch.float64)
     batch = pack(*groups(3), model.config)
-    results = []
-    for score in (
-        lambda: plain_per_token_logps(model, batch, *temperature),
-        lambda: per_token_logps(model, batch, *temperature),
-        lambda: logps_of_states(model, completion_states(model, batch), batch, *temperature),
-    ):
-        model.zero_grad()
-        logps, entropies = score()
-        (logps.sum() + 0.3 * entropies.sum()).backward()
-        results.append([logps.detach(), entropies.detach(), *(p.grad.clone() for p in model.parameters())])
-    for plain, *fused in zip(*results, strict=True):
-        for each in fused:
-            assert_equal(each, plain)
+    weights = torch.tensor([[1.0], [0.3]])
+    plain, *fused = (
+        scored(model, torch.stack(values), weights)
+        for values in (
+            plain_per_token_logps(model, batch, *temperature),
+            per_token_logps(model, batch, *temperature),
+            logps_of_states(model, completion_states(model, batch), batch, *temperature),
+        )
+    )
+    for results in fused:
+        for actual, expected in zip(results, plain, strict=True):
+            assert_equal(actual, expected)
