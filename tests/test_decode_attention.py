@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED
 
-from minivlmrl.attention import GroupAttention, GroupLayout
+from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
 from minivlmrl.kernels import decode_attention as module
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.sampling import captured
@@ -40,28 +40,28 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     monkeypatch.setattr(module, "PROGRAMS", programs)
     B = len(prompts)
     P = max(prompts)
-    R = len(prompts) * slots
+    R = B * slots
     q, *keys = (numbers(*shape, dtype=dtype) for shape in ((R, H, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2))
-    hidden = torch.arange(P) >= torch.tensor(prompts)[:, None]
-    for x in keys[:2]:
-        x.copy_(x.masked_fill(hidden[:, None, :, None], 99))
     there = (own - torch.arange(R) % 3).clamp(min=1)  # own keys of each row
-    unseen = torch.arange(C) >= there[:, None]
-    for x in keys[2:]:
-        x.copy_(x.masked_fill(unseen[:, None, :, None], 99))
-    masks = [torch.zeros(x.shape, dtype=dtype).masked_fill(x, float("-inf")) for x in (hidden, unseen)]
+    hidden = [torch.arange(P) >= torch.tensor(prompts)[:, None], torch.arange(C) >= there[:, None]]
+    masks = [torch.zeros(unseen.shape, dtype=dtype).masked_fill(unseen, float("-inf")) for unseen in hidden]
+    for x, unseen in zip(keys, (hidden[0], hidden[0], hidden[1], hidden[1]), strict=True):
+        x.masked_fill_(unseen[:, None, :, None], 99)
     k, v, own_k, own_v = keys
     given = [x.to(DEVICE) for x in (q, k, v, masks[0], own_k, own_v, masks[1])]
     assert fits(given[0])
     found = decode_attention(*given).cpu()
-    for row in range(R):
-        group = row // slots
-        n = prompts[row // slots]
-        k, v = (torch.cat([x[group, :, :n], y[row, :, : there[row]]], 1).double() for x, y in (keys[::2], keys[1::2]))
-        k, v = (x.repeat_interleave(H // K, 0) for x in (k, v))  # (H, keys, D)
-        weights = (k @ q[row].double()[:, :, None] * D**-0.5).softmax(1)
-        expected = (weights.mT @ v)[:, 0]
-        assert (found[row].double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+    def joined(prompt_keys, own_keys):
+        """Of each row, (R, H, P + C, D)."""
+        keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), own_keys], 2)
+        return keys.double().repeat_interleave(H // K, 1)
+
+    mask = torch.cat([masks[0].repeat_interleave(slots, 0), masks[1]], 1).double()
+    scores = joined(k, own_k) @ q.double()[..., None] * D**-0.5 + mask[:, None, :, None]
+    expected = (scores.softmax(2).mT @ joined(v, own_v))[:, :, 0]
+    for row, exact in zip(found.double(), expected, strict=True):
+        assert (row - exact).norm() <= TOLERANCE[dtype] * exact.norm()
     assert found.dtype == dtype
 
 
@@ -69,27 +69,23 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
 def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
     monkeypatch.setattr(captured, "KEYS", 3)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    calls = []
+    prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
+    prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
+    decoding, book = (
+        kind(prefill, torch.arange(3).repeat_interleave(4), 7, torch.zeros(3, device=DEVICE))
+        for kind in (StaticDecodeAttention, DecodeAttention)
+    )
     room = set()
-    results = {}
-    kernel = captured.decode_attention
-    monkeypatch.setattr(captured, "decode_attention", lambda *given: calls.append(1) or kernel(*given))
-    for kernels in ("triton", "torch"):
-        monkeypatch.setenv("MINIVLMRL_KERNELS", kernels)
-        prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
-        prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
-        owner = torch.arange(3).repeat_interleave(4)
-        start = torch.zeros(3, device=DEVICE)
-        decoding = StaticDecodeAttention(prefill, owner, 7, start)
-        results[kernels] = []
-        for step in range(1, 8):
-            decoding.advance()
-            room.add(decoding.own_keys)
-            new = (numbers(12, heads, 16, dtype=dtype).to(DEVICE) * step for heads in (4, 2, 2))
-            results[kernels].append(decoding(0, *new))
-    assert len(calls) == 7 and room == {3, 6, 7}
-    for ours, expected in zip(*results.values(), strict=True):
-        assert (ours - expected).double().norm() <= (1e-6 if INTERPRETED else 1e-2) * expected.double().norm()
+    for step in range(1, 8):
+        decoding.advance()
+        book.advance()
+        room.add(decoding.own_keys)
+        new = [numbers(12, heads, 16, dtype=dtype).to(DEVICE) * step for heads in (4, 2, 2)]
+        assert fits(new[0])
+        expected = book(0, *new)
+        off = (decoding(0, *new) - expected).double().norm()
+        assert off <= (1e-6 if INTERPRETED else 1e-2) * expected.double().norm()
+    assert room == {3, 6, 7}
 
 
 def test_which_queries_it_takes():

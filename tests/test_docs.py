@@ -293,19 +293,13 @@ def test_a_page_is_as_committed(name):
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
-def test_the_moving_picture_has_each_moment_of_its_run():
-    """README's, of at most 1 MB; what does not move shows the end, whose number is the last of the run."""
+def test_the_moving_picture_is_of_a_run_that_the_results_name():
+    """README's, of at most 1 MB; what it shows is held by test_a_page_is_as_committed."""
     path = ROOT / "docs" / "held_out.svg"
-    text = path.read_text()
     run = json.loads(path.with_suffix(".json").read_text())
-    values = [found.split(";") for found in re.findall("values='([^']+)'", text)]
-    resting = len(run["moments"]) + held_out.REST + held_out.END
-    assert {len(one) for one in values} == {resting} and len(values) > 128 and path.stat().st_size < 2**20
     assert [moment["step"] for moment in run["moments"]] == [*range(0, len(run["rewards"]) + 1, held_out.EVERY)]
-    assert all(f">step {moment['step']}<" in text and f">{moment['iou']:.2f}<" in text for moment in run["moments"])
-    shifts = re.findall(r"translate\((0 -\d+)\)'><animateTransform[^>]*;(0 -\d+)'", text)
-    assert len(shifts) == 2 + held_out.SHOWN and all(still == last for still, last in shifts)
     assert f"]({path.relative_to(ROOT)})](" in README.split("\n## ")[0] and run["command"] in RESULTS
+    assert path.stat().st_size < 2**20
 
 
 @pytest.mark.slow

@@ -32,15 +32,3 @@ def test_chunks_equal_the_definition(T, forget):
         total = (out * weight).sum() + (state * state).sum()
         found.append([out, state, *torch.autograd.grad(total, given)])
     assert_equal(*found)
-
-
-@pytest.mark.parametrize("cuts", [(70, 130), (64, 64, 72), (3, 5, 100, 92)])
-def test_a_state_is_handed_over_anywhere(cuts):
-    *given, state = inputs(200)
-    expected = by_definition(*given, state)
-    parts = [x.split(cuts, dim=1) for x in given]
-    out = []
-    for part in zip(*parts, strict=True):
-        result, state = gated_delta_rule(*part, state)
-        out.append(result)
-    assert_equal([torch.cat(out, dim=1), state], expected)
