@@ -1,7 +1,6 @@
 """The table: every form in which a folder of the four families is found loads, with the logits of transformers."""
 
 import json
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from hub_configs import tiny_config
 from safetensors.torch import save_file
 
+from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.scale.checkpoint import load_model
 
 import tiny
@@ -56,8 +56,7 @@ def source(request, tmp_path_factory):
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         in_float64(patch, model_type)
         logits = [model(**their_inputs(row)).logits[0] for row in rows]
-    in_memory = re.compile(r"^model\.(?=visual\.)|^model\.language_(?=model\.)")
-    weights = {in_memory.sub("", name): p.detach() for name, p in model.named_parameters()}
+    weights = {hub_name(name): p.detach() for name, p in model.named_parameters()}
     assert ("lm_head.weight" in weights) != published["tie_word_embeddings"]
     return Source({"published": published, "nested": nested}, weights, rows, logits)
 
@@ -65,7 +64,7 @@ def source(request, tmp_path_factory):
 def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
     """A folder in one of the forms of the table."""
     (folder / "config.json").write_text(json.dumps(source.configs[form]))
-    weights = {new_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
+    weights = {memory_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
     if not shards:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return
@@ -74,13 +73,6 @@ def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
         save_file({name: weights[name] for name in weights if files[name] == file}, folder / file)
     index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def new_name(name: str) -> str:
-    """What transformers >= 4.52 calls a tensor in memory, and some trainers write."""
-    if name.startswith("visual."):
-        return f"model.{name}"
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 @pytest.mark.parametrize("form", ["published", "nested"])

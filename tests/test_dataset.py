@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from urllib.parse import unquote
 
 import pytest
 from runs import metrics
+from serving import Quiet, serve
 
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.hub.dataset import find_split, split_of
@@ -37,7 +36,7 @@ def content(file: str) -> bytes:
 CONTENTS = {file: content(file) for branches in REPOSITORIES.values() for files in branches.values() for file in files}
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Quiet):
     def do_GET(self):
         path = unquote(self.path.partition("?")[0]).removeprefix("/api").removeprefix("/datasets/")
         ASKED.append(path)
@@ -68,24 +67,17 @@ class Hub(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
-    def log_message(self, *_):
-        """Say nothing."""
-
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """The hub, until it is closed; an empty cache."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
     constants = "huggingface_hub.constants."
-    monkeypatch.setattr(f"{constants}ENDPOINT", url)
-    monkeypatch.setattr(f"{constants}HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(f"{constants}HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serve(Hub) as (server, url):
+        monkeypatch.setattr(f"{constants}ENDPOINT", url)
+        monkeypatch.setattr(f"{constants}HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        yield server
 
 
 @pytest.mark.parametrize(("name", "files"), [

@@ -7,14 +7,14 @@ import torch
 
 from minivlmrl import rope
 from minivlmrl.batch import pack
+from minivlmrl.hub.family import hub_name
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.scale.checkpoint import load_model
 
 import tiny
 
-transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, in_float64, their_inputs, worst_difference  # noqa: E402 (asks for transformers too)
+from oracle import in_float64, saved_pair, their_inputs, worst_difference
 
 # ragged windows, several images in a row of text, a text-only row
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
@@ -32,16 +32,9 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
 )
 def pair(request, tmp_path_factory):
     """transformers' model with telling weights, and ours read from the folder that transformers wrote; in float64."""
-    model_type, tied = request.param
-    config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
-    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager").double()
-    tiny.telling_weights(theirs)
-    theirs.tie_weights()
-    folder = tmp_path_factory.mktemp("checkpoint")
-    theirs.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
-        in_float64(patch, model_type)
-        yield theirs.eval(), load_model(folder)
+        in_float64(patch, request.param[0])
+        yield saved_pair(tmp_path_factory.mktemp("checkpoint"), *request.param, torch.float64)
 
 
 def prompts(seed=0, rows=ROWS):
@@ -54,10 +47,7 @@ def test_logits_equal_transformers(pair):
 
 
 def have_equal_gradients(ours, theirs):
-    expected = {
-        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): p.grad
-        for name, p in theirs.named_parameters()
-    }
+    expected = {hub_name(name): p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 1e-12, f"{name}: {difference:.1e}"

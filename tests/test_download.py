@@ -1,10 +1,9 @@
 """Files of URLs are downloaded once, by recipes/download.py."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
+from serving import Quiet, serve
 
 from recipes import download
 
@@ -13,7 +12,7 @@ from recipes import download
 def server():
     asked = []
 
-    class Server(BaseHTTPRequestHandler):
+    class Server(Quiet):
         def do_GET(self):
             asked.append(self.path)
             self.send_response(404 if "missing" in self.path else 200)
@@ -21,14 +20,8 @@ def server():
             self.end_headers()
             self.wfile.write(b"bytes")
 
-        def log_message(self, *_):
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
+    with serve(Server) as (_, url):
+        yield url, asked
 
 
 def test_rows_name_files_afterwards_and_nothing_is_asked_twice(server, tmp_path, capsys):

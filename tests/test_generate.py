@@ -40,14 +40,6 @@ def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setti
     assert completion.ids.tolist() == expected[0].tolist()
 
 
-def test_own_stop_tokens_replace_the_given_ones():
-    sampling = SamplingConfig(max_new_tokens=30, stop_token_ids=[5, 6, 8])
-    out = sample(tiny.model(), prompts(5), 4, sampling, STOP, seeded())
-    last = {c.ids[-1].item() for group in out for c in group if c.stopped}
-    assert last and last <= {5, 6, 8}
-    assert any(set(STOP) & set(ids) for ids in ids_of(out))
-
-
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="stop_token_ids has 300, the model has 300 tokens"):
         Sampler(tiny.model(), None, SamplingConfig(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])

@@ -4,12 +4,12 @@ import contextlib
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import PIL.Image
 import pytest
 from links import ROOT
+from serving import Quiet, serve
 
 from minivlmrl.data.fetch import fetch_image
 from recipes.judge import judge
@@ -28,7 +28,7 @@ REPLIES = {
 }  # fmt: skip
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Quiet):
     """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow`, dripping bodies or `headers` as they say."""
 
     asked: ClassVar = []
@@ -69,22 +69,14 @@ class Server(BaseHTTPRequestHandler):
         self.send_response(404)
         self.end_headers()
 
-    def log_message(self, *arguments):
-        pass
-
 
 @pytest.fixture
 def url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     Server.asked = []
     Server.running = 0
     Server.most = 0
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    with serve(Server) as (_, address):
+        yield f"{address}/v1"
 
 
 def test_numbers_and_none(url):

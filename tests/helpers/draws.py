@@ -8,7 +8,6 @@ import torch
 from minivlmrl.generate import generate, make_choose
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import Filters, SamplingOptions
-from minivlmrl.scale.checkpoint import load_model
 
 import tiny
 
@@ -53,7 +52,6 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
 
     wrap: (choose) -> another choose.
     """
-    stop = list(stop if sampling.stop_token_ids is None else sampling.stop_token_ids)
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
@@ -80,14 +78,9 @@ def ids_of(completions):
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory):
-    """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    config = transformers.AutoConfig.for_model(**tiny.config().to_dict())
-    theirs = tiny.telling_weights(transformers.Qwen2_5_VLForConditionalGeneration(config)).eval()
-    folder = tmp_path_factory.mktemp("checkpoint")
-    theirs.save_pretrained(folder)
-    return theirs, load_model(folder)
+def pair(oracle, tmp_path_factory):
+    """transformers' model and ours."""
+    return oracle.saved_pair(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")

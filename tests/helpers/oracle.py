@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
+from minivlmrl.scale.checkpoint import load_model
 
 import tiny
 
@@ -24,6 +25,16 @@ CLASSES = {
 
 # how far two logits may be apart by float32's rounding, as a share of the largest; a recurrence carries it on
 ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), "qwen3_5": 3e-5}
+
+
+def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
+    """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
+    config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
+    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager").to(dtype)
+    tiny.telling_weights(theirs)
+    theirs.tie_weights()
+    theirs.save_pretrained(folder)
+    return theirs.eval(), load_model(folder)
 
 
 def in_float64(monkeypatch, model_type: str):
