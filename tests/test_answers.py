@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from talk import assistant, user
 
 from minivlmrl.algorithms import answers
 from minivlmrl.algorithms.answers import PairAlgorithm
@@ -76,8 +77,7 @@ def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
             row = super().__getitem__(index)
             for name in ("chosen", "rejected", "completion"):
                 said = getattr(row, name)
-                turns = [("assistant", said), ("user", "what?"), ("assistant", said + "!")]
-                setattr(row, name, [{"role": role, "content": text} for role, text in turns])
+                setattr(row, name, [assistant(said), user("what?"), assistant(said + "!")])
             row.columns["label"] = index % 2 == 0
             return row
 

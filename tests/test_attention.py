@@ -1,4 +1,4 @@
-"""Who sees whom: the layout of a packed run, the mask, the two calls of a group and the decoding of rows."""
+"""Who sees whom: the layout of a packed run, the mask, the two calls of a group; which prompts a decoding keeps."""
 
 import random
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
-from minivlmrl.environments.tool_sampler import AnswerAttention
 
 
 def random_lengths(seed):
@@ -57,54 +56,15 @@ def test_the_two_calls_are_the_masked_softmax(seed):
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
-    """Rows of different lengths, two layers; a row leaves when its tokens end, and its prompt with its last row. After
-    some tokens a row reads several at once, so that rows are at different steps."""
-    rng = random.Random(seed)
-    prompts = [rng.randint(1, 9) for _ in range(3)]
-    spans = [[rng.randint(1, 6) for _ in range(3)] for _ in prompts]
-    layout = GroupLayout(prompts, [[n + 1 for n in group] for group in spans])
-    layers = [qkv(layout.num_tokens, seed + layer) for layer in range(2)]
-    expected = [masked_softmax(*layer, visible(layout)) for layer in layers]
-
-    # where each span is in the run
-    start = 0
-    prompt_index = []
-    rows = []
-    for prompt, group in zip(prompts, spans, strict=True):
-        prompt_index += range(start, start + prompt)
-        start += prompt
-        for n in group:
-            rows.append(list(range(start, start + n)))
-            start += n
-    prefill = GroupAttention(GroupLayout(prompts, [[]] * 3), keep_keys=True)
-    for index, layer in enumerate(layers):
-        found = prefill(index, *(x[prompt_index] for x in layer))
-        torch.testing.assert_close(found, expected[index][prompt_index], atol=1e-12, rtol=1e-12)
-    owner = torch.arange(3).repeat_interleave(3)
-    decode = DecodeAttention(prefill, owner, 6, torch.tensor(prompts))
-    running = list(range(9))
-
-    def compare(attention, index):
-        for number, layer in enumerate(layers):
-            found = attention(number, *(x[index] for x in layer))
-            torch.testing.assert_close(found, expected[number][index], atol=1e-12, rtol=1e-12)
-
-    for _ in range(6):
-        decode.advance()
-        compare(decode, [rows[row].pop(0) for row in running])
-        reads = {i: rng.randint(1, 3) for i, row in enumerate(running) if len(rows[row]) > 3 and rng.random() < 0.5}
-        if reads:
-            answers = AnswerAttention(decode, list(reads), list(reads.values()))
-            compare(answers, [rows[running[i]].pop(0) for i, count in reads.items() for _ in range(count)])
-        rest = [i for i, row in enumerate(running) if rows[row]]
-        if not rest:
-            break
-        if len(rest) < len(running):
-            decode.select(torch.isin(torch.arange(len(running)), torch.tensor(rest)))
-            running = [running[i] for i in rest]
-        assert len(decode.prompt_kv[0][0]) == len({row // 3 for row in running})
+def test_a_prompt_leaves_a_decoding_with_its_last_row():
+    """What a decoding computes is compared by test_generate.py and test_tool_sampler.py."""
+    prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
+    prefill(0, *qkv(14))
+    decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))
+    for going_on, rows, prompts in (([True, False, True], [0, 2], 2), ([False, True], [2], 1)):
+        decoding.select(torch.tensor(going_on))
+        assert decoding.rows.tolist() == rows
+        assert len(decoding.prompt_kv[0][0]) == prompts
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

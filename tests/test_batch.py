@@ -29,17 +29,6 @@ def test_completion_mask_and_rows_come_from_lengths_not_from_token_ids():
     assert [piece.tolist() for piece in batch.split(batch.completion_ids)] == [c.tolist() for c in completions]
 
 
-def test_images_of_later_prompts_are_found_after_the_completions_of_earlier_ones():
-    generator = torch.Generator().manual_seed(0)
-    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(3, 4, 4), (1, 2, 2)])]
-    completions = [[torch.tensor([tiny.IMAGE, 5]), torch.tensor([6])], [], [torch.tensor([tiny.VIDEO] * 3)]]
-    batch = pack(prompts, completions, tiny.config())
-    ids = batch.input_ids[batch.vision_index].tolist()
-    assert ids == [tiny.IMAGE] * 6 + [tiny.VIDEO] * 12 + [tiny.IMAGE]
-    assert batch.image_grid_thw.tolist() == [[1, 4, 6], [3, 4, 4], [1, 2, 2]]
-    assert len(batch.pixel_values) == 24 + 48 + 4
-
-
 def test_an_empty_completion_is_refused():
     prompt = tiny.prompt(torch.Generator(), [])
     with pytest.raises(ValueError, match="no tokens"):

@@ -10,7 +10,7 @@ import torch
 from minivlmrl.run.batches import Batches
 from minivlmrl.tasks.shapes import Shapes
 
-from stages import Stage
+from stages import Stage, snapshot
 
 pytestmark = pytest.mark.usefixtures("lively")
 
@@ -37,7 +37,7 @@ def steps(folder, stage, *overrides):
     for _ in range(run.config.max_steps):
         run.next()
         lines.append(run.update())
-    return lines, {name: p.detach().clone() for name, p in run.algorithm.trained.named_parameters()}
+    return lines, snapshot(run.algorithm.trained)
 
 
 CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
@@ -75,8 +75,7 @@ def assert_same_steps(found, expected, rel, of_rows=False):
             if name == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
                 continue  # policy and reference are equal: rounding decides
             assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-6), name
-    for name, value in weights.items():
-        torch.testing.assert_close(same_weights[name], value, rtol=rel, atol=1e-12)
+    torch.testing.assert_close(same_weights, weights, rtol=rel, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", RUNS)

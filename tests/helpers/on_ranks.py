@@ -144,8 +144,8 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     result.evaluation = algorithm.evaluate(held_out)
     reshard(algorithm.trained)
     for name, parameter in algorithm.trained.named_parameters():
-        result.weights[name] = parameter.full_tensor() if config.uses_fsdp else parameter
-    result.weights = {name: weight.detach().clone() for name, weight in result.weights.items()}
+        weight = parameter.full_tensor() if config.uses_fsdp else parameter
+        result.weights[name] = weight.detach().clone()
     return result
 
 

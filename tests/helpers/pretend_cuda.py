@@ -256,12 +256,10 @@ class Graph:
 
     def record(self, func, args, kwargs):
         """Compute, as later operations want shapes, and remember what was there before."""
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-        names = [a.name for a in func._schema.arguments]
-        changed = [x for x, is_written in zip(args, written, strict=False) if is_written]
-        changed += [
-            kwargs[name] for name, is_written in zip(names, written, strict=True) if is_written and name in kwargs
-        ]
+        arguments = func._schema.arguments
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        changed = [given[name] for name in written & given.keys()]
         self.before += [(x, x.clone()) for x in tree_iter(changed) if isinstance(x, Tensor)]
         result = compute(func, args, kwargs)
         self.operations.append((func, args, kwargs, result))
