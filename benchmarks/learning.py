@@ -63,12 +63,18 @@ def looks(file: str) -> str:
 
 
 def shuffled(**weights: float) -> str:
-    return f"--rewards={json.dumps({f'recipes/shuffled.py:shuffled(of={name!r})': x for name, x in weights.items()})}"
+    rewards = {f"recipes/shuffled.py:shuffled(of={name!r})": weight for name, weight in weights.items()}
+    return f"--rewards={json.dumps(rewards)}"
 
 
 AFTER_SFT = "../train.py {root}/recipes/shapes.yaml --seed={seed} --stages=[sft] --output_dir=sft --num_threads=1"
-LORA = ["--model.config=null", "--model.path=sft/checkpoint", "--adapter.r=16", "--grpo.learning_rate=1e-3"]
-LORA += ["--adapter.target=[language, vision, merger]"]
+LORA = [
+    "--model.config=null",
+    "--model.path=sft/checkpoint",
+    "--adapter.r=16",
+    "--grpo.learning_rate=1e-3",
+    "--adapter.target=[language, vision, merger]",
+]
 PLAN = [
     grpo("grpo"),
     grpo("bnpo", "loss_type=bnpo"),
@@ -93,8 +99,11 @@ PLAN = [
     Entry("qwen3-vl, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_vl_model.json"], 0.25),
     Entry("qwen3.5, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_5_model.json"], 0.25),
 ]
-THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json"]
-THOUSANDTHS += ["--data.task=recipes/localisation.py:TASK(thousandths=True)", "--sampling.max_new_tokens=36"]
+THOUSANDTHS = [
+    "--model.config=recipes/shapes_qwen3_vl_model.json",
+    "--data.task=recipes/localisation.py:TASK(thousandths=True)",
+    "--sampling.max_new_tokens=36",
+]
 PAID = "--rewards.environment=0.3"
 BOX = ("TASK", "Boxes", "zoom_box.py")
 TWICE = ("TASK", "Twice", "zoom_twice.py")
@@ -120,62 +129,91 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         if entry.before:
             script, *words = shlex.split(entry.before.format(root=ROOT, seed=seed))
-            making = [sys.executable, str(Path(__file__).parent / script), *words]
-            subprocess.run(making, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        recipe = str(ROOT / RECIPES / entry.recipe)
-        command = [sys.executable, str(ROOT / "train.py"), recipe, f"--seed={seed}", f"--output_dir={folder}"]
-        command += [f"--num_threads={threads}", *entry.overrides, *overrides]
+            command = [sys.executable, str(Path(__file__).parent / script), *words]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            str(ROOT / RECIPES / entry.recipe),
+            f"--seed={seed}",
+            f"--output_dir={folder}",
+            f"--num_threads={threads}",
+            *entry.overrides,
+            *overrides,
+        ]
         cwd = folder if entry.before else ROOT  # from which paths among the overrides begin
         process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         error = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise RuntimeError(f"{' '.join(command)} failed:\n{error.decode()[-2000:]}")
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        clipped = [line["clip_ratio/region_mean"] for line in lines if "clip_ratio/region_mean" in line]
+        metrics = read_lines(Path(folder) / "metrics.jsonl")
+        warnings = read_lines(Path(folder) / "warnings.jsonl")
         summary = json.loads((Path(folder) / "summary.json").read_text())
-        warnings = [json.loads(line) for line in (Path(folder) / "warnings.jsonl").read_text().splitlines()]
-    cpu_seconds = usage.ru_utime + usage.ru_stime
-    clipped = sum(clipped) / len(clipped) if clipped else None
-    return {**summary, "clipped": clipped, "cpu_seconds": cpu_seconds, "warnings": warnings}
+    clipped = [line["clip_ratio/region_mean"] for line in metrics if "clip_ratio/region_mean" in line]
+    return {
+        **summary,
+        "clipped": sum(clipped) / len(clipped) if clipped else None,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "warnings": warnings,
+    }
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def judge(entry: Entry, summary: dict) -> dict:
     """The numbers of a row and whether it reached what is asked."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
-    pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
     # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
-    gain = summary[after]["sampled"] - summary[before]["sampled"]
-    solved = summary[after]["sampled"] > 0.95  # a run then says that all rewards are 1
-    asked = {
-        f"sampled +{entry.sampled_gain}": entry.sampled_gain is None or gain >= entry.sampled_gain,
-        f"sampled +{entry.most_sampled_gain} at most": entry.most_sampled_gain is None
-        or gain <= entry.most_sampled_gain,
-        f"pairs {entry.pairs}": entry.pairs is None or (pairs and pairs[-1] > entry.pairs),
-        "greedy kept": not entry.keeps_greedy or summary[after]["greedy"] >= summary[before]["greedy"],
-        "ratio moves": not entry.ratio_moves or (summary["clipped"] or 0) > 0,
-        "no warnings": entry.most_sampled_gain is not None or solved or not summary["warnings"],
-    }
+    sampled = [summary[before]["sampled"], summary[after]["sampled"]]
+    greedy = [summary[before]["greedy"], summary[after]["greedy"]]
+    pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
+    gain = sampled[1] - sampled[0]
+    is_control = entry.most_sampled_gain is not None
+    missed = []
+    if entry.sampled_gain is not None and gain < entry.sampled_gain:
+        missed.append(f"sampled +{entry.sampled_gain}")
+    if is_control and gain > entry.most_sampled_gain:
+        missed.append(f"sampled +{entry.most_sampled_gain} at most")
+    if entry.pairs is not None and not (pairs and pairs[-1] > entry.pairs):
+        missed.append(f"pairs {entry.pairs}")
+    if entry.keeps_greedy and greedy[1] < greedy[0]:
+        missed.append("greedy kept")
+    if entry.ratio_moves and not summary["clipped"]:
+        missed.append("ratio moves")
+    solved = sampled[1] > 0.95  # a run then says that all rewards are 1
+    if summary["warnings"] and not is_control and not solved:
+        missed.append("no warnings")
     return {
         "name": entry.name,
-        "sampled": [summary[before]["sampled"], summary[after]["sampled"]],
-        "greedy": [summary[before]["greedy"], summary[after]["greedy"]],
+        "sampled": sampled,
+        "greedy": greedy,
         "pairs": pairs[-1] if pairs else None,
         "clipped": summary["clipped"],
         "cpu_seconds": summary["cpu_seconds"],
         "warnings": summary["warnings"],
-        "missed": [name for name, reached in asked.items() if not reached],
+        "missed": missed,
     }
 
 
 def show(row: dict) -> str:
     """A line of the table."""
-    sampled, greedy = (f"{row[key][0]:.3f} -> {row[key][1]:.3f}" for key in ("sampled", "greedy"))
-    pairs, clipped = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("pairs", "clipped"))
-    reached = "no: " + ", ".join(row["missed"]) if row["missed"] else "yes"
-    said = "; ".join(f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]) or "none"
-    cells = (row["name"], row["seed"], sampled, greedy, pairs, clipped, f"{row['cpu_seconds']:.0f}", said, reached)
-    return "| " + " | ".join(map(str, cells)) + " |"
+    warnings = [f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]]
+    cells = [
+        row["name"],
+        str(row["seed"]),
+        *(f"{row[name][0]:.3f} -> {row[name][1]:.3f}" for name in ("sampled", "greedy")),
+        *("" if row[name] is None else f"{row[name]:.3f}" for name in ("pairs", "clipped")),
+        f"{row['cpu_seconds']:.0f}",
+        "; ".join(warnings) or "none",
+        "no: " + ", ".join(row["missed"]) if row["missed"] else "yes",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = "| run | seed | sampled | greedy | pairs | clipped | CPU s | warnings | reached |\n" + "|---" * 9 + "|"
 
 
 def main():
@@ -187,24 +225,34 @@ def main():
     parser.add_argument("--json", help="write the numbers to this file as they come")
     parser.add_argument("overrides", nargs="*", help="fields of the recipes, after --: -- --grpo.max_steps=10")
     arguments = parser.parse_args()
-    entries = [entry for entry in PLAN + LONG if entry.name in (arguments.only or [known.name for known in PLAN])]
-    plan = list(product(entries, arguments.seeds))
+    entries = PLAN
+    if arguments.only:
+        entries = [entry for entry in PLAN + LONG if entry.name in arguments.only]
+    runs = list(product(entries, arguments.seeds))
     rows = []
-    print(
-        "| run | seed | sampled | greedy | pairs | clipped | CPU s | warnings | reached |\n" + "|---" * 9 + "|",
-        flush=True,
-    )
+    print(HEAD, flush=True)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        summaries = pool.map(lambda job: run(*job, arguments.threads, arguments.overrides), plan)
-        for (entry, seed), summary in zip(plan, summaries, strict=True):
+        summaries = pool.map(lambda job: run(*job, arguments.threads, arguments.overrides), runs)
+        for (entry, seed), summary in zip(runs, summaries, strict=True):
             rows.append(judge(entry, summary) | {"seed": seed})
             print(show(rows[-1]), flush=True)
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps({"runs": rows}, indent=2) + "\n")
             if not arguments.overrides and not (entry.before and entry.overrides):
-                of = {"recipe": entry.recipe, "overrides": entry.overrides, "seed": seed, "threads": arguments.threads}
-                of |= {"environment": expect.environment(), "results": expect.results(summary)}
-                expect.add_run(ROOT / RECIPES / expect.FILE, of)
+                record(entry, seed, arguments.threads, summary)
+
+
+def record(entry: Entry, seed: int, threads: int, summary: dict):
+    """Add a run to recipes/expected.json."""
+    line = {
+        "recipe": entry.recipe,
+        "overrides": entry.overrides,
+        "seed": seed,
+        "threads": threads,
+        "environment": expect.environment(),
+        "results": expect.results(summary),
+    }
+    expect.add_run(ROOT / RECIPES / expect.FILE, line)
 
 
 if __name__ == "__main__":
