@@ -129,57 +129,62 @@ class Result:
 
 def train_once(name: str, seed: int, folder: Path):
     """Train one arm, from its start's checkpoint, and answer held-out pictures: folder/result.json."""
-    from dataclasses import replace  # torch takes seconds, and the page needs none
-
-    from minivlmrl import train
-    from minivlmrl.environments.tool_sampler import build_sampler
-    from minivlmrl.reward_functions.names import get_reward
+    from minivlmrl import train  # torch takes seconds, and the page needs none
     from minivlmrl.run.config import load_config
-    from minivlmrl.run.evaluate import draw
-    from minivlmrl.tasks.shapes import Shapes
 
     arm = ARMS[name]
-    kept = {}
     options = ["--stages=[sft]"]
     if arm.start:
         checkpoint = run(arm.start, seed)[1] / "checkpoint"
         options = ["--stages=[grpo]", f"--model.path={checkpoint}", "--model.config=null"]
-    options += [
-        "--resume=never",
-        *arm.options,
-        f"--seed={seed}",
-        f"--output_dir={folder}",
-        "--num_threads=1",
-        "--data.eval_rows=16",
-    ]
+    run_options = ["--resume=never", f"--seed={seed}", f"--output_dir={folder}", "--num_threads=1"]
+    options += [*arm.options, *run_options, "--data.eval_rows=16"]
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
     change = arm.change and arm.change()
+    algorithms = []
 
     def see(algorithm, optimizer, step, number, batches):
-        kept["algorithm"] = algorithm
+        algorithms[:] = [algorithm]
         if change:
             change(algorithm, step, number)
 
     train.start(config, see)
-    policy, processor, world = (getattr(kept["algorithm"], name) for name in ("policy", "processor", "world"))
-    sampling = replace(config.sampling, temperature=1.0)
-    pictures = Shapes(PICTURES, "claims")
-    said = []
-    for first in range(0, PICTURES, 16):
-        rows = [replace(pictures[i], key=f"claims/{i}", index=i) for i in range(first, first + 16)]
-        said.append(draw(build_sampler(policy, processor, sampling, world), rows, DRAWN, [get_reward("accuracy")]))
-    right = [int(of.sum()) for earned, _ in said for of in earned.view(-1, DRAWN)]
-    lengths = [len(one.ids) for _, groups in said for group in groups for one in group]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curves = {name: [line[name] for line in lines if name in line] for name in ("entropy", "reward")}
+    right, unseen, lengths = answer_pictures(algorithms[0], config)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     times = os.times()
-    write(folder / "result.json", {
+    result = {
         "right": right,
-        "unseen": [parts.is_unseen(pictures[i]) for i in range(PICTURES)],
-        **{name: tenths(values) for name, values in curves.items()},
+        "unseen": unseen,
+        "entropy": tenths([line["entropy"] for line in metrics if "entropy" in line]),
+        "reward": tenths([line["reward"] for line in metrics if "reward" in line]),
         "length": round(statistics.mean(lengths), 2),
         "cpu_seconds": round(times.user + times.system),
-    })  # fmt: skip
+    }
+    (folder / "result.part").write_text(json.dumps(result) + "\n")
+    (folder / "result.part").rename(folder / "result.json")
+
+
+def answer_pictures(algorithm, config) -> tuple[list[int], list[bool], list[int]]:
+    """Of each held-out picture the number of right answers and whether it is unseen; of each answer its tokens."""
+    from dataclasses import replace
+
+    from minivlmrl.environments.tool_sampler import build_sampler
+    from minivlmrl.reward_functions.names import get_reward
+    from minivlmrl.run.evaluate import draw
+    from minivlmrl.tasks.shapes import Shapes
+
+    sampling = replace(config.sampling, temperature=1.0)
+    pictures = Shapes(PICTURES, "claims")
+    right = []
+    lengths = []
+    for first in range(0, PICTURES, 16):
+        rows = [replace(pictures[i], key=f"claims/{i}", index=i) for i in range(first, first + 16)]
+        sample = build_sampler(algorithm.policy, algorithm.processor, sampling, algorithm.world)
+        earned, groups = draw(sample, rows, DRAWN, [get_reward("accuracy")])
+        right += [int(rewards.sum()) for rewards in earned.view(-1, DRAWN)]
+        for group in groups:
+            lengths += [len(completion.ids) for completion in group]
+    return right, [parts.is_unseen(pictures[i]) for i in range(PICTURES)], lengths
 
 
 def tenths(values: list[float]) -> list[float]:
@@ -187,11 +192,6 @@ def tenths(values: list[float]) -> list[float]:
     size = len(values) / 10
     ends = [round(i * size) for i in range(11)] if values else []
     return [round(statistics.mean(values[first:last]), 4) for first, last in pairwise(ends)]
-
-
-def write(path: Path, values):
-    path.with_suffix(".part").write_text(json.dumps(values) + "\n")
-    path.with_suffix(".part").rename(path)
 
 
 def run(name: str, seed: int, anew=False) -> tuple[dict, Path]:
@@ -211,41 +211,52 @@ def exact() -> dict[str, list[float]]:
     """Claims of formulas, without a run: of 20 random policies, and of groups of 8."""
     import torch
 
-    from docs import bias
-    from minivlmrl.advantages import group_advantages
-    from minivlmrl.objectives.policy_losses import FamilyLoss
-
     random = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
-    lengths = bias.MASK.sum(1)
     found = {"length": [], "length, luspo": []}
     for _ in range(20):
-        logits = torch.randn(bias.POLICY.shape, **random)
-        right = (torch.rand(len(bias.ALL), **random) < 0.3).double()
-
-        def length_of_wrong(logps, right=right):
-            chance = bias.chances(logps) * (1 - right)
-            return chance @ lengths / chance.sum()
-
-        growth = bias.gradient(length_of_wrong, logits)
-        slopes = {}
-        for loss in ("grpo", "dr_grpo", "luspo"):
-            step = -bias.gradient(bias.expected_policy_loss, logits, right, FamilyLoss(loss))
-            slopes[loss] = (growth @ step / step.norm()).item()
+        slopes = length_slopes(random)
         found["length"].append(slopes["grpo"] - slopes["dr_grpo"])
         found["length, luspo"].append(slopes["luspo"] - slopes["dr_grpo"])
-
-    def weight(p: float, scale: str, G=8) -> float:
-        """The expected gradient of a prompt that is solved with chance p, in multiples of the gradient of p."""
-        total = 0.0
-        for k in range(G + 1):
-            rewards = (torch.arange(G) < k).double()
-            share = group_advantages(rewards, G, scale) * (rewards / p - (1 - rewards) / (1 - p))
-            total += math.comb(G, k) * p**k * (1 - p) ** (G - k) * share.mean().item()
-        return total
-
-    for name, scale in (("std", "group"), ("std, none", "none")):
-        found[name] = [weight(0.05, scale) / weight(0.5, scale) - 1]
+    found["std"] = [expected_weight(0.05, "group") / expected_weight(0.5, "group") - 1]
+    found["std, none"] = [expected_weight(0.05, "none") / expected_weight(0.5, "none") - 1]
     return found
+
+
+def length_slopes(random: dict) -> dict[str, float]:
+    """By loss: how fast a step of it makes wrong answers longer, for a random policy and random right answers."""
+    import torch
+
+    from docs import bias
+    from minivlmrl.objectives.policy_losses import FamilyLoss
+
+    lengths = bias.MASK.sum(1)
+    logits = torch.randn(bias.POLICY.shape, **random)
+    right = (torch.rand(len(bias.ALL), **random) < 0.3).double()
+
+    def length_of_wrong(logps):
+        chance = bias.chances(logps) * (1 - right)
+        return chance @ lengths / chance.sum()
+
+    growth = bias.gradient(length_of_wrong, logits)
+    slopes = {}
+    for loss in ("grpo", "dr_grpo", "luspo"):
+        step = -bias.gradient(bias.expected_policy_loss, logits, right, FamilyLoss(loss))
+        slopes[loss] = (growth @ step / step.norm()).item()
+    return slopes
+
+
+def expected_weight(p: float, scale: str, G: int = 8) -> float:
+    """The expected gradient of a prompt that is solved with chance p, in multiples of the gradient of p."""
+    import torch
+
+    from minivlmrl.advantages import group_advantages
+
+    total = 0.0
+    for k in range(G + 1):
+        rewards = (torch.arange(G) < k).double()
+        share = group_advantages(rewards, G, scale) * (rewards / p - (1 - rewards) / (1 - p))
+        total += math.comb(G, k) * p**k * (1 - p) ** (G - k) * share.mean().item()
+    return total
 
 
 def wanted(title: str | None, seeds: int, found: dict) -> list[tuple[str, int]]:
@@ -266,27 +277,33 @@ def main() -> int | None:
     parser.add_argument("--again", nargs=2, metavar=("ARM", "SEED"), help="make one run of the file again and compare")
     parser.add_argument("--page", action="store_true", help="make no runs")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    o = parser.parse_args()
-    if o.one:
-        return train_once(o.one[0], int(o.one[1]), Path(o.one[2]))
+    options = parser.parse_args()
+    if options.one:
+        name, seed, folder = options.one
+        return train_once(name, int(seed), Path(folder))
     found = json.loads(FILE.read_text()) if FILE.exists() else {"runs": {}}
-    if o.again:
-        return again(o.again[0], o.again[1], found)
-    todo = [] if o.page else wanted(o.claim, o.seeds, found)
-    with ThreadPoolExecutor(o.jobs) as pool:
-        for (name, seed), (result, _) in zip(todo, pool.map(lambda job: run(*job), todo), strict=True):
-            found["runs"].setdefault(name, {})[str(seed)] = result
-            FILE.write_text(as_lines(found))
-            right = sum(result["right"]) / PICTURES / DRAWN
-            print(f"{name}, seed {seed}: {right:.3f} right, {result['cpu_seconds']} CPU s", flush=True)
-    if todo:  # what made the runs that are kept stays
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        found |= {"exact": exact(), "machine": machine(), "commit": commit.stdout.strip()}
-        FILE.write_text(as_lines(found))
+    if options.again:
+        return again(*options.again, found)
+    if not options.page:
+        make_runs(wanted(options.claim, options.seeds, found), options.jobs, found)
     from docs import claims  # it imports this file
 
     claims.main()
     return 0
+
+
+def make_runs(jobs: list[tuple[str, int]], at_a_time: int, found: dict):
+    """Add runs to what was found and to the file."""
+    with ThreadPoolExecutor(at_a_time) as pool:
+        for (name, seed), (result, _) in zip(jobs, pool.map(lambda job: run(*job), jobs), strict=True):
+            found["runs"].setdefault(name, {})[str(seed)] = result
+            FILE.write_text(as_lines(found))
+            right = sum(result["right"]) / PICTURES / DRAWN
+            print(f"{name}, seed {seed}: {right:.3f} right, {result['cpu_seconds']} CPU s", flush=True)
+    if jobs:  # what made the runs that are kept stays
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        found.update(exact=exact(), machine=machine(), commit=commit.stdout.strip())
+        FILE.write_text(as_lines(found))
 
 
 def again(name: str, seed: str, found: dict) -> int:
@@ -308,12 +325,10 @@ def machine() -> str:
 
 def as_lines(found: dict) -> str:
     """JSON with a line for each run."""
-    arms = [
-        f" {json.dumps(name)}: {{\n"
-        + ",\n".join(f"  {json.dumps(seed)}: {json.dumps(of[seed])}" for seed in sorted(of, key=int))
-        + "\n }"
-        for name, of in sorted(found["runs"].items())
-    ]
+    arms = []
+    for name, results in sorted(found["runs"].items()):
+        lines = [f"  {json.dumps(seed)}: {json.dumps(results[seed])}" for seed in sorted(results, key=int)]
+        arms.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
     about = "".join(f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in found.items() if name != "runs")
     return "{" + about + '"runs": {\n' + ",\n".join(arms) + "\n}}\n"
 
