@@ -42,8 +42,11 @@ class Seen(Chosen):
         super().__init__(rows, range(size))
 
     def __getitem__(self, index: int) -> Row:
-        found = (self.rows[64 * self.numbers[index] + i] for i in range(64))
-        return next(row for row in found if not is_unseen(row))
+        for i in range(64):
+            row = self.rows[64 * self.numbers[index] + i]
+            if not is_unseen(row):
+                return row
+        raise ValueError(f"row {index}: all 64 rows are unseen combinations")
 
 
 def is_unseen(row: Row) -> bool:
@@ -75,21 +78,21 @@ def vote(answer_texts: list, row_names: list, completion_ids: list, winner="most
     No solution is read. The first of equally frequent ones wins; completions without an answer earn 0.
     """
     rng = random.Random(repr(completion_ids))
-    earned = []
+    rewards = []
     for _, group in groupby(range(len(row_names)), key=lambda i: row_names[i]):
-        given = [None if answer_texts[i] is None else normalize(answer_texts[i]) for i in group]
-        said = [answer for answer in given if answer] or [None]
-        chosen = Counter(said).most_common(1)[0][0] if winner == "most" else rng.choice(said)
-        earned += [float(answer is not None and answer == chosen) for answer in given]
-    return earned
+        answers = [None if answer_texts[i] is None else normalize(answer_texts[i]) for i in group]
+        votes = [answer for answer in answers if answer] or [None]
+        chosen = Counter(votes).most_common(1)[0][0] if winner == "most" else rng.choice(votes)
+        rewards += [float(answer is not None and answer == chosen) for answer in answers]
+    return rewards
 
 
-def sign(of: int) -> Callable:
+def sign(kept_sign: int) -> Callable:
     """Learn from what is better than its group alone (1), or from what is worse (-1)."""
 
     def change(algorithm, step, number):
         for batch in step.micro_batches:
-            batch.advantages = batch.advantages * (batch.advantages.sign() == of)
+            batch.advantages = batch.advantages * (batch.advantages.sign() == kept_sign)
 
     return change
 
@@ -105,8 +108,8 @@ def some_tokens(share: float) -> Callable:
     return change
 
 
-def late(k: int, corrected: bool) -> Callable:
-    """Train on each rollout k steps after it was drawn, and on nothing in the first k steps.
+def late(delay: int, corrected: bool) -> Callable:
+    """Train on each rollout `delay` steps after it was drawn, and on nothing before.
 
     corrected: with the ratio to the policy that drew, clipped; otherwise as if today's policy had drawn.
     """
@@ -114,14 +117,15 @@ def late(k: int, corrected: bool) -> Callable:
 
     def change(algorithm, step, number):
         waiting.append(step.micro_batches)
-        if number < k:  # its gradient is 0; these steps are spent, warmup too
+        if number < delay:  # its gradient is 0; these steps are spent, warmup too
             step.micro_batches = [copy.copy(batch) for batch in step.micro_batches]
             for batch in step.micro_batches:
                 batch.advantages = torch.zeros_like(batch.advantages)
             return
         step.micro_batches = waiting.popleft()
-        for batch in step.micro_batches if corrected else ():
-            batch.old_per_token_logps = batch.sampler_logps
+        if corrected:
+            for batch in step.micro_batches:
+                batch.old_per_token_logps = batch.sampler_logps
 
     return change
 

@@ -23,20 +23,27 @@ from minivlmrl.tools.process import run_rank
 
 FILE = "expected.json"
 # fields of a recipe that change no number of the summary; seed and threads are columns of the file
-FREE = ("seed", "num_threads", "output_dir", "resume", "state_minutes", "state_steps")
-FREE += ("log_completions", "keep_best", "report_to", "check_memory", "timeout")
-FREE += ("eval_steps", "save_steps")
+FREE = {
+    "seed", "num_threads", "output_dir", "resume", "state_minutes", "state_steps", "log_completions", "keep_best",
+    "report_to", "check_memory", "timeout", "eval_steps", "save_steps",
+}  # fmt: skip
 
 
 def main(arguments: list[str]):
     """Be one rank of a run that ends with the comparison, which the first rank prints; ends the process."""
     arguments = [argument for argument in arguments if argument != "--expect"]
     try:
-        known = find(arguments)
+        config, runs = find(arguments)
     except ValueError as error:
         sys.exit(str(error))
-    first = int(os.environ.get("RANK", 0)) == 0
-    run_rank(lambda words: train.main(words) or (report(*known) if first else 0), arguments)
+
+    def train_and_report(words: list[str]) -> int:
+        code = train.main(words)
+        if code == 0 and int(os.environ.get("RANK", 0)) == 0:
+            code = report(config, runs)
+        return code
+
+    run_rank(train_and_report, arguments)
 
 
 def environment() -> str:
@@ -67,14 +74,16 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
     Raises:
         ValueError: it has none.
     """
-    recipe = arguments[0] if arguments and not arguments[0].startswith("--") else recipes_folder() / "shapes.yaml"
+    recipe = recipes_folder() / "shapes.yaml"
+    if arguments and not arguments[0].startswith("--"):
+        recipe = arguments[0]
     config = load_config(recipe, [word for word in arguments if word.startswith("--")])
     path = path or recipes_folder() / FILE
-    runs = [
-        run
-        for run in json.loads(path.read_text())
-        if essence(load_config(recipes_folder() / run["recipe"], run["overrides"])) == essence(config)
-    ]
+    runs = []
+    for run in json.loads(path.read_text()):
+        run_config = load_config(recipes_folder() / run["recipe"], run["overrides"])
+        if essence(run_config) == essence(config):
+            runs.append(run)
     if not runs:
         raise ValueError(f"--expect: {path} has no run of this recipe with these options; leave --expect out")
     return config, runs
@@ -98,28 +107,32 @@ def report(config: RunConfig, runs: list[dict]) -> int:
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
     """Print each number after the last stage and where it lies; returns whether one is outside its band."""
     stage = list(runs[0]["results"])[-1]
-    positions = []
+    some_outside = False
     for name, got in found[stage].items():
         values = [run["results"][stage][name] for run in runs]
         share = sum(values) / len(values)
         error = 2 * math.sqrt(share * (1 - share) / rows)
         low = max(0.0, min(values) - error)
         high = min(1.0, max(values) + error)
-        positions.append("below" if got < low else "above" if got > high else "inside")
-        print(
-            f"expect: {stage} {name} {got:.3f} is {positions[-1]} the band {low:.3f} to {high:.3f} of {len(runs)} runs"
-        )
-    return set(positions) != {"inside"}
+        position = "inside"
+        if got < low:
+            position = "below"
+        if got > high:
+            position = "above"
+        some_outside = some_outside or position != "inside"
+        print(f"expect: {stage} {name} {got:.3f} is {position} the band {low:.3f} to {high:.3f} of {len(runs)} runs")
+    return some_outside
 
 
 def print_differences(found: dict, expected: dict) -> int:
     """Print each number that is not the one of this machine's own line; returns 1 if there is one, else 0."""
-    off = 0
+    code = 0
     for stage, values in expected.items():
         for name, value in values.items():
-            if (got := found[stage][name]) != value:
+            got = found[stage][name]
+            if got != value:
                 print(f"expect: {stage} {name} is {got:.4f}, recorded here {value:.4f}: off by {got - value:+.4f}")
-                off = 1
-    if not off:
+                code = 1
+    if code == 0:
         print("expect: as recorded on this machine, every number to the last bit")
-    return off
+    return code

@@ -35,33 +35,32 @@ def main():
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--json", type=Path, help="write the numbers here")
-    o = parser.parse_args()
-    if CARD.type == "cpu" and not o.toy:
+    options = parser.parse_args()
+    if CARD.type == "cpu" and not options.toy:
         sys.exit("no GPU here: --toy runs everything at toy size")
     with tempfile.TemporaryDirectory() as folder:
-        numbers = measure(o.toy, o.steps, Path(folder))
+        numbers = measure(options.toy, options.steps, Path(folder))
     print(", ".join(f"{name} {x:.3f}" for name, x in numbers.items() if isinstance(x, float)))
     print("predicted: " + ", ".join(f"{name} {x:.3f} s" for name, x in numbers["predicted_seconds"].items()))
-    if o.json:
-        o.json.write_text(json.dumps(numbers | {"card": card(), "versions": versions()}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(numbers | {"card": card(), "versions": versions()}, indent=1) + "\n")
 
 
 def measure(toy: bool, steps: int, folder: Path) -> dict:
     """Seconds of each step and their median, and on a GPU the peak memory."""
-    pixels, prompts, new_tokens = (56, 2, 4) if toy else (896, 8, 256)
+    (pixels, prompts, new_tokens) = (56, 2, 4) if toy else (896, 8, 256)
     dtype = torch.float32 if toy else torch.bfloat16
     rows = make_rows(pixels, prompts)
     (folder / "config.json").write_text(json.dumps(HUB["toy"]))
     small, processor = random_model(folder / "config.json", shapes.tokenizer(), seed=0)  # for its tokenizer's ids
     control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
     config = ModelConfig.from_dict(HUB["toy" if toy else "3b"] | control)
-    ours = build(config, dtype)
-    options = {"beta": 0.0, "learning_rate": 1e-6}
+    model = build(config, dtype)
     if CARD.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = our_side(ours, processor, rows, new_tokens, micro_batch_size=1, **options)
-    spent = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
-    numbers = {"seconds": statistics.median(spent[WARMUP:]), "all_seconds": spent}
+    trainer = our_side(model, processor, rows, new_tokens, micro_batch_size=1, beta=0.0, learning_rate=1e-6)
+    seconds = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
+    numbers = {"seconds": statistics.median(seconds[WARMUP:]), "all_seconds": seconds}
     if CARD.type == "cuda":
         numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     run = trainer.algorithm.run

@@ -36,15 +36,18 @@ def main():
         "rollout of 8": partial(rollout, 8),
     }
     on_card = CARD.type == "cuda"
+    activities = [ProfilerActivity.CPU]
+    column = "self_cpu_time_total"
+    if on_card:
+        activities.append(ProfilerActivity.CUDA)
+        column = "self_device_time_total"
     for name, call in phases.items():
-        for _ in range(1 + on_card):
+        for _ in range(2 if on_card else 1):
             call()
-        with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_card) as profiler:
+        with profile(activities=activities) as profiler:
             call()
-        by = "self_device_time_total" if on_card else "self_cpu_time_total"
-        print(
-            f"\n{name}\n{profiler.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60)}", flush=True
-        )
+        table = profiler.key_averages().table(sort_by=column, row_limit=20, max_name_column_width=60)
+        print(f"\n{name}\n{table}", flush=True)
 
 
 if __name__ == "__main__":

@@ -124,13 +124,19 @@ def main():
     print(f"{'prompt tokens':>13} {'prompts':>8} {'ours ms':>8} {'TRL ms':>8} {'ratio':>6} {'max |dlogp|':>12}")
     cases = []
     for size, prompts in CASES:
-        cases.append(case := measure(size, prompts, options.steps))
+        case = measure(size, prompts, options.steps)
+        cases.append(case)
         numbers = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
         print(f"{case['prompt_tokens']:13} {prompts:8} {numbers}", flush=True)
     if options.json:
-        about = {"versions": versions, "threads": options.threads, "steps": options.steps}
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        options.json.write_text(json.dumps({"cases": cases, **about, "date": date}, indent=2) + "\n")
+        found = {
+            "cases": cases,
+            "versions": versions,
+            "threads": options.threads,
+            "steps": options.steps,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        }
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:
@@ -140,20 +146,25 @@ def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens
     rows = make_rows(size, prompts)
     model, processor = random_model(config, shapes.tokenizer(), seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder) / "model", model, processor)
-        turns = take_turns(our_side(model, processor, rows, new_tokens))
         path = Path(folder) / "model"
+        save_model(path, model, processor)
+        turns = take_turns(our_side(model, processor, rows, new_tokens))
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
         trainer = trl_side(theirs, path, rows, warmup + steps, turns, new_tokens)
         trainer.remove_callback(transformers.PrinterCallback)
         prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
         trainer.train()
-    ours, theirs = (statistics.median(s[warmup:]) * 1e3 for s in (turns.our_seconds, turns.trl_seconds))
+    our_ms = statistics.median(turns.our_seconds[warmup:]) * 1e3
+    trl_ms = statistics.median(turns.trl_seconds[warmup:]) * 1e3
     return {
-        "image_pixels": size, "prompt_tokens": prompt_tokens, "prompts": prompts,
-        "ours_ms": round(ours, 1), "trl_ms": round(theirs, 1), "ratio": round(theirs / ours, 2),
+        "image_pixels": size,
+        "prompt_tokens": prompt_tokens,
+        "prompts": prompts,
+        "ours_ms": round(our_ms, 1),
+        "trl_ms": round(trl_ms, 1),
+        "ratio": round(trl_ms / our_ms, 2),
         "logps_difference": difference,
-    }  # fmt: skip
+    }
 
 
 def make_rows(size: int, count: int) -> list[Row]:
@@ -169,38 +180,56 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section) -> Ours:
     """Options of the recipe's section grpo may be given."""
-    common = {"prompts_per_step": len(rows), "micro_batch_size": len(rows), "lr_scheduler_type": "constant"}
-    grpo = GRPOSection(**common | COMMON | section)
-    rewards = {f"{__name__}:distinct_characters": 1.0}
-    run = RunConfig(sampling=SamplingOptions(max_new_tokens=new_tokens), rewards=rewards, grpo=grpo)
+    options = {
+        "prompts_per_step": len(rows),
+        "micro_batch_size": len(rows),
+        "lr_scheduler_type": "constant",
+        **COMMON,
+        **section,
+    }
+    run = RunConfig(
+        sampling=SamplingOptions(max_new_tokens=new_tokens),
+        rewards={f"{__name__}:distinct_characters": 1.0},
+        grpo=GRPOSection(**options),
+    )
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
     return Ours(GRPOStage(run, model, endless, World(device=model.lm_head.weight.device)), rows)
 
 
-def trl_side(
-    model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens=NEW_TOKENS,
-    **options,
-):  # fmt: skip
-    """Options of GRPOConfig may be given; tokenizer and image settings are in the folder."""
+def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int):
+    """TRL's trainer; tokenizer and image settings are in the folder."""
     import datasets
     import trl
 
-    batch = {"per_device_train_batch_size": len(rows) * NUM_GENERATIONS, "bf16": False, "gradient_checkpointing": False}
     config = trl.GRPOConfig(
-        output_dir=str(folder), max_steps=steps, use_cpu=model.device.type == "cpu", lr_scheduler_type="constant",
-        max_completion_length=new_tokens, generation_kwargs={"min_new_tokens": new_tokens},
-        logging_steps=steps + 1, report_to="none", save_strategy="no", disable_tqdm=True,
-        **batch | COMMON | options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=steps,
+        use_cpu=model.device.type == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=len(rows) * NUM_GENERATIONS,
+        max_completion_length=new_tokens,
+        generation_kwargs={"min_new_tokens": new_tokens},
+        logging_steps=steps + 1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **COMMON,
+    )
     chats = [{"prompt": [{"role": "user", "content": QUESTION}], "image": row.images[0]} for row in rows]
 
     def judge(completions, **columns):
         return distinct_characters([message["content"] for (message,) in completions])
 
     return trl.GRPOTrainer(
-        model, judge, config, train_dataset=datasets.Dataset.from_list(chats),
-        processing_class=trl_processor(folder), callbacks=[callback],
-    )  # fmt: skip
+        model,
+        judge,
+        config,
+        train_dataset=datasets.Dataset.from_list(chats),
+        processing_class=trl_processor(folder),
+        callbacks=[callback],
+    )
 
 
 def trl_processor(folder: Path):
@@ -247,20 +276,25 @@ def assert_agreement(model: Qwen2_5_VL, processor: Processor, trainer, rows: lis
 
 def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """TRL's log-probabilities (n, C) of n completions (n, C), and the ids and pixels that its processor made."""
-    user = [[{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}] for row in rows]
-    chats = [[{"role": "user", "content": content}] for content in user for _ in range(NUM_GENERATIONS)]
+    chats = []
+    for row in rows:
+        content = [{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}]
+        chats += [[{"role": "user", "content": content}]] * NUM_GENERATIONS
     inputs = trainer.processing_class.apply_chat_template(
         chats, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
     )
-    prompt_ids = inputs["input_ids"]
-    of_text = torch.zeros_like(completions)
+    ones = torch.ones_like(completions)
     logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model, torch.cat([prompt_ids, completions], dim=1),
-        torch.cat([inputs["attention_mask"], of_text + 1], dim=1), completions.shape[1],
-        pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"], num_images=[1] * len(chats),
-        mm_token_type_ids=torch.cat([inputs["mm_token_type_ids"], of_text], dim=1),
-    )  # fmt: skip
-    return logps, prompt_ids, inputs["pixel_values"]
+        trainer.model,
+        torch.cat([inputs["input_ids"], completions], dim=1),
+        torch.cat([inputs["attention_mask"], ones], dim=1),
+        completions.shape[1],
+        pixel_values=inputs["pixel_values"],
+        image_grid_thw=inputs["image_grid_thw"],
+        num_images=[1] * len(chats),
+        mm_token_type_ids=torch.cat([inputs["mm_token_type_ids"], 0 * ones], dim=1),
+    )
+    return logps, inputs["input_ids"], inputs["pixel_values"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Seconds of 5 rollouts, 8 prompts x 8 completions of 64 tokens, here and by vLLM: python benchmarks/vllm_speed.py"""
 
 import timeit
+from functools import partial
 from importlib.util import find_spec
 
 from minivlmrl.algorithms.grpo_stage import VLLM, build_sampler
@@ -14,6 +15,11 @@ world = World(device=find_device())
 model, processor = random_model("recipes/shapes_model.json", shapes.tokenizer(), 0)
 (model.bfloat16() if world.device.type == "cuda" else model).to(world.device)
 prompts = [shapes.Shapes(8, "speed")[i].prompt(processor) for i in range(8)]
-for build in (build_sampler, load_name(VLLM)) if find_spec("vllm") else (build_sampler,):
-    sample = build(model, processor, SamplingOptions(max_new_tokens=64, stop_token_ids=[]), world)
-    print(build.__name__, timeit.repeat(lambda sample=sample: sample(prompts, 8, "abcdefgh"), number=1, repeat=5))
+builders = [build_sampler]
+if find_spec("vllm"):
+    builders.append(load_name(VLLM))
+options = SamplingOptions(max_new_tokens=64, stop_token_ids=[])
+for build in builders:
+    sample = build(model, processor, options, world)
+    seconds = timeit.repeat(partial(sample, prompts, 8, "abcdefgh"), number=1, repeat=5)
+    print(build.__name__, seconds)
