@@ -125,12 +125,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config, index: int):
         super().__init__()
         self.input_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
-        self.add_attention(config, index)
+        if self.attention_type:
+            self.self_attn = self.attention_type(config, index)
         self.post_attention_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.mlp = self.mlp_type(config.hidden_size, config.intermediate_size, bias=False)
-
-    def add_attention(self, config, index: int):
-        self.self_attn = self.attention_type(config, index)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """Let tokens x (N, hidden_size) see each other: (N, hidden_size), not yet added to x."""

@@ -10,7 +10,7 @@ import pytest
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix
-from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.config import load_config
 from minivlmrl.tools import check
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -52,12 +52,12 @@ def test_turned_photographs_are_fine_if_a_box_fits_no_other_way(tmp_path, monkey
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():
-    config = RunConfig(rewards={"format": 1.0, "box_format": 0.5, "iou": 1.0})
+    rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer="tags")
     texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
-    [sentence] = check.unread_boxes(config, texts, processor)
+    [sentence] = check.unread_boxes(rewards, texts, processor)
     assert sentence.startswith(
         "1 of 4 answers, such as '{\"point_2d\": [1, 2]}', hold nothing that box_format reads; ask"
     )
-    assert not list(check.unread_boxes(config, [*texts, "1 2 3 4", "no answer"], processor))
-    assert not list(check.unread_boxes(RunConfig(rewards={"accuracy": 1.0}), texts, processor))
+    assert not list(check.unread_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
+    assert not list(check.unread_boxes([SimpleNamespace(name="accuracy")], texts, processor))

@@ -43,6 +43,7 @@ class Layer(DecoderLayer):
     """A decoder layer that attends or has a recurrence, as config.layer_types says."""
 
     norm_type = CentredRMSNorm
+    attention_type = None  # added below, after the MLP: random weights are drawn in this order
 
     def __init__(self, config, index: int):
         super().__init__(config, index)
@@ -51,9 +52,6 @@ class Layer(DecoderLayer):
         else:  # keys are remembered of these layers alone
             key_index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, key_index)
-
-    def add_attention(self, config, index: int):
-        """Add none yet: random weights are drawn in the order of parameters, the MLP's first."""
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         if hasattr(self, "linear_attn"):

@@ -72,26 +72,27 @@ def check(config) -> Iterator[str]:
     yield from mistakes(config, datasets)
     if online:
         yield from check_sampling(config.sampling)
-    for stage in config.stages:
-        yield from check_training(config, stage, model, len(datasets[stage]))
     for stage, algorithm in stages.items():
         rows = spread(datasets[stage])
+        yield from check_training(config, stage, model, len(datasets[stage]))
         yield from check_files(datasets[stage], algorithm.answers)
         yield from check_rows(rows, processor)
         yield from check_answers(config, algorithm.answers, rows, processor)
+    rewards, weights = online_rewards(config)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
-        yield from check_demonstrations(config, spread(rows_of["demonstrations"]), processor)
+        yield from check_demonstrations(rewards, spread(rows_of["demonstrations"]), processor)
     if "prompts" in rows_of:
         rows = spread(rows_of["prompts"])
         rows = [replace(row, key=f"check/{index}") for index, row in enumerate(rows)]
         yield from check_held_out(spread(datasets.get("eval", ())), rows)
-        yield from check_rewards(config, rows, processor)
+        if (weights > 0).any():
+            yield from check_rewards(rewards, weights, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
             gather_weights = config.rollout.gather_weights
             sample = build_sampler(model, processor, config.sampling, world, gather_weights)
             num_generations = getattr(config, online[0]).num_generations
-            yield from check_rollouts(config, sample, rows, num_generations)
+            yield from check_rollouts(sample, rows, num_generations, rewards, weights)
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
     ranks.shutdown()
@@ -276,11 +277,13 @@ def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> I
         yield f"every label is {labels.pop()}: kto needs good and bad answers; or take sft"
 
 
-def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+def check_demonstrations(
+    rewards: list[Reward], rows: Sequence[Row], processor: Processor
+) -> Iterator[str]:
     """Demonstrations must earn the rewards that a later stage gives."""
     texts = [text_of(as_turns(row.completion)[-1]) for row in rows]
     has_tags = any("<answer>" in text for text in texts)
-    for reward in online_rewards(config):
+    for reward in rewards:
         if not reward.columns <= rows[0].columns.keys():
             continue
         mean = earned([reward], rows, texts, processor).nanmean().item()
@@ -292,13 +295,15 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
                 f"demonstrations earn {mean:.2f} of reward {reward.name}: "
                 f"sft would teach what is not rewarded; {advice}"
             )
-    yield from unread_boxes(config, texts, processor)
+    yield from unread_boxes(rewards, texts, processor)
 
 
-def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator[str]:
+def unread_boxes(
+    rewards: list[Reward], texts: Sequence[str], processor: Processor
+) -> Iterator[str]:
     """Answers with boxes in a notation that no reward knows."""
     box_rewards = ("iou", "acc_0_5", "giou", "box_format")
-    names = [reward.name for reward in online_rewards(config) if reward.name in box_rewards]
+    names = [reward.name for reward in rewards if reward.name in box_rewards]
     unread = []
     for text in texts:
         answer = find_answer(text, processor.answer)
@@ -322,12 +327,10 @@ def check_held_out(held_out: Sequence[Row], trained: Sequence[Row]) -> Iterator[
         )
 
 
-def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+def check_rewards(
+    rewards: list[Reward], weights: Tensor, rows: Sequence[Row], processor: Processor
+) -> Iterator[str]:
     """What the rewards give for texts that need no picture."""
-    rewards = online_rewards(config)
-    weights = reward_weights(config, rewards)
-    if not (weights > 0).any():
-        return
     solutions = solutions_of(rows)
     texts = [as_rollout(find_answer(text) or text, processor) for text in solutions]
     right_values = earned(rewards, rows, texts, processor)
@@ -425,20 +428,22 @@ def check_hacks(reward: Reward, hack_means: dict[str, float]) -> Iterator[str]:
 
 
 def check_rollouts(
-    config, sample: RunSampler, rows: Sequence[Row], num_generations: int
+    sample: RunSampler,
+    rows: Sequence[Row],
+    num_generations: int,
+    rewards: list[Reward],
+    weights: Tensor,
 ) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
     processor = sample.processor
-    rewards = online_rewards(config)
     values, groups = draw(sample, rows, num_generations, rewards)
     completions = [completion for group in groups for completion in group]
     cut_share = sum(not completion.stopped for completion in completions) / len(completions)
     if cut_share > 0.3:
         yield (
             f"{cut_share:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
-            f"({config.sampling.max_new_tokens}); {LONGER}"
+            f"({sample.sampling.max_new_tokens}); {LONGER}"
         )
-    weights = reward_weights(config, rewards)
     totals = combine(values, weights)
     stds = group_std(totals.double(), num_generations)  # NaN for groups of one
     equal_share = (stds < 1e-8).double().mean().item()
@@ -454,12 +459,13 @@ def check_rollouts(
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
     texts = [processor.turn(completion) for completion in completions]
     yield from check_found(texts, processor.answer)
-    yield from unread_boxes(config, texts, processor)
+    yield from unread_boxes(rewards, texts, processor)
     if equal_share < 1 and any(row.images for row in rows):
         grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
         grey_values, _ = draw(sample, grey_rows, num_generations, rewards)
         yield from check_grey(totals, combine(grey_values, weights))
-    yield from check_labels(rewards, rows, groups, processor)
+    columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
+    yield from check_labels(rewards, columns, num_generations)
 
 
 def check_found(texts: Sequence[str], place: str) -> Iterator[str]:
@@ -485,19 +491,16 @@ def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
 
 
 def check_labels(
-    rewards: list[Reward], rows: Sequence[Row], groups: list, processor: Processor
+    rewards: list[Reward], columns: dict[str, list], num_generations: int
 ) -> Iterator[str]:
     """Completions that fit the solutions of other rows as well as their own."""
-    prompts = [row.prompt(processor) for row in rows]
     for reward in rewards:
         means = []
-        for shift in range(len(rows)):  # with what the row so many rows later says
-            swapped_rows = []
-            for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True):
-                true_columns = {column: other.columns.get(column) for column in reward.columns}
-                swapped_rows.append(replace(row, columns=row.columns | true_columns))
-            columns = recipe_columns(swapped_rows, prompts, groups, processor)
-            means.append(ask_rewards([reward], columns).nanmean())
+        for start in range(0, len(columns["completions"]), num_generations):
+            shifted = {
+                name: columns[name][start:] + columns[name][:start] for name in reward.columns
+            }
+            means.append(ask_rewards([reward], columns | shifted).nanmean())
         shifted_means = torch.tensor(means[1:])
         mean = shifted_means.mean()
         std = shifted_means.std()
@@ -535,11 +538,7 @@ def spread(rows: Sequence) -> list:
     return [rows[index] for index in sorted(row_indices)]
 
 
-def online_rewards(config) -> list[Reward]:
-    """The rewards that need no model of their own."""
-    return [reward for reward in config.training_rewards if reward.name != "reward_model"]
-
-
-def reward_weights(config, rewards: list[Reward]) -> Tensor:
-    """The weight of each reward, (K,)."""
-    return torch.tensor([config.rewards[reward.name] for reward in rewards])
+def online_rewards(config) -> tuple[list[Reward], Tensor]:
+    """The rewards that need no model of their own, and their weights (K,)."""
+    rewards = [reward for reward in config.training_rewards if reward.name != "reward_model"]
+    return rewards, torch.tensor([config.rewards[reward.name] for reward in rewards])
