@@ -21,7 +21,6 @@ from minivlmrl.algorithms import grpo_stage, sft
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.sampling import sample
 
-GITHUB = "https://github.com/"
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
 GRPO, SFT = grpo_stage.GRPOStage, sft.SFT
@@ -47,10 +46,14 @@ class InTRL:
 class Bug:
     """A mistake, and where it was made or what it contradicts."""
 
-    source: str
+    source: str  # a path on GitHub, another address, or an equation
     ours: Callable | None = None  # (put), which is setattr or monkeypatch.setattr
     options: list[str] = field(default_factory=list)  # of a run of ours that shows it
     trl: InTRL | None = None
+
+    def __post_init__(self):
+        if "/" in self.source and "://" not in self.source:
+            self.source = f"https://github.com/{self.source}"
 
 
 def around(owner, name: str, change: Callable) -> Callable:
@@ -289,46 +292,46 @@ ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in comp
 
 BUGS = {
     "std_with_n": Bug(
-        GITHUB + "unslothai/unsloth-zoo/pull/832",
+        "unslothai/unsloth-zoo/pull/832",
         around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
         trl=InTRL("advantages", "ddof 0", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
             x.std(dim, correction=0, keepdim=keepdim)))),
     ),
     "interleaved_groups": Bug(
-        GITHUB + "StarsfieldAI/R1-V/issues/67", around(grpo, "group_advantages", interleaved),
+        "StarsfieldAI/R1-V/issues/67", around(grpo, "group_advantages", interleaved),
     ),
     "grouped_by_text": Bug(  # all questions are equal, only the pictures differ
-        GITHUB + "NVIDIA-NeMo/RL/pull/3882",
+        "NVIDIA-NeMo/RL/pull/3882",
         around(grpo, "group_advantages", lambda function, r, G, scale: function(r, len(r), scale)),
     ),
     "pictures_of_others": Bug(
-        GITHUB + "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
+        "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
         trl=InTRL("logps", "a row sees the picture of", forward(rolled_pictures)),
     ),
     "no_picture_in_training": Bug(
-        GITHUB + "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_picture, prompts))),
+        "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_picture, prompts))),
     ),
     "no_picture_in_reference": Bug(
-        GITHUB + "unslothai/unsloth/pull/11031",
+        "unslothai/unsloth/pull/11031",
         around(Reference, "logps", lambda logps, self, group, T=1.0: logps(self, without_picture(group), T)),
         trl=InTRL("logps of reference", "picture ignored", forward(text_in_reference), {"beta": 0.1}),
     ),
     "rewards_see_other_rows": Bug(
-        GITHUB + "StarsfieldAI/R1-V/issues/146",
+        "StarsfieldAI/R1-V/issues/146",
         around(GRPO, "columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest)),
     ),
     "gradient_of_zero": Bug(
-        GITHUB + "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
+        "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d - d).exp()),
         trl=loss("gradient of the ratio is 0", "per_token_logps.detach() if old", "per_token_logps if old"),
     ),
     "divided_twice": Bug(
-        GITHUB + "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
+        "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
         loss("divided once more by the 2 micro-batches",
              SUM + " / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
     ),
     "not_divided": Bug(
-        GITHUB + "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
+        "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
         loss("not divided by the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
     ),
     "mean_of_means": Bug(  # of the tokens of each micro-batch, in our sft
@@ -338,97 +341,97 @@ BUGS = {
         loss("mean of means", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
     ),
     "dropped_gradients": Bug(
-        GITHUB + "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
+        "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
         InTRL("gradients", "only the last micro-batch", around(None, "training_step", drop), late=True),
     ),
     "clipped_before_accumulation": Bug(
-        GITHUB + "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
+        "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
         InTRL("gradients", "clipped before accumulation", own_gradients(clip_own), CLIPS, late=True),
     ),
     "never_clipped": Bug(
-        GITHUB + "NVIDIA/OpenSeq2Seq/pull/192",
+        "NVIDIA/OpenSeq2Seq/pull/192",
         around(torch.nn.utils, "clip_grad_norm_", lambda clip, parameters, _: clip(parameters, float("inf"))),
         trl=InTRL("clip", "not clipped", around(None, "_clip_grad_norm", norm_alone), CLIPS, late=True),
     ),
     "temperature_left_out": Bug(  # samples at 0.7, scores at 1
-        GITHUB + "huggingface/trl/pull/3029", sampled(temperature=0.7),
+        "huggingface/trl/pull/3029", sampled(temperature=0.7),
         trl=InTRL("logps", "temperature left out", around(
             MODULE, "add_fused_lm_head", lambda function, model, temperature=1.0, **options: function(model, **options)
         ), {"temperature": 0.6}),
     ),
     "nearly_greedy": Bug(  # the temperature of the model's own generation_config
-        GITHUB + "huggingface/trl/issues/5783", sampled(temperature=0.1),
+        "huggingface/trl/issues/5783", sampled(temperature=0.1),
     ),
     "end_token_masked": Bug(
-        GITHUB + "huggingface/trl/pull/7039", before_loss(without_end),
+        "huggingface/trl/pull/7039", before_loss(without_end),
         trl=score("mask", "mask: no end", MASK,
                   f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
     ),
     "end_token_masked_in_sft": Bug(
-        GITHUB + "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end, SFT),
+        "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end, SFT),
         trl=InTRL("mask", "mask: no end", around(None, "data_collator", unlabel_end), kind="sft", late=True),
     ),
     "labels_shifted_twice": Bug(  # in sft, and the last of a row is the first of the next
-        GITHUB + "huggingface/transformers/pull/47395",
+        "huggingface/transformers/pull/47395",
         around(sft, "per_token_logps", lambda logps, model, group: logps(
             model, replace(group, completion_ids=group.completion_ids.roll(-1)))),
     ),
     "padding_counted": Bug(
-        GITHUB + "modelscope/ms-swift/issues/3069",
+        "modelscope/ms-swift/issues/3069",
         before_loss(lambda self, batch: setattr(batch, "loss_mask", torch.ones_like(batch.loss_mask))),
         trl=score("mask", "mask: padding", MASK,
                   f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),
     ),
     "old_ignored": Bug(
-        GITHUB + "huggingface/trl/issues/2769",
+        "huggingface/trl/issues/2769",
         before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
         loss("old ignored", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
     ),
     "ratio_of_sums": Bug(
-        GITHUB + "walkinglabs/hands-on-modern-rl/issues/75",
+        "walkinglabs/hands-on-modern-rl/issues/75",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
         loss("ratio by sequence_sum", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
              {"importance_sampling_level": "sequence", **OFF, "learning_rate": 3e-4}, at=1),
     ),
     "k1_in_the_loss": Bug(  # its gradient is zero in expectation
-        GITHUB + "NVIDIA-NeMo/RL/pull/2506", k1_in_the_loss,
+        "NVIDIA-NeMo/RL/pull/2506", k1_in_the_loss,
     ),
     "kl_without_gradient": Bug(
-        GITHUB + "X-GenGroup/Flow-Factory/issues/122",
+        "X-GenGroup/Flow-Factory/issues/122",
         around(losses, "correct_kl", lambda _, kl, ratio, options: kl.detach()),
     ),
-    "reference_follows": Bug(GITHUB + "aburkov/theLMbook/issues/8", around(Reference, "logps", follow)),
+    "reference_follows": Bug("aburkov/theLMbook/issues/8", around(Reference, "logps", follow)),
     "stale_sampler": Bug(  # all completions are the first policy's
-        GITHUB + "huggingface/trl/issues/3679",
+        "huggingface/trl/issues/3679",
         around(grpo_stage, "build_sampler", lambda sampler, model, *rest, **options: sampler(
             copy.deepcopy(model), *rest, **options)),
     ),
     "one_seed": Bug(  # the completions of a group are equal
-        GITHUB + "NVIDIA-NeMo/RL/pull/171",
+        "NVIDIA-NeMo/RL/pull/171",
         around(generate, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
     ),
     "schedule_by_micro_batch": Bug(  # four times too fast
-        GITHUB + "huggingface/accelerate/issues/963",
+        "huggingface/accelerate/issues/963",
         around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
         trl=InTRL("schedule", "steps twice", around(None, "create_scheduler", two_steps),
                   {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
     ),
-    "bfloat16_weights": Bug(GITHUB + "NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
+    "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
-        GITHUB + "huggingface/trl/issues/5279",
+        "huggingface/trl/issues/5279",
         around(grpo, "pack", text_positions),
         trl=InTRL("logps", "text positions", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),
     "wrong_positions_in_decoding": Bug(
-        GITHUB + "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
+        "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
     ),
     # in TRL alone: advantages
-    "reward_weights_ignored": Bug(GITHUB + "om-ai-lab/VLM-R1", trl=score(
+    "reward_weights_ignored": Bug("om-ai-lab/VLM-R1", trl=score(
         "advantages", "reward weights ignored", "self.reward_weights.to(device)", "torch.ones(2)",
         {"reward_weights": [1.0, 0.3]},
     )),
-    "batch_std": Bug(GITHUB + "huggingface/trl/issues/3708", trl=score(
+    "batch_std": Bug("huggingface/trl/issues/3708", trl=score(
         "advantages", "scaled by batch", "nanstd(rewards.view(-1, num_generations), dim=1)",
         "nanstd(rewards).expand(len(rewards) // num_generations)",
     )),
@@ -436,35 +439,35 @@ BUGS = {
         "advantages", "missing is 0", "rewards[unscorable_mask] = torch.nan", "pass",
         {"rewards": (missing,)},
     )),
-    "means_tiled": Bug(GITHUB + "StarsfieldAI/R1-V/pull/54", trl=score(
+    "means_tiled": Bug("StarsfieldAI/R1-V/pull/54", trl=score(
         "advantages", "the row of repeat for repeat_interleave", MEANS,
         "mean_grouped_rewards.repeat(num_generations)",
     )),
-    "groups_of_half_the_size": Bug(GITHUB + "StarsfieldAI/R1-V/pull/49", trl=score(
+    "groups_of_half_the_size": Bug("StarsfieldAI/R1-V/pull/49", trl=score(
         "advantages", "groups: halves", "num_generations = self.num_generations if",
         "num_generations = self.num_generations // 2 if",
     )),
-    "shuffled_without_advantages": Bug(GITHUB + "Deep-Agent/R1-V/pull/54", trl=InTRL(
+    "shuffled_without_advantages": Bug("Deep-Agent/R1-V/pull/54", trl=InTRL(
         "rows", "rows not shuffled", shuffled("advantages"),
     )),
-    "truncated_completions_kept": Bug(GITHUB + "huggingface/trl/pull/2881", trl=score(
+    "truncated_completions_kept": Bug("huggingface/trl/pull/2881", trl=score(
         "mask", "truncated counted", "if self.mask_truncated_completions:", "if False:",
         {"mask_truncated_completions": True, "max_completion_length": 3},
     )),
     # the loss of GRPO
-    "mean_of_a_row": Bug(GITHUB + "huggingface/trl/issues/2995", trl=loss(
+    "mean_of_a_row": Bug("huggingface/trl/issues/2995", trl=loss(
         "averaged as grpo", SUM + " / normalizer\n",
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n",
     )),
-    "window_of_the_rollout": Bug(GITHUB + "huggingface/trl/pull/6024", trl=loss(
+    "window_of_the_rollout": Bug("huggingface/trl/pull/6024", trl=loss(
         "2 steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
         {"steps_per_generation": 4, "rows": 8},
     )),
-    "dr_grpo_by_the_longest": Bug(GITHUB + "sail-sg/understand-r1-zero", trl=loss(
+    "dr_grpo_by_the_longest": Bug("sail-sg/understand-r1-zero", trl=loss(
         "all of it is", "per_token_loss.size(0) * self.max_completion_length", "per_token_loss.numel()",
         {"loss_type": "dr_grpo", "max_completion_length": 30},
     )),
-    "kl_reversed": Bug(GITHUB + "volcengine/verl", trl=loss(
+    "kl_reversed": Bug("volcengine/verl", trl=loss(
         "KL reversed",
         "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
@@ -482,16 +485,16 @@ BUGS = {
     )),
     # what is trained, and how
     # as with an adapter that is not disabled
-    "reference_by_policy": Bug(GITHUB + "huggingface/trl", trl=InTRL(
+    "reference_by_policy": Bug("huggingface/trl", trl=InTRL(
         "logps of reference", "weights of the policy",
         forward(lambda trainer, model, options: (trainer.model, options)),
         {"beta": 0.1, "learning_rate": 2e-2, "rows": 4}, at=1,
     )),
-    "tower_frozen": Bug(GITHUB + "om-ai-lab/VLM-R1/issues/52", trl=InTRL(
+    "tower_frozen": Bug("om-ai-lab/VLM-R1/issues/52", trl=InTRL(
         "gradients", "no gradient: the vision tower",
         lambda put, trainer: trainer.model.model.visual.requires_grad_(False), late=True,
     )),
-    "norms_decay": Bug(GITHUB + "karpathy/minGPT", trl=InTRL(
+    "norms_decay": Bug("karpathy/minGPT", trl=InTRL(
         "update", "decay on norms",
         around("transformers:Trainer", "get_decay_parameter_names", all_names), {"weight_decay": 0.1},
     )),
@@ -506,7 +509,7 @@ BUGS = {
     "dpo_exchanged": Bug("DPO eq. 7", trl=dpo(
         "chosen and rejected exchanged", DELTA, "delta_score = rejected_scores - chosen_scores",
     )),
-    "dpo_means": Bug(GITHUB + "huggingface/trl", trl=dpo(
+    "dpo_means": Bug("huggingface/trl", trl=dpo(
         "mean log-probabilities", DELTA,
         "a, b = shift_completion_mask.sum(1).chunk(2)\n"
         "    delta_score = chosen_scores / a - rejected_scores / b",
@@ -526,16 +529,16 @@ BUGS = {
         "rejected one of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
     )),
     # where completions call tools
-    "answers_in_the_loss": Bug(GITHUB + "huggingface/trl/pull/5521", trl=loop(
+    "answers_in_the_loss": Bug("huggingface/trl/pull/5521", trl=loop(
         "mask", "counts the answers of tools too", ADDED, ADDED.replace("[0]", "[1]"),
     )),
-    "text_read_again": Bug(GITHUB + "huggingface/trl/issues/5144", trl=loop(
+    "text_read_again": Bug("huggingface/trl/issues/5144", trl=loop(
         "tokens", "decoded and encoded again", PCT, AGAIN, TELL,
     )),
-    "pictures_of_answers_lost": Bug(GITHUB + "THUDM/slime/issues/1847", trl=edited(
+    "pictures_of_answers_lost": Bug("THUDM/slime/issues/1847", trl=edited(
         "_generate", "pictures", "lacks all pictures", MERGED, "pass", kind="turns",
     )),
-    "answers_not_attended_to": Bug(GITHUB + "huggingface/trl/pull/4976", trl=turns_loss(
+    "answers_not_attended_to": Bug("huggingface/trl/pull/4976", trl=turns_loss(
         "tokens", "does not attend to the answers of tools", "torch.cat([prompt_mask, completion_mask], dim=1)",
         'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL,
     )),
