@@ -67,7 +67,7 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, befo
             algorithm = algorithms[stage](config, model, processor, world)
             train(algorithm, datasets[stage], results, log, states, progress, before_step)
             progress.begin_stage(number + 1)
-    results.write(progress.seconds, algorithm)
+    results.write(algorithm)
 
 
 def train(algorithm: Algorithm, rows, results, log, states, progress, before_step: Callable):
@@ -83,7 +83,8 @@ def train(algorithm: Algorithm, rows, results, log, states, progress, before_ste
     for number in range(progress.step, config.max_steps):
         try:
             with states.saved_on_error(progress, log):
-                # if it is time: of the last step, and again where a resumed run begins
+                # Evaluation and saving after step `number` stand before the next step, so that a run
+                # that was killed between state and evaluation does them when it is resumed.
                 results.after_step(algorithm, number)
                 step = next(steps)
             before_step(algorithm, optimizer, step, number, batches)

@@ -77,7 +77,7 @@ def test_models_of_other_layers(change):
         draw_adapters(model, 0)
         for parameter in adapter_parameters(model):
             torch.nn.init.normal_(parameter.data, std=0.2)
-        quantize_base(model, "nf4")
+        quantize_base(model)
     if change == "recomputation":
         recompute_blocks(model)
     assert_same(*both(model, 3, 2))

@@ -22,7 +22,7 @@ from minivlmrl.scale.sharding import copy_model
 
 
 def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
-    monkeypatch.setattr(nf4, "_scale_code", lambda device: dynamic_code(True))  # the cached one has its own linspace
+    monkeypatch.setattr(nf4, "dynamic_code", dynamic_code.__wrapped__)  # what is cached has its own linspace
     theirs, packed = recorded(), pack(numbers())
     assert torch.equal(torch.tensor(NF4), torch.tensor(theirs["nf4"]))
     theirs = theirs["nf4 numbers"]
@@ -46,7 +46,7 @@ def pair(request):
     model = adapted(**request.param)
     plain, names = copy.deepcopy(model), list(adapters(model))
     before = plain.model.layers[0].mlp.up_proj.base.weight.clone()
-    quantize_base(model, "nf4")
+    quantize_base(model)
     for name in names:
         weight = model.get_submodule(name).base.weight
         plain.get_submodule(name).base.weight = nn.Parameter(weight, requires_grad=False)
@@ -90,7 +90,7 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}", "--data.eval_rows=1")
     model = load_model(checkpoint)
     load_adapter(model, folder / "checkpoint" / "adapter")
-    quantize_base(model, "nf4")
+    quantize_base(model)
     written, layers = dict(load_model(folder / "checkpoint").named_parameters()), adapters(model)
     assert layers and all(torch.equal(written[f"{name}.weight"], layer.merged()) for name, layer in layers.items())
     options = [f"--model={checkpoint}", f"--adapter={folder / 'checkpoint' / 'adapter'}", "--quantize=nf4"]

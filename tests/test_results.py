@@ -29,7 +29,7 @@ def results(home, tmp_path, monkeypatch):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:
             (tmp_path / "run").mkdir()
-        progress = Progress(0, config.stages)
+        progress = Progress(0, config.stages, seconds={"sft": 1.5})
         log = MetricsLog(config, world, progress)
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
         return Results(config, model, processor, log, held_out, progress)
@@ -50,7 +50,7 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
     found.measure("after_sft", trained("sft", pairs=0.5))
-    found.write({"sft": 1.5})
+    found.write()
     assert summary(found.folder) == {
         "chance": 1 / 12,
         "start": plain,
@@ -67,7 +67,7 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
 def test_the_second_rank_writes_nothing(results, monkeypatch):
     monkeypatch.setattr(file, "save_model", lambda *_: None)  # which all ranks call
     found = results(world=SECOND)
-    found.write({"sft": 1.5})
+    found.write()
     assert not found.folder.exists()
 
 

@@ -390,7 +390,7 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
     shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
-        said = r"000003 could not be written .*No space left.*last complete state is .*000002"
+        said = r"000003 could not be written .*No space left.*earlier ones are whole"
         with pytest.raises(ValueError, match=said):
             resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert states(copy) == ["000002"]
@@ -424,6 +424,18 @@ def test_going_back_to_a_state_gives_up_the_later_ones_of_its_own_folder(recipe,
         assert len(states(copy)) == (1 if folder == copy else 2)
     assert outcome(copy) == outcome(finished)
     assert outcome(new) | {"completions": ""} == outcome(finished) | {"completions": ""}  # its pictures are not there
+
+
+def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recipe, copy, tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "inverse_cdf", broken)
+        with pytest.raises(ValueError, match="broken; the state is in .*/new/states/000002: mend it, then --resume=auto"):
+            resume(recipe, tmp_path / "new", f"--resume={copy / 'states' / '000002'}")
+    resume(recipe, tmp_path / "new", "--resume=auto")
+    assert len((tmp_path / "new" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(("options", "message"), [

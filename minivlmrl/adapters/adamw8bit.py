@@ -8,6 +8,7 @@ number of them computes the same codes. bitsandbytes cuts the flat tensor instea
 
 import math
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,15 @@ PIECE = 2**24  # values that are in float32 at a time
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
-def dynamic_code(signed: bool) -> Tensor:
+@cache  # a copy to the device would synchronise, which a CUDA graph forbids
+def dynamic_code(signed: bool, device: torch.device) -> Tensor:
     """List bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
         numbers += [middles, -middles] if signed else [middles]
-    return torch.cat(numbers).sort().values
+    return torch.cat(numbers).sort().values.to(device)
 
 
 def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -54,7 +56,6 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable, lr: float, betas=(0.9, 0.999), weight_decay=0.0):
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
         super().__init__(parameters, defaults)
-        self.codes = {name: dynamic_code(signed) for name, signed in SIGNED.items()}
 
     @torch.no_grad()
     def step(self):
@@ -71,7 +72,6 @@ class AdamW8bit(torch.optim.Optimizer):
         state = self.state[parameter]
         num_steps = state["step"].add_(1).item()
         moments = {name: _rows(value) for name, value in state.items() if name != "step"}
-        self.codes = {name: code.to(weight.device) for name, code in self.codes.items()}
         num_rows = max(1, PIECE // weight.shape[1])
         for start in range(0, len(weight), num_rows):
             rows = slice(start, start + num_rows)
@@ -110,12 +110,13 @@ class AdamW8bit(torch.optim.Optimizer):
         """Compute a moment; one that is kept in float32 is the tensor of the state itself."""
         if f"{name}_scale" not in state:
             return state[name]
-        return dequantize(state[name], state[f"{name}_scale"], self.codes[name])
+        code = dynamic_code(SIGNED[name], state[name].device)
+        return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
         if f"{name}_scale" not in state:  # changed in place already
             return
-        indices, scales = quantize(moment, self.codes[name])
+        indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
         if name == "exp_avg_sq":  # the update divides by its root: nothing is rounded down to 0
             indices.clamp_(min=1)
         state[name].copy_(indices)

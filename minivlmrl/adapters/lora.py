@@ -27,7 +27,6 @@ PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the 
     "vision": "visual.",
     "language": "model.",
 }
-QUANTIZED = {"nf4": NF4Linear}  # what a recipe calls a kind of packed layers
 Part = Literal["vision", "merger", "language", "embeddings"]
 
 
@@ -43,7 +42,7 @@ class LoRAConfig:
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # also vision, merger, or a regex of layers' names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py; a name of QUANTIZED
+    # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
     quantize: Literal["nf4"] | None = None
 
     def place(self, model: nn.Module):
@@ -57,7 +56,7 @@ class LoRAConfig:
         for name in dict.fromkeys(layer_names):  # each once
             wrap(model, name, self.r, self.alpha / self.r)
         if self.quantize:
-            quantize_base(model, self.quantize)
+            quantize_base(model)
 
 
 class LoRALinear(nn.Module):
@@ -65,7 +64,7 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Linear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # or what QUANTIZED makes of it
+        self.base = base  # or an NF4Linear, see quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
@@ -200,17 +199,17 @@ def place_like(model: nn.Module, other: nn.Module):
     for name, layer in adapters(other).items():
         twin = wrap(model, name, layer.r, layer.scaling)
         if is_quantized(layer):
-            twin.base = type(layer.base)(twin.base)
+            twin.base = NF4Linear(twin.base)
 
 
 def is_quantized(layer: LoRALinear) -> bool:
-    return not isinstance(layer.base, nn.Linear)
+    return isinstance(layer.base, NF4Linear)
 
 
-def quantize_base(model: nn.Module, name: str):
+def quantize_base(model: nn.Module):
     """Pack the weights under a model's adapters, on any device, one after the other."""
     for layer in adapters(model).values():
-        layer.base = QUANTIZED[name](layer.base)
+        layer.base = NF4Linear(layer.base)
 
 
 def draw_adapters(model: nn.Module, seed: int):

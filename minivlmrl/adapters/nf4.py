@@ -22,7 +22,6 @@ NF4 = (  # the appendix of the paper, to the digits of float32
 )  # fmt: skip
 # cached on the device: a copy would synchronise, which a CUDA graph forbids
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
-_scale_code = cache(lambda device: dynamic_code(True).to(device))  # (256,)
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
@@ -30,7 +29,8 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
     offset = scales.mean()
-    scale_indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
+    scale_code = dynamic_code(True, weight.device)
+    scale_indices, scale_scales = quantize(scales - offset, scale_code)
     return {
         "packed": value_indices[0, ::2] << 4 | value_indices[0, 1::2],
         "scale_indices": scale_indices[0],
@@ -43,7 +43,7 @@ def unpack(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
     """Compute the (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
-    scale_code = _scale_code(packed.device)
+    scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset) == "triton":
         return nf4_unpack(

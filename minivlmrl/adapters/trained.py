@@ -13,9 +13,16 @@ def select_trained(model: nn.Module, freeze: list[Part]):
     adapted = bool(adapters(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, adapted))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        why = "adapter.target names no other part" if adapted else "these are all parts"
-        raise ValueError(f"model.freeze is [{', '.join(freeze)}], nothing is left to train: {why}")
+    if not trained_parameters(model):
+        raise ValueError(
+            f"model.freeze is [{', '.join(freeze)}], nothing is left to train: "
+            "name fewer parts, or let adapter.target name another one"
+        )
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List what an optimizer takes."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:

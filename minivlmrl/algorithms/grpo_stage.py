@@ -4,6 +4,7 @@ from itertools import chain
 
 from torch import Tensor
 
+from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
@@ -45,7 +46,7 @@ class GRPOStage(Algorithm, GRPO):
         Algorithm.__init__(self, run, model, processor, world)
         has_reward_model = FOLDER in run.rewards
         # the reference's tower is the policy's then; a reward model reads prompts with its own
-        frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
+        frozen = not trained_parameters(model.visual)
         build = build_sampler if run.sampling.engine == "own" else load_name(VLLM)
         sample = build(
             model,

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.lora import adapter_parameters, dropout
-from minivlmrl.adapters.trained import select_trained
+from minivlmrl.adapters.trained import select_trained, trained_parameters
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import draw_by, make_choose
 from minivlmrl.hub.family import FAMILIES, family_of
-from minivlmrl.hub.folder import find_folder, read_json
+from minivlmrl.hub.folder import find_folder
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
@@ -35,9 +35,9 @@ from minivlmrl.run.optimizer import build_optimizer, empty_state
 from minivlmrl.run.resume import KEPT
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
-from minivlmrl.scale.checkpoint import DTYPES
+from minivlmrl.scale.checkpoint import DTYPES, read_config
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
+from minivlmrl.scale.sharding import num_shards, recompute_blocks
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -130,9 +130,8 @@ class Costs:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
             recompute_blocks(model)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(drop_gradient)
+        for parameter in trained_parameters(model):
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
         live = LiveBytes([*model.parameters(), *model.buffers(), batch.pixel_values])
@@ -200,7 +199,8 @@ def plan(
     """
     algorithm = find_algorithm(stage, run)
     model = costs.build(run)
-    share = sharded_share(run.sharding, gpus)
+    shards = num_shards(run.sharding, gpus)
+    share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
     micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
     samples = not algorithm.answers
     gathered = gathered_bytes(run, model)
@@ -208,7 +208,7 @@ def plan(
     logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run), "cuda")
     phases = {}
     if samples:
-        phases["rollout"] = rollout_items(run, costs, model, drawn)
+        phases["rollout"] = rollout_items(run, costs, model, drawn, gathered)
     if samples or algorithm.has_reference(getattr(run, stage)):
         forward = costs.activations(run, micro_batch, train=False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
@@ -250,17 +250,6 @@ def sizes(
     return micro_batch, Work(prompts, G, **lengths)
 
 
-def sharded_share(sharding: ShardingSection, gpus: int) -> float:
-    """Share of the weights, gradients and optimizer state that is on one GPU."""
-    if gpus % sharding.replicas:
-        raise ValueError(
-            f"sharding.replicas is {sharding.replicas}, of which {gpus} is no multiple"
-        )
-    if sharding.cpu_offload:
-        return 0.0
-    return 1 / (gpus // sharding.replicas) if sharding.enabled else 1.0
-
-
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of weights in the dtype that computes; those of NF4 stay packed."""
     total = 0
@@ -280,10 +269,11 @@ def gathered_bytes(run: RunConfig, model: nn.Module) -> int:
     return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
 
 
-def rollout_items(run: RunConfig, costs: Costs, model: nn.Module, drawn: Work) -> dict[str, float]:
-    """Bytes of what is there only in a rollout."""
+def rollout_items(
+    run: RunConfig, costs: Costs, model: nn.Module, drawn: Work, gathered: int
+) -> dict[str, float]:
+    """Bytes of what is there only in a rollout; gathered: by FSDP in a forward."""
     dtype = compute_dtype(run)
-    gathered = gathered_bytes(run, model)
     if run.uses_fsdp and run.rollout.gather_weights:
         gathered = computed_bytes(model, dtype)
     prompts_alone = replace(drawn, num_generations=0)
@@ -315,17 +305,10 @@ def held(run: RunConfig, stage: str, model: nn.Module, costs: Costs) -> dict[str
     return items
 
 
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
     """Bytes of what the optimizer of a run keeps of the weights of a model that it trains."""
-    parameters = trained_parameters(model)
-    if not parameters:  # of a value model the head alone is trained
-        return 0
     optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
-    return sum(bytes_of(empty_state(optimizer, p).values()) for p in parameters)
+    return sum(bytes_of(empty_state(optimizer, p).values()) for p in trained_parameters(model))
 
 
 def compute_dtype(run: RunConfig) -> torch.dtype:
@@ -366,7 +349,7 @@ def check_memory(run: RunConfig, world: World):
     """Refuse a run (ValueError) that fits neither disk nor GPUs, of images of data.max_pixels."""
     if not run.check_memory or not run.model.path:
         return
-    costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
+    costs = Costs(read_config(find_folder(run.model.path)))
     for stage in run.stages:
         check_disk(run, stage, costs)
     if world.device.type != "cuda":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.adapters import adamw8bit
 from minivlmrl.adapters.adamw8bit import AdamW8bit
+from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import is_sharded, reshard
@@ -29,7 +30,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Make AdamW over all parameters that require gradients, fused or with moments of 8 bits."""
     reshard(model)  # gathered weights are other parameters, and none to train
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = trained_parameters(model)
     options = {"betas": (0.9, config.adam_beta2), "weight_decay": section.weight_decay}
     if section.name == "adamw_8bit":
         return AdamW8bit(parameters, config.learning_rate, **options)

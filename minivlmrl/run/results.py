@@ -100,14 +100,18 @@ class Results:
         values.pop("loss", None)  # not all stages have one
         return values
 
-    def write(self, seconds: dict[str, float], algorithm=None):
+    def write(self, algorithm=None):
         """Write the table and the page, and then, as this may fill the disk, the weights."""
         if self.world.is_main:
             task = self.config.data.task and get_task(self.config.data.task)
             chance = task.chance(self.held_out) if task else None
-            summary = {"chance": chance, **self.progress.results, "seconds": seconds}
-            write_json(self.folder / SUMMARY, summary)
-            print_table(summary, task.chance_name if task else "", len(self.held_out or ()))
+            results = self.progress.results
+            seconds = self.progress.seconds
+            write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
+            if results:
+                print_table(results, len(self.held_out), chance, task.chance_name if task else "")
+            times = (f"{name} {value:.1f} s" for name, value in seconds.items())
+            print(f"training: {', '.join(times)}")
             write_page([self.folder], self.folder / "page.html")
         if algorithm is not None:
             algorithm.save(self.folder)
@@ -116,24 +120,19 @@ class Results:
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 
 
-def print_table(summary: dict, chance_name: str, num_rows: int):
-    """Print summary.json as a table: what was measured on so many held-out rows."""
-    rows = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
-    first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in rows))
+def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
+    """Print what was measured on so many held-out rows, and what chance would earn of them."""
+    first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
     widths = {}
-    for row in rows.values():
+    for row in results.values():
         for column in row:
             widths[column] = max(9, len(column) + 2)
-    if rows:
-        titles = "".join(f"{column:>{width}}" for column, width in widths.items())
-        print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
-    if summary["chance"] is not None:
-        cell = f"{summary['chance']:>9.3f}"
-        print(f"{chance_name:<{first_width}}{cell}{cell}")  # sampled and greedy
-    for name, row in rows.items():
+    titles = "".join(f"{column:>{width}}" for column, width in widths.items())
+    print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
+    if chance is not None:
+        print(f"{chance_name:<{first_width}}{chance:>9.3f}{chance:>9.3f}")  # sampled and greedy
+    for name, row in results.items():
         line = f"{name.replace('_', ' '):<{first_width}}"
         for column, width in widths.items():
             line += f"{row[column]:>{width}.3f}" if column in row else ""
         print(line)
-    seconds = (f"{name} {value:.1f} s" for name, value in summary["seconds"].items())
-    print(f"training: {', '.join(seconds)}")

@@ -38,7 +38,7 @@ from minivlmrl.hub.folder import (
     weight_files,
     write_json,
 )
-from minivlmrl.hub.recipe_values import build, require
+from minivlmrl.hub.recipe_values import build
 from minivlmrl.reward_functions.names import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
@@ -196,10 +196,11 @@ class States:
 
     def keep(self, progress: Progress, log: MetricsLog) -> Path:
         """Save what was trained, if that is not done yet; returns the folder of its state."""
+        folder = self.folder / f"{progress.steps:06d}"
         if self.saved_steps != progress.steps:
             progress.logs = log.written()
-            self.save(progress)
-        return self.path(progress)
+            self.save(folder, progress)
+        return folder
 
     @contextmanager
     def saved_on_error(self, progress: Progress, log: MetricsLog) -> Iterator[None]:
@@ -224,13 +225,12 @@ class States:
         """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
         config = self.config
         new_progress = Progress(config.seed, config.stages, recipe=recipe_values(config))
-        state = self.choose()
+        progress = self.choose()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
-        if state is None:
+        if progress is None:
             return new_progress
-        self.resumed, progress = state
         num_begun = progress.stage + 1
         same_stages = progress.stages[:num_begun] == config.stages[:num_begun]
         if not same_stages or progress.seed != config.seed:
@@ -247,7 +247,6 @@ class States:
         self.compare(progress, new_progress.recipe)
         progress.recipe = new_progress.recipe
         progress.stages = config.stages
-        self.saved_steps = progress.steps
         return progress
 
     def compare(self, progress: Progress, recipe: dict[str, object]):
@@ -301,37 +300,33 @@ class States:
                 f"{folder}: this state is of another model or recipe; {error}"
             ) from error
 
-    def choose(self) -> tuple[Path, Progress] | None:
+    def choose(self) -> Progress | None:
         """Read the state that config.resume means, and remove those that are given up by that."""
         resume = self.config.resume
-        state = None
         # the first rank's list: a shared file system may show another host an older one
         folders = self.world.gather_objects(state_folders(self.folder))[0]
+        candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
-            for folder in reversed(folders):
-                state = self.read(folder)
-                if state is not None:
-                    break
-            if folders and state is None:
-                raise ValueError(
-                    f"{self.folder}: all states are damaged; "
-                    "--resume=never removes them and begins anew"
-                )
-        elif resume not in (None, "never"):
-            state = self.read(Path(resume))
-            if state is None:
-                raise ValueError(f"resume: {resume} is damaged")
-        if self.world.is_main and resume is not None:
+            candidates = folders[::-1]
+        progress = None
+        for folder in candidates:
+            progress = self.read(folder)
+            if progress is not None:
+                self.resumed = folder
+                break
+        if candidates and progress is None:
+            raise ValueError(
+                f"resume: {resume}: all states are damaged; --resume=never removes them and begins anew"
+            )
+        if folders and progress is not None:  # else it is of another output_dir
+            self.saved_steps = progress.steps
+        if self.world.is_main:
             for folder in folders:
-                if state is None or int(folder.name) > int(state[0].name):
+                if progress is None or int(folder.name) > progress.steps:
                     shutil.rmtree(folder)
-        return state
+        return progress
 
-    def path(self, progress: Progress) -> Path:
-        """Name the folder of a state."""
-        return self.folder / f"{progress.steps:06d}"
-
-    def read(self, folder: Path) -> tuple[Path, Progress] | None:
+    def read(self, folder: Path) -> Progress | None:
         """Read a state without its tensors; None and a line that says why if it is damaged."""
         damages = []
         try:
@@ -342,8 +337,6 @@ class States:
                 if _checksum(folder / name) != checksums[name]:
                     damages.append(f"{name} is not what was written")
             progress = build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
-            num_stages = len(progress.stages)
-            require(progress.stage < num_stages, "stage", progress.stage, f"one of {num_stages}")
         except (OSError, ValueError) as error:
             damages.append(str(error))
         for rank_damages in self.world.gather_objects(damages):
@@ -351,11 +344,10 @@ class States:
                 if self.world.is_main:
                     print(f"state {folder} is damaged and not used: {rank_damages[0]}", flush=True)
                 return None
-        return folder, progress
+        return progress
 
-    def save(self, progress: Progress):
+    def save(self, folder: Path, progress: Progress):
         """Write a state, all ranks together, and remove the oldest of too many."""
-        folder = self.path(progress)
         draft = folder.with_name(folder.name + ".partial")
         named_tensors = tensors(self.algorithm, self.optimizer)
         checksums = {}
@@ -385,12 +377,9 @@ class States:
             self.world.on_main(finish)
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            complete = state_folders(self.folder)
-            last = "there is no earlier state"
-            if complete:
-                last = f"the last complete state is {complete[-1]}"
             raise ValueError(
-                f"the state {folder} could not be written ({error}); {last}"
+                f"the state {folder} could not be written ({error}); "
+                "earlier ones are whole: mend it, then --resume=auto"
             ) from error
         self.saved_steps = progress.steps
         self.saved_time = clock()

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minivlmrl.adapters.trained import trained_parameters
+
 
 @dataclass
 class World:
@@ -100,7 +102,7 @@ class World:
         """Add up the gradients of all ranks. No mean: each loss is divided by the global count."""
         if self.size == 1:
             return
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = trained_parameters(model)
         num_ranks = self.sum(*(parameter.grad is not None for parameter in trained))
         # what no rank has a gradient of stays None, as alone
         trained = [parameter for parameter, n in zip(trained, num_ranks, strict=True) if n]

@@ -40,11 +40,17 @@ class ShardingSection:
     cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
 
     def __post_init__(self):
-        for name in ("replicas", "cpu_offload"):
-            value = getattr(self, name)
-            default = getattr(type(self), name)
-            if not self.enabled and value != default:
-                raise ValueError(f"{name} is {value!r}, it must be {default!r} unless enabled")
+        if not self.enabled and (self.replicas > 1 or self.cpu_offload):
+            raise ValueError("enabled is False, it must be True for replicas and cpu_offload")
+
+
+def num_shards(section: ShardingSection, num_ranks: int) -> int:
+    """Count the ranks that share one model (ValueError: the replicas cannot be equally large)."""
+    if num_ranks % section.replicas:
+        raise ValueError(
+            f"sharding.replicas is {section.replicas}, {num_ranks} ranks are no multiple of it"
+        )
+    return num_ranks // section.replicas if section.enabled else 1
 
 
 class Sharding:
@@ -66,14 +72,10 @@ class Sharding:
         # here: it takes 40 MiB and half a second of runs that shard nothing
         import torch.distributed.fsdp as fsdp
 
-        replicas = section.replicas if section.enabled else world.size
-        if world.size % replicas:
-            raise ValueError(
-                f"sharding.replicas is {replicas}, {world.size} ranks are no multiple of it"
-            )
         self.device = torch.device("cpu") if section.cpu_offload else world.device
-        mesh = {"replicate": replicas, "shard": world.size // replicas}
-        if replicas == 1:
+        shards = num_shards(section, world.size)
+        mesh = {"replicate": world.size // shards, "shard": shards}
+        if shards == world.size:
             del mesh["replicate"]
         mesh_shape = tuple(mesh.values())
         mesh_names = tuple(mesh)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minivlmrl.adapters.lora import QUANTIZED, quantize_base
+from minivlmrl.adapters.lora import quantize_base
 from minivlmrl.adapters.peft_folder import WEIGHTS, load_adapter
 from minivlmrl.hub.folder import ASKED, digest, find_folder
 from minivlmrl.run.config import asked_yaml, load_config
@@ -17,7 +17,7 @@ def main(arguments: list[str]):
     add("--model", required=True, help="the base: a folder, or an id on the hub")
     add("--adapter", required=True, help="a folder that PEFT or a run wrote")
     add("--out", required=True, help="the folder to write")
-    add("--quantize", choices=QUANTIZED, help="as adapter.quantize of the run")
+    add("--quantize", choices=["nf4"], help="as adapter.quantize of the run")
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = Path(options.adapter)
@@ -33,7 +33,7 @@ def main(arguments: list[str]):
     processor = load_processor(folder)
     load_adapter(model, adapter)
     if options.quantize:
-        quantize_base(model, options.quantize)
+        quantize_base(model)
     if (adapter / ASKED).is_file():
         processor.tokenizer.files[ASKED] = asked_yaml(load_config(adapter / ASKED)).encode()
     save_model(options.out, model, processor, base=options.model)
