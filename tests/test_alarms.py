@@ -20,7 +20,7 @@ HEALTHY = {
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
 CASES = [  # what differs from a healthy step, temperature, what the sentence says
     ({"frac_reward_zero_std": 1.0}, 1.0, "the prompts are too easy or too hard"),
-    ({"frac_reward_zero_std": 1.0}, 0.01, r"sampling\.temperature 0\.01 and top_k 0 draw the same text again"),
+    ({"frac_reward_zero_std": 1.0}, 0.01, r"low sampling\.temperature \(0\.01\) .* the same text is drawn again"),
     (SAME, 1.0, r"reward format says 0\.9 and accuracy says 0\.5"),
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
     ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
@@ -82,7 +82,7 @@ def test_weights_without_a_gradient_are_named():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
     rules = alarms(model=model, state=set(model["model"].parameters()))
     steps = [rules.step(HEALTHY) for _ in range(WINDOW)]
-    assert "no row had an image" in steps[-1][0] and "visual.weight and 1 others" in steps[-1][0]
+    assert "no row had an image" in steps[-1][0] and "visual.weight and others" in steps[-1][0]
     rules = alarms(model=model, state=set(model["visual"].parameters()))
     assert "image" not in [rules.step(HEALTHY) for _ in range(WINDOW)][-1][0]
     model.requires_grad_(False)

@@ -136,9 +136,11 @@ OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS, *STEPS)
 
 
 def curves(folder):
-    """Name -> [(step, value), ...] in the event files of a run."""
+    """Name -> [(step, value), ...] in the event files of a run; an evaluation that came again is there twice."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: list(dict.fromkeys((e.step, e.value) for e in events.Scalars(name))) for name in events.Tags()["scalars"]
+    }
 
 
 def expected(folder):

@@ -98,13 +98,13 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
     said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
     with pytest.raises(
-        ValueError, match=rf"{said}_embeddings\); data\.max_prompt_tokens=90 leaves out such rows"
+        ValueError, match=rf"{said}_embeddings\); shorten it, or leave it out, as data\.max_prompt_tokens=90 does"
     ) as raised:
         run(*options, "--stages=[grpo]")
     assert 90 < int(re.search(said, str(raised.value))[1]) <= 100
     run(*options, "--stages=[sft]", name="given answers")
     run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out of data.eval_file"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out"):
         run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")
 
 

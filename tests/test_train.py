@@ -144,7 +144,7 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
     monkeypatch.setattr("minivlmrl.scale.ranks.setup", lambda *_: World(0, 3, torch.device("cpu")))
     monkeypatch.setattr("minivlmrl.run.start.load_datasets", None)  # calling it would fail
     monkeypatch.setattr("minivlmrl.train.locked", lambda *_: nullcontext())
-    message = r"grpo\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"
+    message = r"grpo\.prompts_per_step is 4, it must be a multiple of 3, the number of ranks$"
     with pytest.raises(ValueError, match=message):
         run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
 

@@ -73,7 +73,6 @@ class Alarms:
         """There is nothing to learn from, or nothing changes."""
         rewards = self.run.rewards
         sampling = self.run.sampling
-        all_equal = self.always("frac_reward_zero_std", lambda share: share == 1)
         if all(self.always(f"rewards/{name}/std", lambda std: std == 0) for name in rewards):
             metrics = self.recent[-1]
             means = (f"{name} says {metrics[f'rewards/{name}/mean']:.3g}" for name in rewards)
@@ -82,27 +81,20 @@ class Alarms:
                 f"of every completion reward {' and '.join(means)}; "
                 "look at completions.jsonl and at what these rewards ask for",
             )
-        elif all_equal and (sampling.temperature < 0.2 or sampling.top_k == 1):
-            yield (
-                "cold",
-                "all completions of each group earn the same, so nothing is learned; "
-                f"sampling.temperature {sampling.temperature:g} and top_k {sampling.top_k} "
-                "draw the same text again; take 1.0 and 0",
-            )
-        elif all_equal:
+        elif self.always("frac_reward_zero_std", lambda share: share == 1):
             yield (
                 "equal",
                 "all completions of each group earn the same, so nothing is learned; the prompts "
-                "are too easy or too hard: take others, or raise num_generations",
+                "are too easy or too hard: take others, or raise num_generations; at a low "
+                f"sampling.temperature ({sampling.temperature:g}) or a small top_k "
+                f"({sampling.top_k}, 0 is off) the same text is drawn again: take 1.0 and 0",
             )
         elif self.always("grad_norm", lambda norm: norm == 0):
-            sentence = "all gradients are zero, so nothing is learned; is everything frozen?"
-            if self.first.get("grad_norm"):
-                sentence = (
-                    "all gradients are zero, so nothing is learned; the weights are lost: "
-                    f"lower {self.algorithm.stage}.learning_rate"
-                )
-            yield "zero", sentence
+            yield (
+                "zero",
+                "all gradients are zero, so nothing is learned; is what the rows train frozen, or "
+                f"are the weights lost? Then lower {self.algorithm.stage}.learning_rate",
+            )
 
     def completion_rules(self) -> Iterator[tuple[str, str]]:
         """Most completions are cut."""
@@ -203,13 +195,10 @@ class Alarms:
                 names.append(name)
         if not names:
             return
-        weights = names[0]
-        if len(names) > 1:
-            weights = f"{names[0]} and {len(names) - 1} others"
-        sentence = f"{weights} never had a gradient; freeze them"
+        sentence = f"{len(names)} weights, such as {names[0]}, never had a gradient; freeze them"
         if all("visual" in name for name in names):
             sentence = (
-                f"no row had an image that the model saw: {weights} never had a gradient; "
+                f"no row had an image that the model saw: {names[0]} and others never had a gradient; "
                 "check the image column, or set model.freeze=[vision, merger]"
             )
         yield "untouched", sentence

@@ -245,11 +245,6 @@ def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[lis
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
     """Refuse a step that the ranks cannot share equally (ValueError)."""
-    remainder = prompts_per_step % ranks
-    if remainder:
-        lower = prompts_per_step - remainder
-        nearest = f"{lower} or {lower + ranks}" if lower else ranks
-        raise ValueError(
-            f"{stage}.prompts_per_step is {prompts_per_step}, "
-            f"which {ranks} ranks cannot share equally: take {nearest}"
-        )
+    fits = prompts_per_step % ranks == 0
+    name = f"{stage}.prompts_per_step"
+    require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")

@@ -73,17 +73,19 @@ class CompletionsLog:
             for completion, described in zip(completions, line["completions"], strict=True):
                 paths = described.get("pictures", ())
                 for (picture, *_), path in zip(completion.pictures, paths, strict=True):
-                    self.save(picture, Path(path).stem)
+                    self.save(picture, path)
             images = []
             for i, image in enumerate(row.images):
-                images.append(self.save(image, f"{algorithm.stage}-{row.index}-{i}"))
+                path = f"{IMAGES}/{algorithm.stage}-{row.index}-{i}.webp"
+                self.save(image, path)
+                images.append(path)
             lines.append({"stage": algorithm.stage, "step": number, **line, "images": images})
         with self.path.open("ab") as file:
             file.writelines(f"{json_text(line)}\n".encode() for line in lines)
 
-    def save(self, image, name: str) -> str:
-        """Save an image, scaled down, unless it is there; return its path from the run's folder."""
-        path = self.folder / IMAGES / f"{name}.webp"
+    def save(self, image, name: str):
+        """Save an image, scaled down, unless it is there, at its path from the run's folder."""
+        path = self.folder / name
         if not path.is_file():
             path.parent.mkdir(exist_ok=True)
             small = image.copy()
@@ -91,7 +93,6 @@ class CompletionsLog:
             draft = path.with_suffix(".partial")  # killed now it is no picture that is there
             small.save(draft, "WEBP", quality=90, lossless=max(small.size) < 128)
             draft.rename(path)
-        return f"{IMAGES}/{path.name}"
 
 
 def is_past(line: dict, progress) -> bool:

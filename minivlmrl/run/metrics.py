@@ -237,17 +237,13 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps))
+    # those after the last step that is done; an evaluation that comes again has the same values
+    writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):
         for name, value in values.items():
             writer.add_scalar(name, value, steps)
 
-    lines = read_lines(folder.with_name(METRICS), Logged)
-    if lines:  # purge_step dropped those of the last step too; evaluations of it come again
-        metrics = {name: value for name, value in lines[-1].items() if value is not None}
-        del metrics["stage"], metrics["step"]
-        log(metrics, steps)
     return log
 
 

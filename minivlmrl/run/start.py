@@ -168,7 +168,6 @@ def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict
     """
     max_tokens = config.data.max_prompt_tokens
     fitted = {}
-    names_by_text = {}
     for name, rows in datasets.items():
         long_rows = []
         fitted[name] = rows
@@ -179,9 +178,7 @@ def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict
             if long_rows:
                 examples = ", ".join(long_rows[:5])
                 text += f"; {len(long_rows)} over data.max_prompt_tokens left out: {examples}"
-            names_by_text.setdefault(text, []).append(name)
-    for text, names in names_by_text.items():
-        print(f"rows of {', '.join(names)}: {text}", flush=True)
+            print(f"rows of {name}: {text}", flush=True)
     return fitted
 
 
@@ -205,11 +202,8 @@ def check_positions(config, needs: dict[str, str], datasets, model, processor: P
         is_answered = needs.get(name, "prompts") == "prompts"
         num_new = config.sampling.max_new_tokens if is_answered else 0
         limit = max_positions - num_new
-        cure = f"data.max_prompt_tokens={limit} leaves out such rows"
-        if name == "eval":
-            cure = "shorten it, or leave it out of data.eval_file"
-        cause = (
-            f"and {num_new} new ones are over the model's {max_positions} "
-            f"(max_position_embeddings); {cure}"
+        reason = (
+            f"and {num_new} new ones are over the model's {max_positions} (max_position_embeddings); "
+            f"shorten it, or leave it out, as data.max_prompt_tokens={limit} does in training"
         )
-        check_lengths(rows, processor, limit, cause)
+        check_lengths(rows, processor, limit, reason)

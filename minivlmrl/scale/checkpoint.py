@@ -399,16 +399,17 @@ def write_settings(folder: Path, model: nn.Module, processor: Processor):
         (folder / "chat_template.jinja").write_bytes(template_text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
-    if "tokenizer_config.json" not in carried:
-        values = {
+    defaults = {
+        "tokenizer_config.json": {
             "tokenizer_class": "Qwen2Tokenizer",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
-        }
-        write_json(folder / "tokenizer_config.json", values)
-    if "generation_config.json" not in carried:
-        values = {
+        },
+        "generation_config.json": {
             "eos_token_id": list(processor.stop_token_ids),
             "pad_token_id": tokenizer.special_tokens["<|endoftext|>"],
-        }
-        write_json(folder / "generation_config.json", values)
+        },
+    }
+    for name, values in defaults.items():
+        if name not in carried:
+            write_json(folder / name, values)

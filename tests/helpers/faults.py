@@ -46,7 +46,7 @@ FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
         check=("sampling.temperature is 0.001", "take 1.0"),
-        run=("draw the same text again", "take 1.0"),
+        run=("the same text is drawn again", "take 1.0"),
     ),
     "a large learning rate": Fault(
         ["--grpo.learning_rate=1e6"],
