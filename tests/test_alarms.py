@@ -89,18 +89,18 @@ def test_weights_without_a_gradient_are_named():
     assert list(alarms(model=model).untouched()) == []
 
 
-@pytest.mark.parametrize(("dtypes", "metric", "bound", "said"), [
-    (("float32", None), "rollout/logp_mismatch", 1.0, "a token"),
-    (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1, r"tokens \(root mean square\)"),
+@pytest.mark.parametrize(("dtypes", "metric", "bound"), [
+    (("float32", None), "rollout/logp_mismatch", 1.0),
+    (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1),
 ])  # fmt: skip
-def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound, said):
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound):
     """In 16 bits single tokens may: of 30,000 one is off by more than a nat now and then."""
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
     run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0), adapter=LoRAConfig(), model=model)
     other = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"} - {metric}
     check_mismatch(run, {metric: 0.9 * bound, other.pop(): 9.0})
     check_mismatch(run, {"loss": 1.0})
-    with pytest.raises(ValueError, match=rf"differ by .* nats about {said}.*\.inf does not check"):
+    with pytest.raises(ValueError, match=rf"^{metric} is .* nats: sampler and trainer disagree.*\.inf does not check"):
         check_mismatch(run, {metric: 1.5 * bound})
     run.adapter.dropout = 0.1
     check_mismatch(run, {metric: 1.5 * bound})

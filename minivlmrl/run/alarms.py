@@ -64,7 +64,6 @@ class Alarms:
         yield from self.learning_rules()
         yield from self.completion_rules()
         yield from self.tool_rules()
-        yield from self.format_rules()
         yield from self.entropy_rules()
         yield from self.blind_rules()
         yield from self.untouched()
@@ -97,13 +96,16 @@ class Alarms:
             )
 
     def completion_rules(self) -> Iterator[tuple[str, str]]:
-        """Most completions are cut."""
+        """Most completions are cut, or none has the form that is asked for."""
         limit = self.run.sampling.max_new_tokens
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             yield (
                 "cut",
                 f"9 of 10 completions are cut at sampling.max_new_tokens ({limit}); {LONGER}",
             )
+        for name in self.run.rewards:
+            if "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
+                yield name, f"no completion has the form that reward {name} asks for; {FORM}"
 
     def tool_rules(self) -> Iterator[tuple[str, str]]:
         """Tools fail, are called less and less, or say more than fits."""
@@ -128,12 +130,6 @@ class Alarms:
                 "half of the completions end as an answer of a tool exceeds "
                 f"sampling.max_new_tokens ({limit})",
             )
-
-    def format_rules(self) -> Iterator[tuple[str, str]]:
-        """A form is asked for that no completion has."""
-        for name in self.run.rewards:
-            if "format" in name and self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
-                yield name, f"no completion has the form that reward {name} asks for; {FORM}"
 
     def entropy_rules(self) -> Iterator[tuple[str, str]]:
         """The policy is certain of all that it writes, or writes noise."""
@@ -233,14 +229,12 @@ def check_mismatch(run, metrics: dict[str, float]):
     in float32 about one of them, in 16 bits, where single tokens do, on average."""
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
-    tokens = "a token"
     if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
         name = "rollout/logp_mismatch_rms"
         bound = bound / 10
-        tokens = "tokens (root mean square)"
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not run.adapter.dropout:  # which the sampler has not
         raise ValueError(
-            f"sampler and trainer differ by {mismatch:.3g} nats about {tokens}: a bug, or a dtype "
-            f"too coarse; rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
+            f"{name} is {mismatch:.3g} nats: sampler and trainer disagree, a bug or a dtype too "
+            f"coarse; rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
         )

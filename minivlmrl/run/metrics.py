@@ -254,11 +254,7 @@ def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir)
     run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
     closing.callback(run.finish)
-
-    def log(values: dict[str, float], steps: int):
-        run.log(values, step=steps)
-
-    return log
+    return run.log
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
