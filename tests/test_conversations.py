@@ -138,7 +138,7 @@ MISTAKES = [
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
     ({"prompt": [user([{"type": "image", "image": 3}])]},
      "column 'prompt': message 0: each image must be a path or data URI"),
-    ({"problem": "a", "margin": True}, "column 'margin' is True, it must be a number, by how much chosen"),
+    ({"problem": "a", "margin": True}, "column 'margin' is True, it must be of type float"),
 ]  # fmt: skip
 
 BAD_ANSWERS = [

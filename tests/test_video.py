@@ -247,5 +247,5 @@ def test_frames_that_cannot_be_shown_are_not_counted(av):
 def test_a_video_whose_frames_change_size_is_refused():
     wide, tall = (encoded(moving(8, *size), "mjpeg", "mjpeg", "yuvj420p") for size in ((16, 32), (32, 16)))
     assert len(load_video(wide + wide, nframes=16).frames) == 16
-    with pytest.raises(ValueError, match="frame 8 has 16 x 32 pixels, frame 0 32 x 16 pixels"):
+    with pytest.raises(ValueError, match="frame 8 has 16 x 32 pixels, frame 0 32 x 16"):
         load_video(wide + tall, nframes=16)

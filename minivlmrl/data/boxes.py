@@ -42,8 +42,7 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
         "thousandths": (1000, 1000),
         "unit": (1, 1),
     }
-    width, height = extents[space]
-    return float(width), float(height)
+    return extents[space]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import UnionType
 
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import QUESTION_FORMS, ROLES
@@ -10,10 +11,10 @@ from minivlmrl.data.turns import as_turns, check_ends, check_messages, shown_par
 from minivlmrl.hub.recipe_values import naming
 
 # a column with text, and the types that it may have; of PROMPTS a row has one, or none: see _split
-PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}
-ANSWERS = {"completion": (str, list), "chosen": (str, list), "rejected": (str, list)}
+PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
+ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXT_COLUMNS = PROMPTS | ANSWERS
-TYPE_WORDS = {str: "text", list: "a list of turns"}
+TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
 
 
 def read_conversation(
@@ -54,11 +55,10 @@ def read_conversation(
     return messages, media, answers
 
 
-def _check_column(text_or_turns: object, types: tuple[type, ...]):
+def _check_column(text_or_turns: object, types: type | UnionType):
     """Refuse what is neither text nor turns, and turns that cannot be laid out."""
     if not isinstance(text_or_turns, types):
-        words = " or ".join(TYPE_WORDS[kind] for kind in types)
-        raise ValueError(f"must be {words}, it is {text_or_turns!r:.40}")
+        raise ValueError(f"must be {TYPE_WORDS[types]}, it is {text_or_turns!r:.40}")
     turns = as_turns(text_or_turns)
     check_messages(turns)
     roles = [turn["role"] for turn in turns]

@@ -4,17 +4,16 @@ forms.py has the forms of other projects, conversations.py those of a prompt and
 media.py of what is shown. docs/data.md has examples.
 """
 
-import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import getsize, isfile
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from minivlmrl.data.conversations import PROMPTS, read_conversation
+from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, files_of, load_media, read_media
 from minivlmrl.data.row_files import open_rows
@@ -22,7 +21,7 @@ from minivlmrl.data.sizes import VideoOptions, check_options
 from minivlmrl.data.turns import shown_parts_of
 from minivlmrl.hub.folder import digest
 from minivlmrl.hub.preprocessor import Count
-from minivlmrl.hub.recipe_values import FilePath, naming, require
+from minivlmrl.hub.recipe_values import FilePath, naming, read_value, require
 from minivlmrl.rows import Row
 
 
@@ -74,16 +73,13 @@ class FileDataset:
         self.folder = Path(self.options.image_root or self.source.folder)
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
         self.asked = []  # of each row a hash of its prompt and of the sizes of what that shows
+        self.columns = ()
         missing_files = []
         column_names = set()
-        for index, columns in enumerate(itertools.islice(self.source, self.size)):
-            where = self.source.where(index)
-            with naming(where):
-                row, media = read_row(columns, required, self.options)
-                answer_images = [part["image"] for part in answer_pictures(row)]
-                files = list(files_of(media + answer_images, str(self.folder)))
+        for index in range(self.size):
+            row, media = self.read(index)
             column_names.update(row.columns)
-            missing_files += self._count(row, media, files, where)
+            missing_files += self._count(row, media)
         if missing_files:
             raise ValueError(
                 f"{path}: {len(missing_files)} file(s) that its rows name are not in {self.folder} "
@@ -91,8 +87,11 @@ class FileDataset:
             )
         self.columns = sorted(column_names)
 
-    def _count(self, row: Row, media: list[Media], files: list[tuple], where: str) -> list[str]:
+    def _count(self, row: Row, media: list[Media]) -> list[str]:
         """Count what a row shows, and hash what it asks; return its files that are missing."""
+        answer_images = [part["image"] for part in answer_pictures(row)]
+        with naming(row.where):
+            files = list(files_of(media + answer_images, str(self.folder)))
         kinds = [item.kind for item in media]
         self.counts[kinds.count("image"), kinds.count("video")] += 1
         file_sizes = []
@@ -101,7 +100,7 @@ class FileDataset:
             is_file = isfile(path)
             file_sizes.append(getsize(path) if is_file else len(source))
             if path and not is_file:
-                missing_files.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', where)})")
+                missing_files.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', row.where)})")
         self.asked.append(hash(repr((row.messages, file_sizes))))
         return missing_files
 
@@ -131,7 +130,7 @@ class FileDataset:
         with naming(row.where):
             row.images, row.videos = load_media(media, self.folder)
             for part in answer_pictures(row):
-                part["image"] = load_media([part["image"]], self.folder)[0][0]
+                part["image"] = fetch_image(part["image"].source, self.folder)
         return row
 
 
@@ -184,26 +183,9 @@ def _check_columns(columns: dict, required):
         if name in RESERVED:
             require(False, f"column {name!r}", value, RESERVED[name])
         if name in CHECKED and (name != "label" or name in required):
-            is_valid, expected = CHECKED[name]
-            require(is_valid(value), f"column {name!r}", value, expected)
-
-
-def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf
-
-
-def _is_extent(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return all(_is_finite(side) and side > 0 for side in value)
-
-
-def _has_one_answer(value: object) -> bool:
-    return str(value).count("<answer>") <= 1
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
+            read_value(CHECKED[name], value, f"column {name!r}", json=True)
+        if name == "solution":
+            require(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
 
 
 # what rewards are given besides the columns of their rows, which these names would hide
@@ -231,9 +213,9 @@ RESERVED = {  # names that no column may have: why
         'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise',
     ),
 }
-CHECKED = {  # column: whether its value is valid, and what it must be
-    "margin": (_is_finite, "a number, by how much chosen is better"),
-    "answer_extent": (_is_extent, "[width, height], both above 0"),
-    "solution": (_has_one_answer, "one answer"),
-    "label": (_is_bool, "true or false: is the completion good?"),
+Side = Annotated[float, "(0, inf)"]
+CHECKED = {  # column: what it must be
+    "margin": Annotated[float, "(-inf, inf)"],  # by how much chosen is better
+    "answer_extent": tuple[Side, Side],  # width, height
+    "label": bool,  # the completion is good
 }

@@ -50,8 +50,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
 
 def outline(rows: Dataset, index: int) -> Row | None:
     """Read a row with blank images of the sizes that files claim; None: it has videos."""
-    if isinstance(rows, Picked):
-        return outline(*rows.find(index))
+    rows, index = _source(rows, index)
     if not isinstance(rows, FileDataset):
         return rows[index]
     row, media = rows.read(index)
@@ -91,9 +90,7 @@ def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tupl
     image_processor = processor.image_processor
     token_side = image_processor.patch_size * image_processor.merge_size
     for row_number in range(len(rows)):
-        dataset, row_index = (
-            rows.find(row_number) if isinstance(rows, Picked) else (rows, row_number)
-        )
+        dataset, row_index = _source(rows, row_number)
         if not isinstance(dataset, FileDataset):
             return  # all rows of an embedded task are alike
         row, media = dataset.read(row_index)
@@ -106,6 +103,13 @@ def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tupl
             prompt_length = len(row.prompt(counter).input_ids)
             if prompt_length > limit:
                 yield row_number, row.where, prompt_length
+
+
+def _source(rows: Dataset, index: int) -> tuple[Dataset, int]:
+    """Find the dataset that a row is from, and its number there; rows may be picked twice."""
+    while isinstance(rows, Picked):
+        rows, index = rows.find(index)
+    return rows, index
 
 
 def _counter(processor: Processor) -> Processor:

@@ -40,10 +40,13 @@ class Video:
         check_options("video", {"fps": self.fps})
         if not self.frames or 0 in self.frames[0].size:
             raise ValueError("a video without frames or pixels has nothing to show")
-        sizes = ["{} x {} pixels".format(*frame.size) for frame in self.frames]
-        for number, size in enumerate(sizes):
-            if size != sizes[0]:
-                raise ValueError(f"frame {number} has {size}, frame 0 {sizes[0]}")
+        first = self.frames[0]
+        for number, frame in enumerate(self.frames):
+            if frame.size != first.size:
+                raise ValueError(
+                    f"frame {number} has {frame.width} x {frame.height} pixels, "
+                    f"frame 0 {first.width} x {first.height}"
+                )
 
     def patches(
         self, processor: ImageProcessor, **options: int
@@ -100,8 +103,9 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         if sampling:
             raise ValueError(f"{min(sampling)} chooses frames of a file; a list is taken whole")
         for frame in source:
-            frames.append(fetch_image(frame, folder))
-            _check_size(len(source), frames[0].width, frames[0].height)
+            image = fetch_image(frame, folder)
+            _check_size(len(source), image.width, image.height)
+            frames.append(image)
         return Video(frames, fps)
     name, file = open_source(source, folder)
     try:

@@ -10,6 +10,7 @@ the task. The rest is left to reinforcement learning, with a reward that is alwa
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import PIL.ImageDraw
@@ -144,20 +145,21 @@ def datasets(
         wrong_demonstrations: share of them with a label drawn at random.
         pairs: rows for dpo, kto and reward_model.
     """
-    wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
+    pictures = partial(
+        Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt
+    )
     training = {
-        "demonstrations": Shapes(
+        "demonstrations": pictures(
             demonstrations,
             f"{seed}/sft",
             wrong_labels=wrong_demonstrations,
             tags=data.answer == "tags",  # they say the label where the rewards look for it
-            **wording,
         ),
-        "pairs": Shapes(pairs, f"{seed}/pairs", **wording),
-        "labels": Shapes(pairs, f"{seed}/pairs", labelled=True, **wording),
-        "prompts": Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
+        "pairs": pictures(pairs, f"{seed}/pairs"),
+        "labels": pictures(pairs, f"{seed}/pairs", labelled=True),
+        "prompts": pictures(FRESH_ROWS, f"{seed}/grpo"),
     }
-    return training, Shapes(data.eval_rows, "eval", **wording)
+    return training, pictures(data.eval_rows, "eval")
 
 
 TASK = Task(datasets, tokenizer, lambda held_out: CHANCE, "chance")
