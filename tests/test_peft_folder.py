@@ -1,10 +1,9 @@
 """PEFT both ways: what we save it loads, what it saves we load, with equal logits; what we refuse of its options."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_checkpoint import edit_json
 from test_lora import adapted
 
 from minivlmrl.adapters.lora import adapters
@@ -78,10 +77,7 @@ def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
 
 
 def test_the_first_end_of_a_name_says_the_alpha(saved):
-    file = saved / "adapter_config.json"
-    values = json.loads(file.read_text())
-    values["alpha_pattern"] = {"proj": 1, "self_attn.q_proj": 8, "q_proj": 12}
-    file.write_text(json.dumps(values))
+    edit_json(saved / "adapter_config.json", alpha_pattern={"proj": 1, "self_attn.q_proj": 8, "q_proj": 12})
     model = tiny.model()
     load_adapter(model, saved)
     assert [layer.scaling for layer in adapters(model).values()] == [8 / 4]
@@ -112,8 +108,7 @@ def saved(tmp_path):
     ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj is 0"),
 ])  # fmt: skip
 def test_options_that_would_change_the_result_are_refused(saved, change, says):
-    file = saved / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    edit_json(saved / "adapter_config.json", **change)
     with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{says}"):
         load_adapter(tiny.model(), saved)
 

@@ -36,7 +36,8 @@ def cell(size):
 def rows_of_memory(name):
     """Cells of the rows of docs/memory.md of this name."""
     lines = Path("docs/memory.md").read_text().splitlines()
-    return [line.strip("| ").split(" | ") for line in lines if line.startswith(f"| {name} |")]
+    rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
+    return [[text.strip() for text in row] for row in rows]
 
 
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]

@@ -246,7 +246,7 @@ def test_a_frame_may_say_its_bounds():
 
 
 @pytest.fixture(scope="module")
-def their_processor(tmp_path_factory):
+def their_processor(tmp_path_factory, oracle):
     """Qwen3VLProcessor with our tokenizer; its video processor, which needs torchvision, says what it is told."""
     from transformers.models.qwen3_vl import Qwen3VLProcessor
 
@@ -256,19 +256,12 @@ def their_processor(tmp_path_factory):
         def __call__(self, videos, **_):
             return {"video_grid_thw": self.grids, "video_metadata": self.metadata}
 
-    class TinyProcessor(Qwen3VLProcessor):
-        def check_argument_for_proper_class(self, name, argument):
-            return type(argument)
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shapes.tokenizer().backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
-    tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
+    folder, tokenizer = tmp_path_factory.mktemp("tokenizer"), shapes.tokenizer()
     images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
         **{name: PUBLISHED[name] for name in ("patch_size", "size", "image_mean", "image_std")}
     )
     template = default_template(FAMILIES["qwen3_vl"]).text
-    return TinyProcessor(image_processor=images, tokenizer=tokenizer, video_processor=Told(), chat_template=template)
+    return oracle.their_processor(Qwen3VLProcessor, folder, tokenizer, template, images, Told())
 
 
 def their_ids(processor, messages, images, *videos):

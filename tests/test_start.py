@@ -1,6 +1,5 @@
 """Before the first step: rewards are tried, rows counted, and what runs where is said."""
 
-import json
 import re
 import shutil
 
@@ -8,6 +7,7 @@ import PIL.Image
 import pytest
 import torch
 from runs import write_lines
+from test_checkpoint import edit_json
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked
@@ -89,8 +89,7 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
 def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_step(run, own, home, tmp_path):
     """Only where the answer is drawn do its tokens count; rows that are left out do not."""
     checkpoint = shutil.copytree(home / "untrained" / "checkpoint", tmp_path / "short")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    edit_json(checkpoint / "config.json", max_position_embeddings=100)
     texts = ["a", "a " * 75, "b"]
     lines = [{"problem": text, "solution": "x", "completion": "x"} for text in texts]
     write_lines(tmp_path / "rows.jsonl", lines)

@@ -31,14 +31,6 @@ def test_chance_is_that_of_a_task():
     assert (get_task("shapes").chance_name, boxes.chance_name) == ("chance", "constant box")
 
 
-def test_a_task_of_ones_own(tmp_path, monkeypatch):
-    """By its file, by its module, or in the table, as a script registers it."""
-    (tmp_path / "own.py").write_text("from minivlmrl.tasks.shapes import TASK as OWN")
-    assert get_task(f"{tmp_path / 'own.py'}:OWN") == get_task("minivlmrl.tasks.shapes:TASK") == get_task("shapes")
-    monkeypatch.setitem(TASKS, "own", get_task("shapes"))
-    assert get_task("own").chance_name == "chance"
-
-
 def test_options_of_a_task():
     training, _ = get_task("shapes(demonstrations=3, pairs=2)").datasets(DataSection(), seed=0)
     assert [len(training[needs]) for needs in ("demonstrations", "pairs", "labels")] == [3, 2, 2]
@@ -46,9 +38,7 @@ def test_options_of_a_task():
 
 @pytest.mark.parametrize("name, error", [
     ("counting", r"^unknown data\.task 'counting'; there are: shapes, file\.py:name$"),
-    ("nowhere.py:TASK", r"^data\.task: nowhere\.py:TASK: it cannot be loaded \(FileNotFoundError"),
     ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: it is \{.*, it must be a Task of "),
-    ("shapes(size=2)", r"^data\.task shapes\(size=2\): there is no option 'size'; there are: demonstrations, wrong"),
     ("shapes(pairs=0)", r"^data\.task shapes\(pairs=0\): pairs is 0, it must be 1 or more$"),
 ])  # fmt: skip
 def test_an_unknown_task_is_named(name, error):

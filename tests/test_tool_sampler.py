@@ -55,17 +55,19 @@ def test_a_packed_group_with_crops_equals_single_rows(model_type):
     prompts = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in shown]
     crops = [[], [(1, 4, 4)], [(1, 2, 6), (1, 6, 2), (1, 4, 8)]]
     groups = [[seen(generator, some) for some in crops] for _ in prompts]
-    batch = pack(prompts, groups, model.config)
-    assert len(batch.image_grid_thw) == 3 + 3 * 4
-    together = batch.pad(per_token_logps(model, batch)[0]) * batch.completion_mask
+    assert len(pack(prompts, groups, model.config).image_grid_thw) == 3 + 3 * 4
+
+    def score(prompts, groups):
+        batch = pack(prompts, groups, model.config)
+        return batch.pad(per_token_logps(model, batch)[0]) * batch.completion_mask
+
+    together = score(prompts, groups)
     together.sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     alone = []
     for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            one = pack([prompt], [[completion]], model.config)
-            alone.append((one.pad(per_token_logps(model, one)[0]) * one.completion_mask)[0])
+        alone += [score([prompt], [[completion]])[0] for completion in group]
     sum(x.sum() for x in alone).backward()
     assert max((together[i, : len(x)] - x).abs().max().item() for i, x in enumerate(alone)) < 1e-12
     for name, parameter in model.named_parameters():
@@ -98,6 +100,11 @@ RATIO = ": its aspect ratio is over 200; crop or drop it"
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 
 
+def row(size=(56, 84), **columns):
+    """A question about a picture."""
+    return Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", size)], columns)
+
+
 def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
     """A tiny model with the tokenizer's ids of images and videos."""
     ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
@@ -119,9 +126,8 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROC
         return torch.tensor(ids, device=rows.device)
 
     monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
-    images = [PIL.Image.new("RGB", (56, 84 + 28 * i)) for i in (0, 1)]
-    rows = [Row([user([IMAGE_PART, text("?")])], [image], {"problem": "P", **dict(columns)}) for image in images]
-    prompts = [row.prompt(processor) for row in rows[: 2 - len(texts) % 2]]
+    rows = [row((56, 84 + 28 * i), **{"problem": "P"} | dict(columns)) for i in range(2 - len(texts) % 2)]
+    prompts = [one.prompt(processor) for one in rows]
     return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
 
 
@@ -345,8 +351,7 @@ def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
 
 def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     model = model_of(dtype=torch.float64)
-    rows = [Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 84))], {}) for _ in range(2)]
-    prompts = [row.prompt(PROCESSOR) for row in rows]
+    prompts = [row().prompt(PROCESSOR) for _ in range(2)]
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
     settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
     plain, tools = (build_sampler(model, PROCESSOR, one, ONE) for one in settings)
@@ -355,10 +360,10 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
 
 
 def test_a_prompt_without_its_row_says_what_to_set():
-    row = Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 56))], {})
+    asked = row()
     sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
     with pytest.raises(ValueError, match="told a prompt's row"):
-        sampler([PROCESSOR(row.messages, row.images)], 1, [""])
+        sampler([PROCESSOR(asked.messages, asked.images)], 1, [""])
 
 
 def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):
@@ -390,6 +395,5 @@ def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent
     """In pixels of Qwen2.5-VL those of the picture that the model sees, not of the file."""
     processor = replace(PROCESSOR, box_space=space)
     sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="test_tool_sampler:Eye"), ONE)
-    row = Row([user([IMAGE_PART])], [PIL.Image.new("RGB", (90, 50))], {"problem": "P"})
-    [play] = sampler.begin(row.prompt(processor), 1)
+    [play] = sampler.begin(row((90, 50), problem="P").prompt(processor), 1)
     assert play.environment.extents == [extent]

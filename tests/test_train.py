@@ -12,7 +12,6 @@ from runs import LETTERS, metrics, summary
 
 from minivlmrl import grpo as grpo_file
 from minivlmrl.algorithms import sft as sft_file
-from minivlmrl.run import evaluate
 from minivlmrl.run import results as results_file
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl.scale.ranks import World
@@ -81,18 +80,6 @@ def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path
     assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
     configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (first, second)]
     assert configs[0] | {"output_dir": ""} == configs[1] | {"output_dir": ""}
-
-
-def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
-    """What the first run says at its end, a second one that loads the checkpoint says at its start."""
-    said, original = [], evaluate.ask_rewards
-    record = lambda rewards, columns: said.append(columns["completions"]) or original(rewards, columns)  # noqa: E731
-    monkeypatch.setattr(evaluate, "ask_rewards", record)
-    first = run(name="a")
-    run("--model.config=null", f"--model.path={first / 'checkpoint'}", "--stages=[]", name="b")
-    assert len(said) == 4 * 2  # sampled and greedy
-    assert said[4:6] == said[6:]
-    assert said[:2] != said[4:6]  # training did change the answers
 
 
 @pytest.mark.parametrize(("option", "expected"), [("2", 2), ("null", CORES)])
@@ -169,9 +156,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
     monkeypatch.setattr(sft_file, "sft_loss", loss)
     with pytest.raises(ValueError, match=r"sft step 1: loss nan.* lower sft\.learning_rate"):
         run(*options, name="bad")
-    kept = [folder.parent / name / "checkpoint" / "model.safetensors" for name in ("good", "bad") for folder in [good]]
-    assert kept[0].read_bytes() == kept[1].read_bytes()  # the weights of step 0
-    assert [line["step"] for line in metrics(good.parent / "bad")] == [0]
+    bad = good.with_name("bad")
+    kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]
+    assert kept[0] == kept[1]  # the weights of step 0
+    assert [line["step"] for line in metrics(bad)] == [0]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):

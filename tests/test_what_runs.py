@@ -61,42 +61,40 @@ def named_in_readme():
     return re.findall(r"^\| \[(\w+)\.py\].*\| `([\w.]+)` \|$", text, re.MULTILINE)
 
 
-def default_recipe(tmp_path, request):
-    small = ["prompts_per_step=2", "max_steps=1", "num_generations=2"]
-    options = ["--num_threads=1", "--stages=[grpo]", "--data.eval_rows=1", *(f"--grpo.{text}" for text in small)]
-    train.main([str(ROOT / "recipes/shapes.yaml"), f"--output_dir={tmp_path / 'run'}", *options])
+SMALL = ["--num_threads=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2", "--grpo.max_steps=1"]
 
 
-def own_folder(tmp_path, request):
+def train_by(recipe, output, *options):
+    train.main([str(ROOT / "recipes" / recipe), f"--output_dir={output}", "--data.eval_rows=1", *SMALL, *options])
+
+
+def default_recipe(tmp_path, checkpoint, rows):
+    train_by("shapes.yaml", tmp_path / "run", "--stages=[grpo]")
+
+
+def own_folder(tmp_path, checkpoint, rows):
     """recipes/own_data.yaml on weights, config and template as transformers and the hub write them."""
     transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    ours, folder = request.getfixturevalue("checkpoint"), tmp_path / "folder"
-    shutil.copytree(ours, folder)
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(ours)
+    folder = shutil.copytree(checkpoint, tmp_path / "folder")
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint)
     for file in folder.glob("*.safetensors"):
         file.unlink()
     theirs.save_pretrained(folder)
-    file = request.getfixturevalue("rows")
-    small = ["prompts_per_step=2", "max_steps=1", "num_generations=2"]
-    options = [f"--model.path={folder}", f"--data.train_file={file}", f"--data.eval_file={file}", "--data.eval_rows=1"]
-    options += ["--num_threads=1", "--sampling.max_new_tokens=4", "--data.max_pixels=3136"]
-    options += [f"--grpo.{text}" for text in small]
-    train.main([str(ROOT / "recipes/own_data.yaml"), f"--output_dir={tmp_path / 'run'}", *options])
+    files = [f"--model.path={folder}", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
+    train_by("own_data.yaml", tmp_path / "run", *files, "--sampling.max_new_tokens=4", "--data.max_pixels=3136")
 
 
-def pretended_card(tmp_path, request):
+def pretended_card(tmp_path, checkpoint, rows):
     stages.write_recipe(tmp_path)
-    small = ["--grpo.prompts_per_step=2", "--grpo.num_generations=2", "--sampling.max_new_tokens=4"]
     with PretendCuda():
-        stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *small, world=World(device=CUDA)).go()
+        stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *SMALL, world=World(device=CUDA)).go()
 
 
 @pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
-def test_a_step_runs_the_book(way, tmp_path, request):
-    way_of = request.getfixturevalue if way is own_folder else lambda name: None
-    way_of("checkpoint"), way_of("rows")  # made before anything is noted
+def test_a_step_runs_the_book(way, tmp_path, checkpoint, rows):
+    """The fixtures are made before anything is noted."""
     with functions_that_run() as ran:
-        way(tmp_path, request)
+        way(tmp_path, checkpoint, rows)
     print(f"\n{way.__name__}", *(f"  {name}: {', '.join(sorted(found))}" for name, found in ran.items()), sep="\n")
     for chapter, name in named_in_readme():
         assert any(found == name or found.startswith(f"{name}.") for found in ran[chapter]), f"{chapter}.{name}"

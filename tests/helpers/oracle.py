@@ -70,6 +70,22 @@ def lifted_module(name: str) -> tuple:
 LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "float": "double"}
 
 
+def their_processor(kind, folder, tokenizer, template, images, videos=None):
+    """A processor of transformers with our tokenizer.
+
+    The stock one asks for a video processor, which exists only where torchvision is installed.
+    """
+
+    class TinyProcessor(kind):
+        def check_argument_for_proper_class(self, name, argument):
+            return type(argument)
+
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"pad_token": "<|endoftext|>"}')
+    theirs = transformers.Qwen2Tokenizer.from_pretrained(folder)
+    return TinyProcessor(images, theirs, videos, chat_template=template)
+
+
 def their_inputs(prompt):
     ids = prompt.input_ids[None]
     # without it they use 1-D positions
