@@ -44,6 +44,8 @@ THROUGH_A_MODEL = (*LOGPS, "gradients")
 FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
 EVALUATIONS = 1000  # of pairs at most
 MODEL_EVALUATIONS = 50  # where each needs a model
+THEIRS = 0  # index of what the trainer has, in what a stage gives
+OURS = 1
 NUMBERS = 4096  # of a stage, by which pairs are judged before they are tried
 
 
@@ -84,8 +86,8 @@ def causes_of_table() -> list[Cause]:
     """Read the rows of causes.yaml: what one does not say, its list says."""
     result = []
     for group in TABLE["causes"]:
-        shared = {name: value for name, value in group.items() if name != "list"}
-        result += [Cause(**shared | row) for row in group["list"]]
+        shared_fields = {name: value for name, value in group.items() if name != "list"}
+        result += [Cause(**shared_fields | row) for row in group["list"]]
     return result
 
 
@@ -118,12 +120,12 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
                     )
     if "units" not in thing:
         changes = TABLE["terms"]
-    about = {name: thing[name] for name in ("source", "costs", "about") if name in thing}
+    shared_fields = {name: thing[name] for name in ("source", "costs", "about") if name in thing}
     result = []
     for text, change in changes.items():
         name = thing["thing"]
         says = f"{thing['says']} {text}"
-        result.append(Cause(f"{name}: {text}", says, change={name: change}, **about))
+        result.append(Cause(f"{name}: {text}", says, change={name: change}, **shared_fields))
     return result
 
 
@@ -164,9 +166,9 @@ def audit(d: Dump) -> list[Finding]:
 
 def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str, Finding]):
     """Explain a stage that differs, and let the stages after it know."""
-    known = [fit for causes in named for fit in fits(finding.stage, d, causes)]
-    finding.again = bool(known)
-    finding.explained = known or explain(finding.stage, d)
+    known_fits = [fit for causes in named for fit in fits(finding.stage, d, causes)]
+    finding.again = bool(known_fits)
+    finding.explained = known_fits or explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # it is of these ids
         finding.explained = differing["tokens"].explained
@@ -181,12 +183,12 @@ def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str,
 
 def error(answer: dict, factor: float = 1.0) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
-    largest = 0.0
+    largest_error = 0.0
     for theirs, ours, unit in answer.values():
         if theirs.numel():
             size = ((theirs - factor * ours).abs() / unit).max().item()
-            largest = max(largest, size if math.isfinite(size) else math.inf)
-    return largest
+            largest_error = max(largest_error, size if math.isfinite(size) else math.inf)
+    return largest_error
 
 
 def merged(causes: list[Cause]) -> dict | None:
@@ -209,93 +211,93 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 def unseen(name: str, d: Dump, answer: dict) -> Counter:
     """Count the causes of each topic, and those that change no number."""
-    topics = Counter()
+    topic_counts = Counter()
     for cause in possible_causes(name, d):
-        other = computed(name, d, cause.change) if cause.about else None
-        if other:
-            pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other.items()}
-            topics[cause.about, "all"] += 1
-            topics[cause.about, "unseen"] += error(pairs) <= TOLERANCE
-    return topics
+        other_answer = computed(name, d, cause.change) if cause.about else None
+        if other_answer:
+            pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
+            topic_counts[cause.about, "all"] += 1
+            topic_counts[cause.about, "unseen"] += error(pairs) <= TOLERANCE
+    return topic_counts
 
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
     d.cache = {}
-    base = computed(name, d, {})
+    base_answer = computed(name, d, {})
     if name in LOGPS:  # two rows tell enough; what explains them has to explain all
-        [(theirs, ours, unit)] = base.values()
+        [(theirs, ours, unit)] = base_answer.values()
         errors = ((theirs - ours).abs() / unit).amax(1)
         d.part = errors.topk(min(2, len(theirs))).indices
-        base = computed(name, d, {})
-    fitting = search(name, d, base)
+        base_answer = computed(name, d, {})
+    fitting_causes = search(name, d, base_answer)
     d.cache = None
     d.part = None
     if name in LOGPS:
-        fitting = [fit for causes, _ in fitting for fit in fits(name, d, causes)]
-    limit = max(10 * min((left for _, left in fitting), default=0.0), TOLERANCE / 100)
-    return [(causes, left) for causes, left in fitting if left <= limit]
+        fitting_causes = [fit for causes, _ in fitting_causes for fit in fits(name, d, causes)]
+    smallest_error = min((error_left for _, error_left in fitting_causes), default=0.0)
+    limit = max(10 * smallest_error, TOLERANCE / 100)
+    return [(causes, error_left) for causes, error_left in fitting_causes if error_left <= limit]
 
 
-def search(name: str, d: Dump, base: dict) -> list[Fit]:
+def search(name: str, d: Dump, base_answer: dict) -> list[Fit]:
     """Find single causes that give a stage's numbers, or else pairs of them; a factor is one."""
     scaled = name in FACTORS
-    single = []
-    pairs = []
-    different = []  # causes that do something else than those before them, and what they give
-    given = [numbers(base, base, OURS)]
+    single_fits = []
+    pair_fits = []
+    different_causes = []  # causes that do something else than those before them, and what they give
+    cause_numbers = [numbers(base_answer, base_answer, OURS)]
     for cause in possible_causes(name, d):
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
-        single += fit(answer, [cause], d)
-        pairs += fit(answer, [cause], d, scaled)
-        changed = numbers(answer, base, OURS)
-        if not any(torch.equal(changed, other) for other in given):
-            different.append(cause)
-            given.append(changed)
-    single += fit(base, [], d, scaled)
-    if single:
-        return single
-    ranked = promising(numbers(base, base, THEIRS), *given)
+        single_fits += fit(answer, [cause], d)
+        pair_fits += fit(answer, [cause], d, scaled)
+        changed_numbers = numbers(answer, base_answer, OURS)
+        if not any(torch.equal(changed_numbers, other) for other in cause_numbers):
+            different_causes.append(cause)
+            cause_numbers.append(changed_numbers)
+    single_fits += fit(base_answer, [], d, scaled)
+    if single_fits:
+        return single_fits
+    ranked_pairs = promising(numbers(base_answer, base_answer, THEIRS), *cause_numbers)
     limit = MODEL_EVALUATIONS if name in THROUGH_A_MODEL else EVALUATIONS
-    for number, (i, j) in enumerate(ranked[:limit]):
-        if number % 100 == 0 and pairs:
+    for number, (i, j) in enumerate(ranked_pairs[:limit]):
+        if number % 100 == 0 and pair_fits:
             break
-        pairs += fits(name, d, [different[i], different[j]])
-    return pairs
+        pair_fits += fits(name, d, [different_causes[i], different_causes[j]])
+    return pair_fits
 
 
-THEIRS, OURS = 0, 1  # places in what a stage gives
-
-
-def numbers(answer: dict, base: dict, side: int) -> Tensor:
+def numbers(answer: dict, base_answer: dict, side: int) -> Tensor:
     """Sample numbers of a stage, THEIRS or OURS, in the units of its definition."""
-    parts = [(answer[name][side] / unit).flatten() for name, (_, _, unit) in base.items()]
+    parts = [(answer[name][side] / unit).flatten() for name, (_, _, unit) in base_answer.items()]
     values = torch.cat(parts).nan_to_num(0.0, 0.0, 0.0)
     return values[:: 1 + len(values) // NUMBERS]
 
 
-def promising(theirs: Tensor, right: Tensor, *given: Tensor) -> list[tuple[int, int]]:
+def promising(theirs: Tensor, right: Tensor, *cause_numbers: Tensor) -> list[tuple[int, int]]:
     """Rank pairs of causes that may explain a stage, by what each gives alone.
 
     What one leaves wrong the other must change. Those come first whose changes, added or
     multiplied, come closest.
     """
-    given = torch.stack(given) if given else right.new_zeros(0, len(right))
-    wrong = ((given - theirs).abs() > 10 * TOLERANCE).float()
-    same = ((given - right).abs() < TOLERANCE / 10).float()
+    cause_numbers = torch.stack(cause_numbers) if cause_numbers else right.new_zeros(0, len(right))
+    wrong = ((cause_numbers - theirs).abs() > 10 * TOLERANCE).float()
+    same = ((cause_numbers - right).abs() < TOLERANCE / 10).float()
     hopeless = wrong @ same.T  # how many numbers are wrong with one, and the same with the other
     hopeless = hopeless + hopeless.T
     divisor = torch.where(right == 0, 1.0, right)
-    ranked = []
-    for i, x in enumerate(given):
+    ranked_pairs = []
+    for i, own_numbers in enumerate(cause_numbers):
         others = (hopeless[i, i + 1 :] == 0).nonzero()[:, 0] + i + 1
-        y = given[others]
-        for joined in (x + y - right, x * y / divisor):
+        other_numbers = cause_numbers[others]
+        for joined in (own_numbers + other_numbers - right, own_numbers * other_numbers / divisor):
             gaps = (joined - theirs).abs().clamp(max=1).mean(1)
-            ranked += [(gap, i, j) for gap, j in zip(gaps.tolist(), others.tolist(), strict=True)]
-    return list(dict.fromkeys((i, j) for _, i, j in sorted(ranked)))
+            ranked_pairs += [
+                (gap, i, j) for gap, j in zip(gaps.tolist(), others.tolist(), strict=True)
+            ]
+    return list(dict.fromkeys((i, j) for _, i, j in sorted(ranked_pairs)))
 
 
 def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> list[Fit]:
@@ -317,19 +319,21 @@ def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> lis
         if cause is None:
             return []
         causes = [*causes, cause]
-    left = error(answer, factor)
-    return [(causes, left)] if left <= TOLERANCE else []
+    error_left = error(answer, factor)
+    return [(causes, error_left)] if error_left <= TOLERANCE else []
 
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """Name what a factor may come from; None: nothing that is known, and any number is one."""
-    known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
+    known_factors = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     names = {"step": d, "about": d.about}
     counts = [(formula(text, **names), what) for what, text in TABLE["counts"].items()]
-    known += [(n, f"not divided by the {n:g} {what}") for n, what in counts if n != 1]
-    known += [(1 / n, f"divided once more by the {n:g} {what}") for n, what in counts if n != 1]
+    known_factors += [(n, f"not divided by the {n:g} {what}") for n, what in counts if n != 1]
+    known_factors += [
+        (1 / n, f"divided once more by the {n:g} {what}") for n, what in counts if n != 1
+    ]
     is_near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
-    sources = [says for number, says in known if is_near(number)]
+    sources = [says for number, says in known_factors if is_near(number)]
     if not sources and (few or not math.isfinite(factor)):
         return None
     says = " or ".join(sources) or f"all of it is {factor:.6g} times"
@@ -338,22 +342,22 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
 
 def where(answer: dict, d: Dump) -> list[str]:
     """Say which numbers differ, and of three tensors the first that do, theirs over ours."""
-    counts = []
+    wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
         wrong = ~((theirs - ours).abs() / unit <= TOLERANCE)  # NaN too
         if not wrong.any():
             continue
-        counts.append(f"{name}: {int(wrong.sum())} of {wrong.numel()}")
-        places = []
+        wrong_counts.append(f"{name}: {int(wrong.sum())} of {wrong.numel()}")
+        pairs = []
         for place in wrong.nonzero()[:4].tolist():
             index = tuple(place)
-            places.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
+            pairs.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
         depends = dependence(theirs, ours, unit, d)
-        lines.append(f"{name} at {', '.join(places)}; theirs over ours {depends}")
-    if len(counts) > 3:
-        counts[3:] = [f"and {len(counts) - 3} more"]
-    return [", ".join(counts), *lines[:3]]
+        lines.append(f"{name} at {', '.join(pairs)}; theirs over ours {depends}")
+    if len(wrong_counts) > 3:
+        wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
+    return [", ".join(wrong_counts), *lines[:3]]
 
 
 def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
@@ -366,10 +370,10 @@ def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
         indices["depends on the row alone"] = zeros + d.all_rows.view(column)
     if theirs.dim() == 2:
         indices["depends on the column alone"] = zeros + torch.arange(theirs.shape[1])
-    real = ours.abs() / unit > 100 * TOLERANCE
-    ratio = (theirs / ours)[real]
+    is_large = ours.abs() / unit > 100 * TOLERANCE
+    ratio = (theirs / ours)[is_large]
     for says, index in indices.items():
-        if steady(ratio, index[real]):
+        if steady(ratio, index[is_large]):
             return says
     return "varies"
 
@@ -383,16 +387,16 @@ def steady(x: Tensor, index: Tensor) -> bool:
 def report(findings: list[Finding], d: Dump) -> str:
     """Write the lines that the tool prints."""
     lines = []
-    topics = Counter()
+    topic_counts = Counter()
     for finding in findings:
         lines += finding_lines(finding)
-        topics += finding.unseen
+        topic_counts += finding.unseen
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
-    for about, kind in topics:
-        count = topics[about, "all"]
-        hidden = topics[about, "unseen"]
-        if kind == "all" and 2 * hidden >= count:
-            lines.append(f"cannot show: {hidden} of {count} mistakes of {about}")
+    for about, kind in topic_counts:
+        count = topic_counts[about, "all"]
+        hidden_count = topic_counts[about, "unseen"]
+        if kind == "all" and 2 * hidden_count >= count:
+            lines.append(f"cannot show: {hidden_count} of {count} mistakes of {about}")
     return "\n".join(lines)
 
 
@@ -408,8 +412,8 @@ def finding_lines(finding: Finding) -> list[str]:
     if finding.again:
         return lines + [f"{'':12}again: {fit_line(*fit)}" for fit in finding.explained[:1]]
     word = "explained by"
-    for causes, left in finding.explained[:4]:
-        lines.append(f"{'':12}{word}: {fit_line(causes, left)}")
+    for causes, error_left in finding.explained[:4]:
+        lines.append(f"{'':12}{word}: {fit_line(causes, error_left)}")
         word = "or"
         for cause in causes:
             about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
@@ -417,9 +421,9 @@ def finding_lines(finding: Finding) -> list[str]:
     return lines
 
 
-def fit_line(causes: list[Cause], left: float) -> str:
+def fit_line(causes: list[Cause], error_left: float) -> str:
     """Name causes and the error that they leave."""
-    return f"{' and '.join(cause.name for cause in causes)} (to {left:.0e})"
+    return f"{' and '.join(cause.name for cause in causes)} (to {error_left:.0e})"
 
 
 def not_in_step(findings: list[Finding]) -> list[str]:
@@ -453,9 +457,9 @@ def as_json(findings: list[Finding]) -> dict:
 def stage_json(finding: Finding) -> dict:
     """Return what is known of a stage as an object."""
     explained = []
-    for causes, left in finding.explained:
+    for causes, error_left in finding.explained:
         named = [{"name": cause.name, "says": cause.says} for cause in causes]
-        explained.append({"error": left, "causes": named})
+        explained.append({"error": error_left, "causes": named})
     return {
         "stage": finding.stage,
         "numbers": finding.numbers,

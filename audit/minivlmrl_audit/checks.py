@@ -25,16 +25,16 @@ def assert_split_invariant(
         halves = [all_rows[::2], all_rows[1::2]]
         first_and_rest = [all_rows[:1], all_rows[1:]]
         splits = [halves, first_and_rest, [[row] for row in all_rows]]
-    whole = as_doubles(gradients([all_rows]))
-    unit = max(x.abs().nan_to_num(torch.inf).max().item() for x in whole.values())
+    whole_gradients = as_doubles(gradients([all_rows]))
+    unit = max(x.abs().nan_to_num(torch.inf).max().item() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero: the step teaches nothing, and nothing is compared"
     for parts in splits:
-        parted = as_doubles(gradients(parts))
-        names = sorted(whole.keys() ^ parted.keys())
+        split_gradients = as_doubles(gradients(parts))
+        names = sorted(whole_gradients.keys() ^ split_gradients.keys())
         assert not names, f"{what} {parts}: {names[0]} has a gradient in one of both alone"
         gaps = {}
-        for name, x in parted.items():
-            gap = (x - whole[name]).abs().max() / unit
+        for name, x in split_gradients.items():
+            gap = (x - whole_gradients[name]).abs().max() / unit
             gaps[name] = gap.nan_to_num(torch.inf)
         worst = max(gaps, key=gaps.get)
         assert gaps[worst] <= tolerance, (
@@ -56,14 +56,14 @@ def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float =
 def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
     """Assert that another picture changes logps(pixel_values), nats, and the same one does not."""
     pixels = torch.as_tensor(pixel_values)
-    shown = (pixels, pixels.clone(), pixels.flip(0) * -1)
-    same, again, other = [torch.as_tensor(logps(x)).double() for x in shown]
+    shown_pixels = (pixels, pixels.clone(), pixels.flip(0) * -1)
+    same, again, other = [torch.as_tensor(logps(x)).double() for x in shown_pixels]
     assert (same - again).abs().max() <= tolerance / 100, (
         "one picture, other log-probabilities: is dropout on?"
     )
-    moved = (same - other).abs().max().item()
-    assert moved > tolerance, (
-        f"another picture changes log-probabilities by {moved:.1e} nats only: is it ignored?"
+    largest_move = (same - other).abs().max().item()
+    assert largest_move > tolerance, (
+        f"another picture changes log-probabilities by {largest_move:.1e} nats only: is it ignored?"
     )
 
 

@@ -70,9 +70,9 @@ class Dump:
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
-        others = self["attention_mask"] * (1 - self["completion_mask"].long())
-        prompt = self.get("prompt_mask", others)
-        ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
+        other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
+        prompt_tokens = self.get("prompt_mask", other_tokens)
+        ends = (prompt_tokens * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
         self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
@@ -101,8 +101,8 @@ class Dump:
         """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""
         sampled = None if self.ids is None else self.sampled(self.ids)
         if sampled is not None:
-            ids, drawn = sampled[..., : self.width]
-            return ids, drawn == 1, drawn == 0
+            ids, drawn_flags = sampled[..., : self.width]
+            return ids, drawn_flags == 1, drawn_flags == 0
         tool_mask = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
         return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
 
@@ -118,16 +118,16 @@ class Dump:
         if kind == "rows":
             row = row[self.rows[text]]
         ids = self["sampler_ids"][row]
-        drawn = self["sampler_mask"][row]
-        real = ids >= 0
+        drawn_flags = self["sampler_mask"][row]
+        is_real = ids >= 0
         if formulas:
-            region = moves.token_regions(self, ids, drawn == 1, drawn == 0)[text]
+            region = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)[text]
         laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
         for i, begin in enumerate(self.starts):
-            row_ids = ids[i][real[i]].tolist()
-            row_drawn = drawn[i][real[i]].tolist()
+            row_ids = ids[i][is_real[i]].tolist()
+            row_drawn = drawn_flags[i][is_real[i]].tolist()
             if formulas:
-                inside = region[i][real[i]].tolist()
+                inside = region[i][is_real[i]].tolist()
                 row_ids, row_drawn = moves.edited(
                     row_ids, row_drawn, inside, formulas[0], again=self.again
                 )

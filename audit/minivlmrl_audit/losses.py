@@ -42,23 +42,23 @@ def mistakes(cases: list[tuple]) -> list[str]:
     lines = []
     while steps and len(lines) < SEARCHES:
         explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        hits = [sum(explains(causes, step) for step in steps) for causes in explanations]
-        pairs = zip(explanations, hits, strict=True)
-        tied = [causes for causes, hit in pairs if hit == max(hits)]
-        rest = [step for step in steps[1:] if not explains(tied[0], step)]
-        names = []
-        for causes in tied[:TIED]:
-            names.append(" and ".join(f"{cause.says} ({cause.name})" for cause in causes))
-        says = "; or ".join(dict.fromkeys(names)) or "no known mistake"
-        lines.append(f"{len(steps) - len(rest)} of them: {says}")
-        if not tied[0]:  # where it differs first
+        hit_counts = [sum(explains(causes, step) for step in steps) for causes in explanations]
+        pairs = zip(explanations, hit_counts, strict=True)
+        tied_causes = [causes for causes, hit in pairs if hit == max(hit_counts)]
+        other_steps = [step for step in steps[1:] if not explains(tied_causes[0], step)]
+        cause_names = []
+        for causes in tied_causes[:TIED]:
+            cause_names.append(" and ".join(f"{cause.says} ({cause.name})" for cause in causes))
+        says = "; or ".join(dict.fromkeys(cause_names)) or "no known mistake"
+        lines.append(f"{len(steps) - len(other_steps)} of them: {says}")
+        if not tied_causes[0]:  # where it differs first
             lines += [f"  {line}" for line in where(computed("loss", steps[0], {}), steps[0])]
-        steps = rest
+        steps = other_steps
     return lines
 
 
 def explains(causes: list[Cause], step: Dump) -> bool:
     """Tell whether causes, with a factor if one of them is that, give the numbers of a step."""
-    changes = [cause for cause in causes if cause.change]
-    is_scaled = len(changes) < len(causes)
-    return bool(causes and fits("loss", step, changes, is_scaled))
+    deviations = [cause for cause in causes if cause.change]
+    is_scaled = len(deviations) < len(causes)
+    return bool(causes and fits("loss", step, deviations, is_scaled))

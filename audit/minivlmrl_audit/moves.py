@@ -104,13 +104,13 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     orders = {}
     units = {}
     if torch.equal(row.sort().values, all_rows):  # the step is the rollout
-        rollout = row.argsort()
+        rollout_order = row.argsort()
         groups = all_rows * 0 if group is None else group[row]
-        units["its group"] = [rollout[groups[rollout] == g] for g in groups.unique()]
-        units["the rollout"] = [rollout]
-        orders["what had its place before the shuffle"] = rollout
+        units["its group"] = [rollout_order[groups[rollout_order] == g] for g in groups.unique()]
+        units["the rollout"] = [rollout_order]
+        orders["what had its place before the shuffle"] = rollout_order
         orders["what a second shuffle puts there"] = row
-        orders["what the shuffle's inverse puts there"] = rollout[rollout]
+        orders["what the shuffle's inverse puts there"] = rollout_order[rollout_order]
     if not of_rollout:
         units["its micro-batch"] = d.micro_batches
         units["the step"] = [all_rows]
@@ -136,12 +136,12 @@ def orders_in_unit(unit: str, blocks: list[Tensor], all_rows: Tensor) -> dict[st
 
 def token_orders(d) -> dict[str, Tensor]:
     """Name columns (n, S) from which each token takes, S: from none."""
-    counted = d["completion_mask"].bool()
+    counted_mask = d["completion_mask"].bool()
     no_token = torch.tensor([d.width])
     units = {
-        "its row": torch.ones_like(counted),
+        "its row": torch.ones_like(counted_mask),
         "its completion": d.completion,
-        "its counted tokens": counted,
+        "its counted tokens": counted_mask,
     }
     orders = {}
     for unit, mask in units.items():

@@ -51,15 +51,15 @@ def aggregate(
 
     TRL's multi_objective_aggregation says whether they are normalised before they are added.
     """
-    unjudged = rewards.isnan().all(1) & (not change.get("missing"))
-    before = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
-    if before == change.get("other aggregation", False):
-        total = (rewards * weights).nansum(1).masked_fill(unjudged, torch.nan)
+    is_unjudged = rewards.isnan().all(1) & (not change.get("missing"))
+    normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
+    if normalise_first == change.get("other aggregation", False):
+        total = (rewards * weights).nansum(1).masked_fill(is_unjudged, torch.nan)
         scale = d.about.get("scale_rewards", "group")
         return normalise(change, total, group, "group", scale)
     parts = [normalise(change, x, group, "group", "group") for x in rewards.unbind(1)]
     values = torch.stack([value for value, _ in parts], 1).masked_fill(rewards.isnan(), 0)
-    total = (values * weights).sum(1).masked_fill(unjudged, torch.nan)
+    total = (values * weights).sum(1).masked_fill(is_unjudged, torch.nan)
     value, unit = normalise(change, total, group, "batch", "batch")
     return value, unit + sum(unit for _, unit in parts)
 
@@ -75,18 +75,20 @@ def normalise(
     divisor = torch.ones_like(x)
     all_judged = x[~x.isnan()]
     for number in group.unique():
-        member = group == number
-        rewards = x[member]
+        is_member = group == number
+        rewards = x[is_member]
         judged = rewards[~rewards.isnan()]
         if not len(judged):
             continue
         names = {"rewards": rewards, "judged": judged, "all_judged": all_judged}
         choices = {"group": judged, "batch": all_judged}
-        baseline[member] = change("mean", choices[centre].mean(), **names)
-        scaling = change("scaling rewards", choices.get(scale), **names)
-        if scaling is not None:
-            std = scaling.std() if len(scaling) > 1 else x.new_tensor(torch.nan)
-            divisor[member] = change("divisor", std + 1e-4, std=std, scaling_rewards=scaling)
+        baseline[is_member] = change("mean", choices[centre].mean(), **names)
+        scaling_rewards = change("scaling rewards", choices.get(scale), **names)
+        if scaling_rewards is not None:
+            std = scaling_rewards.std() if len(scaling_rewards) > 1 else x.new_tensor(torch.nan)
+            divisor[is_member] = change(
+                "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards
+            )
     divisor = change("deviation", divisor)
     value = (x - change("baseline", baseline)) / divisor
     value = value.nan_to_num(0.0, 0.0, 0.0)
@@ -135,10 +137,10 @@ def pictures(d: Dump, change: Change) -> Answer:
     kind, text, *_ = change.get("pictures", ("", ""))
     if kind == "rows":
         row = row[d.rows[text]]
-    ids, _, forced = d.turns()
-    answered = first(forced & (ids == d.about.get("image_token_id", -1))).sum(1)
+    ids, _, forced_mask = d.turns()
+    answered_counts = first(forced_mask & (ids == d.about.get("image_token_id", -1))).sum(1)
     ours = []
-    for i, count in zip(row.tolist(), answered.tolist(), strict=True):
+    for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
     width = 2 * max(map(len, theirs + sampled))
     return {"pictures": (padded(theirs, width), padded(ours, width), 1.0)}
@@ -175,29 +177,29 @@ def mask(d: Dump, change: Change) -> Answer:
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
-    _, drawn, forced = d.turns()
-    real = d["attention_mask"].bool()
+    _, drawn_mask, forced_mask = d.turns()
+    real_mask = d["attention_mask"].bool()
     if is_grpo:
-        real = sampled_tokens(d, change, drawn, forced)
-    counted = change("tool mask", 1 - forced.double()) * (d.completion & real)
-    ours = other_mask(d, counted, change)
+        real_mask = sampled_tokens(d, change, drawn_mask, forced_mask)
+    counted_mask = change("tool mask", 1 - forced_mask.double()) * (d.completion & real_mask)
+    ours = other_mask(d, counted_mask, change)
     return {"completion_mask": (d["completion_mask"].double(), ours, 1.0)}
 
 
-def sampled_tokens(d: Dump, change: Change, drawn: Tensor, forced: Tensor) -> Tensor:
+def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
     """Tell which tokens (n, S) are of a turn, up to its stop token, or of a tool's answer."""
     ids = d["input_ids"]
-    end_tokens = drawn & torch.isin(ids, torch.tensor(d.about["stop_token_ids"]))
+    end_tokens = drawn_mask & torch.isin(ids, torch.tensor(d.about["stop_token_ids"]))
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
-    in_turn = ends_before == (ends_before * first(drawn)).cummax(1).values
+    in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
-    answer_follows = here_or_later(forced)
-    ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
-    ended = change("ended", ended, end_tokens=end_tokens)
-    real = forced | (in_turn & (ended | answer_follows | text_follows))
+    answer_follows = here_or_later(forced_mask)
+    has_ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
+    has_ended = change("ended", has_ended, end_tokens=end_tokens)
+    real_mask = forced_mask | (in_turn & (has_ended | answer_follows | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
-        real = real & ended
-    return real
+        real_mask = real_mask & has_ended
+    return real_mask
 
 
 def here_or_later(x: Tensor) -> Tensor:
@@ -242,12 +244,12 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units + 1e-30
-    unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
+    is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
         if d.has(name):
             theirs = d[name]
             # where the trainer has no log-probabilities it has no gradient
-            slope = slope.masked_fill(unreal & (theirs == 0), 0.0)
+            slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + 1e-30
             answer[name] = theirs, slope, unit
     return answer
@@ -284,9 +286,9 @@ def counts(d: Dump, part: Tensor, mask: Tensor, change: Change, each: int = 1) -
     tokens = mask[rows][::each].sum().item() * times
     is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
     if "rollout_tokens" in d.about and is_ours and not by_part:
-        drawn = d.about.get("rollout_drawn")
+        rollout_drawn = d.about.get("rollout_drawn")
         tokens = d.about["rollout_tokens"]
-        tokens = change("rollout tokens", tokens, rollout_drawn=drawn)
+        tokens = change("rollout tokens", tokens, rollout_drawn=rollout_drawn)
         tokens /= d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
@@ -312,8 +314,8 @@ def policy(
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     if change.get("clipped alone"):
         return clipped_alone(d, part, logps, entropies, mask, change)
-    definition = PolicyOptions(**d.about.get("loss", {}))
-    options = changed(definition, change)
+    defined_options = PolicyOptions(**d.about.get("loss", {}))
+    options = changed(defined_options, change)
     sign = -1.0 if change.get("flip") else 1.0  # -min(-x, -y) is max(x, y)
     times = change("policy term", 1.0)
     scale = sign * (times or 1.0)  # of the sum, by which what is not the policy's term is divided
@@ -345,7 +347,7 @@ def policy(
     )
     weights = other_mask(d, mask, change, "divide")
     count = counts(d, part, weights, change)
-    average = AVERAGES[change.get("average", definition.loss_type)]
+    average = AVERAGES[change.get("average", defined_options.loss_type)]
     value = average(terms, weights[part], count)
     if options.entropy_coef:
         value = value - options.entropy_coef * mean_entropy(entropies, kept, count)

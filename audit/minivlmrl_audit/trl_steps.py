@@ -145,9 +145,11 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     generation_prompt = render(add_generation_prompt=True).removeprefix(
         render(add_generation_prompt=False)
     )
-    start = tokenizer_of(trainer).encode(generation_prompt, add_special_tokens=False)
-    starts = (ids.unfold(1, len(start), 1) == torch.tensor(start)).all(-1)
-    ends = torch.where(starts, torch.arange(starts.shape[1]) + len(start), 0).amax(1, keepdim=True)
+    start_ids = tokenizer_of(trainer).encode(generation_prompt, add_special_tokens=False)
+    starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
+    ends = torch.where(starts, torch.arange(starts.shape[1]) + len(start_ids), 0).amax(
+        1, keepdim=True
+    )
     return {"prompt_mask": (torch.arange(ids.shape[1]) < ends).long()}
 
 
@@ -353,14 +355,14 @@ class GRPOSteps(Steps):
 
     def drew(self, result, prompts: list, pictures, *_):
         """Keep a turn: the ids that the sampler was given, and what it drew."""
-        drawn = result[0]
+        drawn_ids = result[0]
         if self.conversations:
-            go_on(self.conversations, prompts, drawn, self.trainer)
+            go_on(self.conversations, prompts, drawn_ids, self.trainer)
             return
         pictures = pictures or [[]] * len(prompts)
-        for prompt, ids, shown in zip(prompts, drawn, pictures, strict=True):
+        for prompt, ids, row_pictures in zip(prompts, drawn_ids, pictures, strict=True):
             flags = [1] * len(ids)
-            conversation = Conversation(prompt, ids, flags, ids, list(shown or []))
+            conversation = Conversation(prompt, ids, flags, ids, list(row_pictures or []))
             self.conversations.append(conversation)
         # each row has its own dictionary of tools
         for row, tools in enumerate(self.trainer._sync_tool_dicts):
@@ -385,10 +387,10 @@ class GRPOSteps(Steps):
         self.rollout["group"] = torch.tensor([groups.index(group) for group in groups])
         self.rollout["rollout_advantages"] = result["advantages"].clone()
         result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
-        counted = result["completion_mask"] * result.get("tool_mask", 1)
-        drawn = result["completion_ids"] != self.about["pad_token_id"]
-        self.about["rollout_tokens"] = int(counted.sum())
-        self.about["rollout_drawn"] = int(drawn.sum())
+        counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
+        drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
+        self.about["rollout_tokens"] = int(counted_mask.sum())
+        self.about["rollout_drawn"] = int(drawn_mask.sum())
         self.about["old_model"] = "model"
         if self.conversations:
             processor = self.trainer.processing_class
@@ -406,8 +408,8 @@ class GRPOSteps(Steps):
         if is_adaptive and self.trainer._last_world_entropy > args.entropy_target:
             coefficient = 0.0
         self.about["loss"]["entropy_coef"] = coefficient
-        known = {name: x for name, x in inputs.items() if name in dump.BY_ROW}
-        tensors = {name: x for name, x in known.items() if x is not None}
+        row_inputs = {name: x for name, x in inputs.items() if name in dump.BY_ROW}
+        tensors = {name: x for name, x in row_inputs.items() if x is not None}
         completion_length = inputs["completion_ids"].shape[1]
         tensors["completion_mask"] = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         tensors["prompt_mask"] = pad(inputs["prompt_mask"], (0, completion_length))
@@ -458,42 +460,45 @@ class Conversation:
     pictures: list
     answered: list = field(default_factory=list)  # pictures of tools since the last turn
 
-    def agreement(self, given: list[int], again: list[int]) -> tuple[bool, int]:
+    def agreement(self, given_ids: list[int], encoded_again: list[int]) -> tuple[bool, int]:
         """Say whether given ids go on with this, or with it encoded again, and for how many."""
         best = (False, 0)
-        for form in (self.last, again):
-            start = self.prompt + form
-            count = shared(start, given)
-            best = max(best, (count == len(start), count))
+        for form in (self.last, encoded_again):
+            start_ids = self.prompt + form
+            count = shared(start_ids, given_ids)
+            best = max(best, (count == len(start_ids), count))
         return best
 
-    def add(self, given: list[int], again: list[int], drawn: list[int]):
+    def add(self, given_ids: list[int], encoded_again: list[int], drawn_ids: list[int]):
         """Add a turn: what was given after the prompt, and what was drawn then."""
-        begin = shared(self.last, given)
-        for form in (again, self.last):
-            if given[: len(form)] == form:
+        begin = shared(self.last, given_ids)
+        for form in (encoded_again, self.last):
+            if given_ids[: len(form)] == form:
                 begin = len(form)
-        new = given[begin:]
-        self.ids = self.ids + new + drawn
-        self.flags = self.flags + [0] * len(new) + [1] * len(drawn)
-        self.last = given + drawn
+        new_ids = given_ids[begin:]
+        self.ids = self.ids + new_ids + drawn_ids
+        self.flags = self.flags + [0] * len(new_ids) + [1] * len(drawn_ids)
+        self.last = given_ids + drawn_ids
         self.pictures = self.pictures + self.answered
 
 
-def go_on(conversations: list[Conversation], prompts: list, drawn: list, trainer):
+def go_on(conversations: list[Conversation], prompts: list, drawn_ids: list, trainer):
     """Add a later turn of some rows, in their order: each goes on with the ids of its row."""
     tokenizer = tokenizer_of(trainer)
-    again = []
+    encoded_again = []
     for conversation in conversations:
         text = tokenizer.decode(conversation.last)
-        again.append(tokenizer.encode(text, add_special_tokens=False))
+        encoded_again.append(tokenizer.encode(text, add_special_tokens=False))
     row = -1
-    for given, row_drawn in zip(prompts, drawn, strict=True):
-        fits = [x.agreement(given, form) for x, form in zip(conversations, again, strict=True)]
+    for given_ids, row_drawn in zip(prompts, drawn_ids, strict=True):
+        fits = [
+            x.agreement(given_ids, form)
+            for x, form in zip(conversations, encoded_again, strict=True)
+        ]
         row = max(range(row + 1, len(fits)), key=fits.__getitem__)
-        given = given[len(conversations[row].prompt) :]
-        room = trainer.max_completion_length - len(given)
-        conversations[row].add(given, again[row], row_drawn[:room])
+        given_ids = given_ids[len(conversations[row].prompt) :]
+        room = trainer.max_completion_length - len(given_ids)
+        conversations[row].add(given_ids, encoded_again[row], row_drawn[:room])
     for conversation in conversations:
         conversation.answered = []
 
@@ -515,7 +520,7 @@ def conversation_tensors(conversations: list[Conversation], processor) -> dict:
 
 def shared(x: list, y: list) -> int:
     """Count how many first tokens are the same; all of x where y ends before they differ."""
-    for i, (one, other) in enumerate(zip(x, y, strict=False)):
-        if one != other:
+    for i, (x_token, y_token) in enumerate(zip(x, y, strict=False)):
+        if x_token != y_token:
             return i
     return len(x)

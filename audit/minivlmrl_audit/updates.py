@@ -60,10 +60,10 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
     Returns that model too. A search computes a row once for each deviation and picture.
     """
     kind, text, *_ = change.get("pictures", ("", ""))
-    of_others = kind == "rows"  # each row shows another one's picture, and nothing else changes
-    beside = ("logps", "pictures") if of_others else ("logps",)
-    deviations = str({name: value for name, value in change.items() if name not in beside})
-    picture_rows = d.rows[text] if of_others else d.all_rows
+    shows_others = kind == "rows"  # each row shows another one's picture, and nothing else changes
+    skipped_names = ("logps", "pictures") if shows_others else ("logps",)
+    deviations = str({name: value for name, value in change.items() if name not in skipped_names})
+    picture_rows = d.rows[text] if shows_others else d.all_rows
     images = shown(d)
     model = None
     cache = {} if grad or d.cache is None else d.cache
@@ -82,24 +82,24 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
-    counted = d["completion_mask"][row].bool()
-    real = d["attention_mask"][row].bool() | counted
-    completion = d.completion[row] | counted
-    attended = change("attended", real, at=(row,))
-    tokens = RowTokens(row, d["input_ids"][row], real, completion, attended)
-    number = attended.cumsum(0)  # of each token among those that the model gets, from 1
+    counted_mask = d["completion_mask"][row].bool()
+    real_mask = d["attention_mask"][row].bool() | counted_mask
+    completion = d.completion[row] | counted_mask
+    attended = change("attended", real_mask, at=(row,))
+    tokens = RowTokens(row, d["input_ids"][row], real_mask, completion, attended)
+    token_numbers = attended.cumsum(0)  # of each token among those that the model gets, from 1
     # nothing predicts the first token
-    scored = (attended & completion & (number > 1)).nonzero()[:, 0]
+    scored_columns = (attended & completion & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
-    if not len(scored):
+    if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, tokens, images)
-    states = model(batch, select=number[scored] - 2)  # of the token before
+    states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (model.lm_head(states) / temperature).log_softmax(-1)
-    logps = log_probs.gather(1, tokens.ids[scored][:, None])[:, 0]
+    logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return value.index_copy(1, scored, torch.stack([logps, entropies]).double())
+    return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
 
 
 def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
@@ -135,14 +135,14 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
     no_grid = torch.zeros(3, dtype=torch.long)  # as nothing cannot be stacked
     grids = torch.stack([no_grid, *(grid for _, grid in images)])[1:]
     sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
-    picture = picture_of_tokens(placeholders, sizes)[tokens.attended]
-    present = torch.isin(numbers, picture)
-    as_text = change("as text", ~present, **names)
-    blind = change("blind", ~present, **names)
+    picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
+    is_present = torch.isin(numbers, picture_numbers)
+    as_text = change("as text", ~is_present, **names)
+    blind = change("blind", ~is_present, **names)
     patches = []
     for number, (pixels, _) in zip(numbers, images, strict=True):
         patches.append(change("pixels", pixels, **names | {"number": number}))
-    return RowPictures(picture, grids, patches, present & ~as_text, present & ~blind)
+    return RowPictures(picture_numbers, grids, patches, is_present & ~as_text, is_present & ~blind)
 
 
 def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
@@ -185,19 +185,19 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if not d.has(name) or not d.about.get(folder):
         return None
-    weights = d.about.get(change.get("weights")) or d.about[folder]
+    weights_folder = d.about.get(change.get("weights")) or d.about[folder]
     part = d.all_rows if d.part is None else d.part
-    (value, _), _ = forward(d, change, weights, d.all_rows if "logps" in change else part)
+    (value, _), _ = forward(d, change, weights_folder, d.all_rows if "logps" in change else part)
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
-    counted = d["completion_mask"] * ~of_unattended(d)
-    theirs = (d[name].nan_to_num() * counted)[part]
-    return {name: (theirs, (value * counted)[part], unit)}
+    counted_mask = d["completion_mask"] * ~of_unattended(d)
+    theirs = (d[name].nan_to_num() * counted_mask)[part]
+    return {name: (theirs, (value * counted_mask)[part], unit)}
 
 
 def gradients(d: Dump, change: Change) -> Answer:
     """Compute the gradients of all micro-batches of the step, through the model."""
-    written = d.parameters("grad")
-    theirs = {hub_name(name.removeprefix("module.")): x for name, x in written.items()}
+    written_gradients = d.parameters("grad")
+    theirs = {hub_name(name.removeprefix("module.")): x for name, x in written_gradients.items()}
     has_model = d.about.get("model") and d.forward is not None
     if not theirs or not has_model or not d.has("logps_gradient"):
         return None
@@ -208,8 +208,8 @@ def gradients(d: Dump, change: Change) -> Answer:
     ours = accumulate(d, change, slopes)
     if "without" in change:
         ours = without(ours, theirs, change["without"])
-    largest = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
-    unit = largest * THROUGH_A_MODEL + 1e-30
+    largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
+    unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
     for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
         zero = x * 0
@@ -223,10 +223,10 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
     total = {}
     for number, share in enumerate(shares.tolist()):
-        part = micro_batch_gradients(d, number, slopes)
+        part_gradients = micro_batch_gradients(d, number, slopes)
         if change.get("clipped parts"):
-            part = clipped(part, d.about["optimizer"]["max_grad_norm"])
-        for name, x in part.items():
+            part_gradients = clipped(part_gradients, d.about["optimizer"]["max_grad_norm"])
+        for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
         if change.get("clipped so far"):
             total = clipped(total, d.about["optimizer"]["max_grad_norm"])
@@ -291,11 +291,11 @@ def clip(d: Dump, change: Change) -> Answer:
 def update(d: Dump, change: Change) -> Answer:
     """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
     options = d.about.get("optimizer", {})
-    before = d.parameters("before")
-    after = d.parameters("after")
-    clipped = {} if change.get("unclipped") else d.parameters("clipped")
-    gradients = clipped or d.parameters("grad")
-    if options.get("name") != "adamw" or not before or not after or not gradients:
+    weights_before = d.parameters("before")
+    weights_after = d.parameters("after")
+    clipped_gradients = {} if change.get("unclipped") else d.parameters("clipped")
+    gradients = clipped_gradients or d.parameters("grad")
+    if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     reset = change.get("reset")  # moments begin anew in this step
     first_step = change("first step", 1 if reset else options["step"])
@@ -310,17 +310,21 @@ def update(d: Dump, change: Change) -> Answer:
     squares = {} if reset else d.parameters("exp_avg_sq")
     weight_decay = options["weight_decay"]
     answer = {}
-    for name, weight in before.items():
+    for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
         decay = change("decay", decay, weight_decay=weight_decay, learning_rate=settings.rate)
         state = moments.get(name, zero), squares.get(name, zero)
-        ours = adamw(change, settings, weight, gradients.get(name, zero), state, decay)
+        new_weight = adamw(change, settings, weight, gradients.get(name, zero), state, decay)
         if change.get("frozen") and re.search(change["frozen"], name):
-            ours = weight
+            new_weight = weight
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
-        unit = (ours - weight).abs().max() + rounding + 1e-30
-        answer[f"after.{name}"] = after.get(name, weight) - weight, ours - weight, unit
+        unit = (new_weight - weight).abs().max() + rounding + 1e-30
+        answer[f"after.{name}"] = (
+            weights_after.get(name, weight) - weight,
+            new_weight - weight,
+            unit,
+        )
     return answer
 
 
@@ -357,15 +361,15 @@ def schedule(d: Dump, change: Change) -> Answer:
     t = max(0, change("step", options["step"], micro_batches=len(d.micro_batches)))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
-    done = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
-    share = 1.0
+    done_share = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
+    rate_share = 1.0
     if t < warmup:
-        share = t / max(1, warmup)
+        rate_share = t / max(1, warmup)
     elif kind == "linear":
-        share = 1 - done
+        rate_share = 1 - done_share
     elif kind == "cosine":
-        share = 0.5 * (1 + math.cos(math.pi * done))
-    largest = options["learning_rate"]
-    pair = [[optimizer["learning_rate"]], [largest * share]]
+        rate_share = 0.5 * (1 + math.cos(math.pi * done_share))
+    peak_rate = options["learning_rate"]
+    pair = [[optimizer["learning_rate"]], [peak_rate * rate_share]]
     theirs, ours = torch.tensor(pair, dtype=torch.float64)
-    return {"learning_rate": (theirs, ours, largest + 1e-30)}
+    return {"learning_rate": (theirs, ours, peak_rate + 1e-30)}

@@ -89,10 +89,10 @@ def read_config(options: argparse.Namespace, overrides: list[str], judges: bool)
 
     ValueError: a recipe that was found beside the model names code.
     """
-    found = find_recipe(options.model)
-    if not (found or options.recipe):  # what our recipe says was not said to another's model
+    found_recipe = find_recipe(options.model)
+    if not (found_recipe or options.recipe):  # what our recipe says was not said to another's model
         overrides = ["--data.prompt_template={problem}", *overrides]
-    recipe = options.recipe or found or recipes_folder() / "own_data.yaml"
+    recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
     fields = {
         "model.path": options.model,
         "data.train_file": options.data,
@@ -106,8 +106,8 @@ def read_config(options: argparse.Namespace, overrides: list[str], judges: bool)
     }
     if not judges:
         fields["data.eval_rewards"] = ["accuracy", "format"]
-    fixed = [f"--{name}={json_text(value)}" for name, value in fields.items()]
-    config = load_config(recipe, ["--adapter={}", "--rewards={}", *overrides, *fixed])
+    fixed_overrides = [f"--{name}={json_text(value)}" for name, value in fields.items()]
+    config = load_config(recipe, ["--adapter={}", "--rewards={}", *overrides, *fixed_overrides])
     if config.rewards:
         config = replace(config, data=replace(config.data, eval_rewards=list(config.rewards)))
     if not options.recipe:
@@ -118,9 +118,9 @@ def read_config(options: argparse.Namespace, overrides: list[str], judges: bool)
 def find_recipe(model: str) -> Path | None:
     """Find config.yaml of the run that a model is of, or minivlmrl.yaml beside its weights."""
     run_folders = Path(model).absolute().parents[:3]  # of RUN/best/checkpoint
-    paths = [folder / "config.yaml" for folder in run_folders]
-    paths.append(find_folder(model) / ASKED)
-    return next(filter(Path.is_file, paths), None)
+    recipe_paths = [folder / "config.yaml" for folder in run_folders]
+    recipe_paths.append(find_folder(model) / ASKED)
+    return next(filter(Path.is_file, recipe_paths), None)
 
 
 def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:
@@ -148,8 +148,8 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
     """Share of answers that were cut, and the mean of each reward over rows that it could judge."""
-    cut = [not answer["stopped"] for line in lines for answer in line["answers"]]
-    summary = {"cut": sum(cut) / len(cut)}
+    cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
+    summary = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
         means = []
         for line in lines:

@@ -27,14 +27,16 @@ def start(arguments: list[str]):
 
 def show(*names: str):
     """Print the options of these sections, "run": those outside of sections, or of all."""
-    known = sections()
+    all_sections = sections()
     for name in names:
-        if name not in known:
-            raise ValueError(f"--help {name}: no such section; sections are {', '.join(known)}")
+        if name not in all_sections:
+            raise ValueError(
+                f"--help {name}: no such section; sections are {', '.join(all_sections)}"
+            )
     print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
     print("Train by a recipe, by default shapes.yaml. Its options, defaults:")
-    for name in names or known:
-        config = known[name]
+    for name in names or all_sections:
+        config = all_sections[name]
         print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")
         print("\n".join(option_lines(config, "" if name == "run" else f"{name}.")))
 
@@ -53,12 +55,12 @@ def option_lines(config, prefix: str) -> list[str]:
     """List the options of one dataclass; those of a dataclass inside it follow."""
     kind = type(config)
     lines = []
-    nested = []
+    nested_lines = []
     sentences = help_of(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
-            nested += option_lines(value, f"{prefix}{name}.") if prefix else []
+            nested_lines += option_lines(value, f"{prefix}{name}.") if prefix else []
             continue
         default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
         default = default.removesuffix("\n...\n").strip()
@@ -67,4 +69,4 @@ def option_lines(config, prefix: str) -> list[str]:
         if sentences[name]:
             text = f"{text}; {sentences[name]}"
         lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
-    return lines + nested
+    return lines + nested_lines

@@ -151,34 +151,34 @@ class Film:
             values["norms of gradients"] = self.norms
         for name, x in values.items():
             version = version_of(x)
-            seen, seen_version = call.seen.get(name, (self, 0))
-            if name[0] not in "._" and (seen is not x or seen_version != version):
+            seen_value, seen_version = call.seen.get(name, (self, 0))
+            if name[0] not in "._" and (seen_value is not x or seen_version != version):
                 call.seen[name] = (x, version)
                 call.made[name] = call.line
 
     def note(self, kind: str, frame, call: Call, *returned: int):
         """Add an event: c begins a call, l is a line that comes next, r leaves a call."""
-        made = []
+        made_values = []
         for name, line in call.made.items():
             x, _ = call.seen[name]
-            made.append([line, name, self.value(name, x, frame.f_locals)])
+            made_values.append([line, name, self.value(name, x, frame.f_locals)])
         call.made = {}
-        self.events.append([kind, call.number, frame.f_lineno, made, *returned])
+        self.events.append([kind, call.number, frame.f_lineno, made_values, *returned])
 
     def value(self, name: str, x, names: dict) -> int:
         """Number what the page shows of a value; equal ones are kept once."""
-        description = describe(x)
+        value_json = describe(x)
         if hasattr(x, "image_grid_thw"):  # a Prompt or a GroupBatch
             names = vars(x)
             name = "pixel_values"
             x = x.pixel_values
         grids = names.get("image_grid_thw", names.get("grid"))
         if name in ("patches", "pixel_values") and np.shape(x)[1:] == (self.images.patch_dim,):
-            description["pictures"] = []
+            value_json["pictures"] = []
             if grids is not None:
                 for frames in pictures(torch.as_tensor(x), grids, self.images):
-                    description["pictures"].append(self.first_frame(frames))
-        return self.values.setdefault(json_text(description), len(self.values))
+                    value_json["pictures"].append(self.first_frame(frames))
+        return self.values.setdefault(json_text(value_json), len(self.values))
 
     def first_frame(self, frames: Tensor) -> str:
         """Make a data URL of the first of normalised frames (frames, 3, height, width)."""
@@ -295,22 +295,22 @@ def matrix(x: Tensor, side: int) -> dict:
 
     If these have over side x side numbers, means of tiles are kept, and the largest of long rows.
     """
-    description = {"of": str(x.dtype)[6:], "shape": [*x.shape]}
-    numbers = x.float()[~x.isnan()]
-    if not len(numbers):
-        return description
-    smallest = numbers.min().item()
-    largest = numbers.max().item()
-    missing = x.numel() - len(numbers)
-    description["stats"] = (numbers.mean().item(), smallest, largest, missing)
+    tensor_json = {"of": str(x.dtype)[6:], "shape": [*x.shape]}
+    valid_numbers = x.float()[~x.isnan()]
+    if not len(valid_numbers):
+        return tensor_json
+    smallest = valid_numbers.min().item()
+    largest = valid_numbers.max().item()
+    nan_count = x.numel() - len(valid_numbers)
+    tensor_json["stats"] = (valid_numbers.mean().item(), smallest, largest, nan_count)
     rows = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)[:, :2048]
     if rows.numel() > side**2 and len(rows) > 1:
         if rows.shape[1] > 256:  # of logits the likeliest tokens
             top = rows[:64].float().topk(3)
-            description["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
+            tensor_json["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
         size = [min(side, n) for n in rows.shape]
         rows = torch.nn.functional.adaptive_avg_pool2d(rows[None].float(), size)[0]
-    return description | {"rows": rows.tolist()}
+    return tensor_json | {"rows": rows.tolist()}
 
 
 def png(image: PIL.Image.Image) -> str:

@@ -98,8 +98,8 @@ def _plain(value, folder: Path, is_path: bool = False):
 
 def _columns(row: Row) -> dict:
     """Take a row apart into columns: its texts and media are in fields of their own."""
-    known = (*TEXT_COLUMNS, *MEDIA)
-    columns = {name: value for name, value in row.columns.items() if name not in known}
+    own_fields = (*TEXT_COLUMNS, *MEDIA)
+    columns = {name: value for name, value in row.columns.items() if name not in own_fields}
     return columns | {
         "completion": row.completion,
         "chosen": row.chosen,

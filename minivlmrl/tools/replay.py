@@ -111,10 +111,10 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     if not 0 <= number < max_steps:
         raise ValueError(f"--step {number}: {stage} has the steps 0 to {max_steps - 1}")
     state = None
-    wanted = config.stages.index(stage), number
+    wanted_step = config.stages.index(stage), number
     for path in state_folders(Path(config.output_dir) / "states"):
         progress = read_json(path / RUN)
-        if (progress["stage"], progress["step"]) <= wanted:
+        if (progress["stage"], progress["step"]) <= wanted_step:
             state = path
     print(f"{stage} step {number}, trained again from {state or 'the beginning'}")
 
@@ -192,9 +192,9 @@ def show(algorithm, step, rows, index: int):
     if step.rollout:
         completions = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
-        _, logged = list(groups(algorithm, step))[index]
+        _, logged_group = list(groups(algorithm, step))[index]
         names = ("reward", "advantage")
-        lines = logged["completions"]
+        lines = logged_group["completions"]
         table = [line["rewards"] | {name: line[name] for name in names} for line in lines]
     else:
         _, [completions] = algorithm.encode([row])
@@ -222,12 +222,12 @@ def logps_now(algorithm, row, completions: list, temperature: float) -> list[tor
 
 def compare_logps(completion, logps: torch.Tensor) -> dict:
     """Sum log-probabilities of the written tokens, those of training and of sampling."""
-    trained = logps[completion.written]
-    line = {"tokens": len(trained), "trained": trained.sum().item()}
+    trained_logps = logps[completion.written]
+    line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
     if completion.logps is not None:  # given answers were not drawn
-        sampled = completion.logps[completion.written]
-        line["sampled"] = sampled.sum().item()
-        line["differ by"] = (trained - sampled).abs().max().item()
+        sampled_logps = completion.logps[completion.written]
+        line["sampled"] = sampled_logps.sum().item()
+        line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
     return line
 
 
@@ -236,12 +236,14 @@ def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[s
     completions = [line for _, line in groups(algorithm, step)] if step.rollout else []
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
-        again = {line.get("row"): line for line in parse_json(json_text(lines))}
-        logged = []
+        replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
+        logged_lines = []
         for line in read_lines(folder / name, Logged):
             if (line["stage"], line["step"]) == (algorithm.stage, number):
-                logged.append(line)
-        if logged:
-            replayed = [line | again.get(line.get("row"), {"row": None}) for line in logged]
-            same[name] = replayed == logged
+                logged_lines.append(line)
+        if logged_lines:
+            replaced_lines = [
+                line | replayed_lines.get(line.get("row"), {"row": None}) for line in logged_lines
+            ]
+            same[name] = replaced_lines == logged_lines
     return same
