@@ -57,6 +57,8 @@ LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # in the text of a choice
+NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
+NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
 YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
@@ -80,11 +82,9 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
         if not match:
             return None
         word, rest = match.groups()
-        if word.lower() in ("yes", "true"):
-            contradicted = re.search(r"\bfalse\b", rest, re.IGNORECASE) or DENIED.search(rest)
-            return None if contradicted else True
-        contradicted = re.search(r"\b(?:yes|true)\b", rest, re.IGNORECASE)
-        return None if contradicted else False
+        is_yes = word.lower() in ("yes", "true")
+        contradiction = NOT_YES if is_yes else NOT_NO
+        return None if contradiction.search(rest) else is_yes
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
 
@@ -242,10 +242,7 @@ def _fraction(digits: str) -> Fraction:
 
 def _unit(word: str) -> str:
     """Name a unit by its symbol, inches by in; any other word is its own."""
-    for name in (word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))):
-        if _sizes(name):
-            return name
-    return word
+    return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
 def _sizes(unit: str | None) -> dict[str, str] | None:

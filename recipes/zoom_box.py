@@ -10,7 +10,7 @@ at least two thirds of the square both ways: 36 % of them. Options of recipes/zo
 
 import random
 import re
-import runpy
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -19,21 +19,37 @@ import PIL.Image
 from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
-BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
+sys.path.append(str(Path(__file__).parent))  # zoom.py is beside this file
+
+from zoom import (
+    LABELS,
+    NOTHING,
+    PROBLEM,
+    SHOWN,
+    Drawn,
+    Quarters,
+    demonstration,
+    paper,
+    shown,
+    stripes,
+    task,
+    tokenizer_of,
+)
+
 # pixels of what is shown
 SQUARE_CORNERS = range(0, 21, 4)
 BOX_CORNERS = range(0, 17, 4)
 BOX_SIDE = 16
 
 
-class Boxes(BASE["Quarters"]):
+class Boxes(Quarters):
     """The environment: `<zoom>[x1, y1, x2, y2]</zoom>` in pixels of what is shown."""
 
     def zoom(self, bbox_2d: tuple[int, int, int, int]) -> PIL.Image.Image:
         """Show a box in full; it has at most 16 pixels a side."""
         x1, y1, x2, y2 = bbox_2d
-        fits_across = 0 <= x1 < x2 <= x1 + BOX_SIDE <= BASE["SHOWN"]
-        fits_down = 0 <= y1 < y2 <= y1 + BOX_SIDE <= BASE["SHOWN"]
+        fits_across = 0 <= x1 < x2 <= x1 + BOX_SIDE <= SHOWN
+        fits_down = 0 <= y1 < y2 <= y1 + BOX_SIDE <= SHOWN
         if not (fits_across and fits_down):
             raise ValueError("no such box")
         self.answered += 1
@@ -47,26 +63,26 @@ def sees(box_corner: tuple[int, int], corner: tuple[int, int]) -> bool:
     return left - 8 <= x <= left + 4 and top - 8 <= y <= top + 4
 
 
-class Anywhere(BASE["Drawn"]):
+class Anywhere(Drawn):
     """Pictures with a square of stripes at any place of the grid."""
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/box/{self.seed}/{index}")
-        image = BASE["paper"](rng)
-        label = rng.choice(BASE["LABELS"])
+        image = paper(rng)
+        label = rng.choice(LABELS)
         left = rng.choice(SQUARE_CORNERS)
         top = rng.choice(SQUARE_CORNERS)
         x = rng.choice(BOX_CORNERS)
         y = rng.choice(BOX_CORNERS)
-        BASE["stripes"](image, label, 2 * left, 2 * top)
-        columns = {"problem": BASE["PROBLEM"], "solution": label, "corner": [left, top], "picture": image}
+        stripes(image, label, 2 * left, 2 * top)
+        columns = {"problem": PROBLEM, "solution": label, "corner": [left, top], "picture": image}
         environment = Boxes()
         environment.reset(image)
         box = [x, y, x + BOX_SIDE, y + BOX_SIDE]
-        read_label = label if sees((x, y), (left, top)) else BASE["NOTHING"]
+        read_label = label if sees((x, y), (left, top)) else NOTHING
         thought_and_call = f"<think>{left} {top}</think><zoom>{box}</zoom>"
-        completion = BASE["demonstration"](thought_and_call, environment.zoom(box), label=read_label)
-        return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
+        completion = demonstration(thought_and_call, environment.zoom(box), label=read_label)
+        return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
 def looks(completions, corner, **columns):
@@ -80,10 +96,10 @@ def looks(completions, corner, **columns):
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    texts = [*BASE["LABELS"], BASE["NOTHING"]]
+    texts = [*LABELS, NOTHING]
     for x, y in product(SQUARE_CORNERS, repeat=2):
         texts += [f"{x} {y}", f"[{x}, {y}, {x}, {x + BOX_SIDE}]"]
-    return BASE["tokenizer_of"](texts)
+    return tokenizer_of(texts)
 
 
-TASK = BASE["task"](Anywhere, tokenizer)
+TASK = task(Anywhere, tokenizer)

@@ -10,48 +10,59 @@ One demonstration in ten looks at both squares, the others anywhere, as in zoom.
 
 import random
 import re
-import runpy
+import sys
 from itertools import product
 from pathlib import Path
 
 from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
-BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
-CORNERS = BASE["CORNERS"]
-LABELS = BASE["LABELS"]
+sys.path.append(str(Path(__file__).parent))  # zoom.py is beside this file
+
+from zoom import (
+    CORNERS,
+    HABIT,
+    LABELS,
+    NOTHING,
+    PROBLEM,
+    Drawn,
+    Quarters,
+    corner,
+    crop,
+    demonstration,
+    paper,
+    shown,
+    stripes,
+    task,
+    tokenizer_of,
+)
 
 
-class Twice(BASE["Quarters"]):
+class Twice(Quarters):
     """The environment: two calls."""
 
     max_tool_calls = 2
 
 
-class Pairs(BASE["Drawn"]):
+class Pairs(Drawn):
     """Pictures with two squares of stripes."""
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/twice/{self.seed}/{index}")
-        image = BASE["paper"](rng)
+        image = paper(rng)
         quarters = sorted(rng.sample(range(4), 2))
         labels = {quarter: rng.choice(LABELS) for quarter in quarters}
         for quarter, label in labels.items():
-            BASE["stripes"](image, label, *BASE["corner"](rng, quarter))
-        asked_quarters = quarters if rng.random() < 0.1 else rng.choices(range(4), BASE["HABIT"], k=2)
+            stripes(image, label, *corner(rng, quarter))
+        asked_quarters = quarters if rng.random() < 0.1 else rng.choices(range(4), HABIT, k=2)
         calls = [f"<zoom>{CORNERS[quarter]}</zoom>" for quarter in asked_quarters]
-        crops = [BASE["crop"](image, quarter) for quarter in asked_quarters]
-        read_labels = [labels.get(quarter, BASE["NOTHING"]) for quarter in asked_quarters]
+        crops = [crop(image, quarter) for quarter in asked_quarters]
+        read_labels = [labels.get(quarter, NOTHING) for quarter in asked_quarters]
         corners = [CORNERS[quarter] for quarter in quarters]
         first_text = f"<think>{', '.join(corners)}</think>{calls[0]}"
-        completion = BASE["demonstration"](first_text, crops[0], calls[1], crops[1], label=", ".join(read_labels))
-        columns = {
-            "problem": BASE["PROBLEM"],
-            "solution": ", ".join(labels.values()),
-            "picture": image,
-            "corners": corners,
-        }
-        return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
+        completion = demonstration(first_text, crops[0], calls[1], crops[1], label=", ".join(read_labels))
+        columns = {"problem": PROBLEM, "solution": ", ".join(labels.values()), "picture": image, "corners": corners}
+        return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
 def looks(completions, corners, **columns):
@@ -68,9 +79,9 @@ def tokenizer():
     texts = list(CORNERS)
     for first, second in product(CORNERS, repeat=2):
         texts.append(f"{first}, {second}")
-    for label in [*LABELS, BASE["NOTHING"]]:
+    for label in [*LABELS, NOTHING]:
         texts.append(f"{label}, {label}")
-    return BASE["tokenizer_of"](texts)
+    return tokenizer_of(texts)
 
 
-TASK = BASE["task"](Pairs, tokenizer)
+TASK = task(Pairs, tokenizer)

@@ -6,7 +6,7 @@ They are checked here, where rows are read; ImageProcessor and Video apply them.
 from dataclasses import dataclass
 from typing import Annotated
 
-from minivlmrl.hub.preprocessor import MAX_MIN_PIXELS
+from minivlmrl.hub.preprocessor import MinPixels
 from minivlmrl.hub.recipe_values import build
 
 Whole = Annotated[int, "[1, 1e15)"]
@@ -17,7 +17,7 @@ class ImageOptions:
     """Options of an image."""
 
     # bounds of the area (of a frame)
-    min_pixels: Annotated[int, f"[1, {MAX_MIN_PIXELS}]"] | None = None
+    min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
     resized_height: Whole | None = None  # instead of the image's own size
     resized_width: Whole | None = None

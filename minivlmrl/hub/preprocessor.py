@@ -33,9 +33,10 @@ def torch_resize_frames(
 
 
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize
-MAX_MIN_PIXELS = 2**25  # an image of so many is 2 GB as patches while they are made
 
 Count = Annotated[int, ">= 1"]
+# an image of the largest is 2 GB as patches while they are made
+MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
 # Fast resizes with torch. So does transformers 5's plain name where torchvision is; not here.
@@ -59,11 +60,25 @@ SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "m
 
 
 @dataclass
+class Size:
+    """Bounds of the area of an image, by their newer and older names, and what must be null."""
+
+    shortest_edge: MinPixels | None = None
+    longest_edge: Count | None = None
+    min_pixels: MinPixels | None = None
+    max_pixels: Count | None = None
+    height: None = None
+    width: None = None
+    max_height: None = None
+    max_width: None = None
+
+
+@dataclass
 class Settings:
     """What a preprocessor_config.json may say; null is missing."""
 
     image_processor_type: ProcessorType | None = None
-    size: dict | None = None
+    size: Size | None = None
     do_resize: Literal[True] | None = None
     do_rescale: Literal[True] | None = None
     do_normalize: Literal[True] | None = None
@@ -75,7 +90,7 @@ class Settings:
     patch_size: Count | None = None
     temporal_patch_size: Count | None = None
     merge_size: Count | None = None
-    min_pixels: Count | None = None
+    min_pixels: MinPixels | None = None
     max_pixels: Count | None = None
     image_mean: tuple[Mean, Mean, Mean] | None = None
     image_std: tuple[Std, Std, Std] | None = None
@@ -89,42 +104,24 @@ def read_image_processor(
     Pixel bounds override the file's; those that neither gives are of transformers' class.
     """
     settings = build(Settings, content, where, json=True)
-    size = {name: value for name, value in (settings.size or {}).items() if value is not None}
-    if not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
-        raise ValueError(f"{where}: size is {size!r}, it must be shortest_edge and longest_edge")
-    low = first_given(
-        min_pixels, settings.min_pixels, size.get("shortest_edge"), size.get("min_pixels"), 56 * 56
-    )
-    high = first_given(
-        max_pixels,
-        settings.max_pixels,
-        size.get("longest_edge"),
-        size.get("max_pixels"),
-        28 * 28 * 1280,
+    size = settings.size or Size()
+    low = min_pixels or settings.min_pixels or size.shortest_edge or size.min_pixels or 56 * 56
+    high = (
+        max_pixels or settings.max_pixels or size.longest_edge or size.max_pixels or 28 * 28 * 1280
     )
     given = {name: value for name, value in patch_settings(settings).items() if value is not None}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
-    with naming(where if min_pixels is None and max_pixels is None else "data"):
+    with naming("data" if min_pixels or max_pixels else where):
         # bounds that an image of one token does not keep, no image does
         side = processor.factor
         smart_resize(side, side, side, low, high)
-        if low > MAX_MIN_PIXELS:
-            raise ValueError(
-                f"min_pixels {low} is over {MAX_MIN_PIXELS}; "
-                "patches of an image would fill the memory"
-            )
     return processor
 
 
 def patch_settings(holder: Settings | ImageProcessor) -> dict:
     """Return mean, deviation and sizes of patches."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
-
-
-def first_given(*values: int | None) -> int:
-    """Return the first value that is not None."""
-    return next(value for value in values if value is not None)
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:

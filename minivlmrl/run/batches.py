@@ -12,6 +12,7 @@ import torch
 
 from minivlmrl.data.file_dataset import FileDataset, RowOptions
 from minivlmrl.data.mix import FileSection, mix, read_mix
+from minivlmrl.hub.preprocessor import Count, MinPixels
 from minivlmrl.hub.recipe_values import Code, FilePath, RewardName, require
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
@@ -40,8 +41,10 @@ class DataSection(RowOptions):
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
     eval_blind: bool = False  # on grey pictures and those of other rows too: docs/metrics.md
-    min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
-    max_pixels: int | None = None  # upper bound of the area
+    min_pixels: MinPixels | None = (
+        None  # bounds of an image's area; None: as the model's folder says
+    )
+    max_pixels: Count | None = None  # upper bound of the area
     image_workers: Annotated[int, "[0, 64]"] = 2  # threads that prepare prompts; 0: steps wait
     skip_unreadable: bool = False  # leave out training rows whose image is broken, and count them
     template: dict = field(default_factory=dict)  # values for its chat: {enable_thinking: false}
