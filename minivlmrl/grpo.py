@@ -9,7 +9,7 @@ out; RLOO, DAPO's sampling and corrections are in algorithms/grpo_family.py.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain
 from typing import Annotated, Literal
 
 import torch
@@ -44,6 +44,14 @@ class Rollout:
     completions: list[list[Completion]]  # B lists of G
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks' completions
+
+    def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
+        """Collect some of the n completions for each of their prompts: {index of prompt: its own}."""
+        groups = {}
+        for index in indices:
+            prompt, number = divmod(index, len(self.completions[0]))
+            groups.setdefault(prompt, []).append(self.completions[prompt][number])
+        return groups
 
 
 class GRPO:
@@ -122,23 +130,20 @@ class GRPO:
 
         advantages (n,) are None where they are computed later, from the micro-batches.
         """
-        G = self.config.num_generations
         device = self.world.device
-        completions = [completion for group in rollout.completions for completion in group]  # n
         # a loss divides by all that was written, also by rows that `teaching` leaves out below
-        written = [c.written for c in completions[part.start * G : part.stop * G]]
+        written = [c.written for c in chain(*rollout.completions[part.start : part.stop])]
         totals = self.world.sum(len(written), int(torch.cat(written).sum()))
         counts = Counts(*totals, self.sample.sampling.max_new_tokens)
         batches = []
         for rows in self.split(rollout, part):
             if advantages is not None:
                 rows = self.teaching(rows, advantages)
-            groups = [(i, list(group)) for i, group in groupby(rows, key=lambda row: row // G)]
-            prompts = [rollout.prompts[i] for i, _ in groups]
-            answers = [[completions[row] for row in group] for _, group in groups]
-            group = pack(prompts, answers, self.policy.config, device)
+            completions = rollout.by_prompt(rows)
+            prompts = [rollout.prompts[index] for index in completions]
+            group = pack(prompts, list(completions.values()), self.policy.config, device)
             batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
-            logps = torch.cat([completions[row].logps for row in rows])
+            logps = torch.cat([c.logps for c in chain(*completions.values())])
             batch.sampler_logps = group.pad(logps.to(device))
             if advantages is not None:
                 batch.advantages = advantages[rows].to(device)

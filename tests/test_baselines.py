@@ -9,7 +9,7 @@ import pytest
 import torch
 from by_hand import tensor
 
-from minivlmrl.objectives.baselines import gae, leave_one_out, ppo_loss, token_rewards, whiten
+from minivlmrl.objectives.baselines import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards, whiten
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]
@@ -49,24 +49,23 @@ def trl_step(case):
         scores = scores - config["missing_eos_penalty"] * (post != EOS).all(1)
     old = inputs["logprobs"] * mask + (1 - mask)
     values = inputs["values"] * value_mask
-    rewards = token_rewards(
-        scores, old, inputs["ref_logprobs"], mask, config["kl_coef"], config["kl_estimator"],
-        torch.where(last + 1 < T, last + 1, last),
-    )  # fmt: skip
+    kl_rewards = token_rewards(0 * scores, old, inputs["ref_logprobs"], mask, config["kl_coef"], config["kl_estimator"])
+    rewards = kl_rewards.scatter_add(1, (last + 1).clamp(max=T - 1)[:, None], scores[:, None])
     if config["whiten_rewards"]:
         [rewards] = whiten([rewards], [value_mask], shift_mean=False)
     advantages, returns = gae(rewards, values, config["gamma"], config["lam"])
     [advantages] = whiten([advantages], [mask])
     logps = inputs["new_logprobs"].requires_grad_()
     new_values = inputs["new_values"].requires_grad_()
-    loss, metrics = ppo_loss(
-        logps, new_values * value_mask, mask, old_per_token_logps=old, old_values=values, advantages=advantages,
-        returns=returns, value_mask=value_mask,
-    )  # fmt: skip
+    fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
+    policy_loss, metrics = ppo_loss(logps, new_values, mask, PPOLoss(vf_coef=0.0), **fixed)
+    # TRL trains values at one place more than tokens
+    both, value_metrics = ppo_loss(logps.detach(), new_values * value_mask, value_mask, **fixed)
+    loss = policy_loss + both - value_metrics["policy_loss"]
     gradients = torch.autograd.grad(loss, (logps, new_values))
     return {
         "rewards": rewards, "advantages": advantages, "returns": returns, "loss": loss.detach(),
-        "pg_loss": metrics["policy_loss"], "vf_loss": metrics["value_loss"],
+        "pg_loss": metrics["policy_loss"], "vf_loss": value_metrics["value_loss"],
         "grad_new_logprobs": gradients[0], "grad_new_values": gradients[1],
     }  # fmt: skip
 
@@ -88,19 +87,18 @@ def test_metrics_by_hand():
     """
     ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
-    values = torch.tensor([[1.1, 1.5, 0.5, 1.6, 9.0, 9.0]])
+    values = torch.tensor([[1.1, 1.5, 0.5, 1.6, 1.1, 9.0]])
     one = torch.ones(1, 6)
     mask = torch.tensor([[1.0] * 5 + [0.0]])
-    value_mask = torch.tensor([[1.0] * 4 + [0.0] * 2])
     old = {"old_per_token_logps": 0 * one, "old_values": one}
-    fixed = {**old, "advantages": advantages, "returns": 2 * one, "value_mask": value_mask}
+    fixed = {**old, "advantages": advantages, "returns": 2 * one}
     _, metrics = ppo_loss(ratios.log(), values, mask, **fixed)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx({
         "policy_loss": (-1.2 - 0.5 + 1.1 + 0.8 - 1.1) / 5,
-        "value_loss": (0.405 + 0.32 + 1.125 + 0.32) / 4,
+        "value_loss": (0.405 + 0.32 + 1.125 + 0.32 + 0.405) / 5,
         "approx_kl": 0.5 * (log(1.5) ** 2 + 2 * log(0.5) ** 2 + 2 * log(1.1) ** 2) / 5,
         "clip_ratio/policy": 2 / 5,
-        "clip_ratio/value": 2 / 4,
+        "clip_ratio/value": 2 / 5,
         "ratio": (1.5 + 0.5 + 1.1 + 0.5 + 1.1) / 5,
     })  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
 
 def test_a_plain_model_is_refused(processor, tmp_path):
     save_model(tmp_path / "policy", tiny.model(), processor)
-    with pytest.raises(ValueError, match=r"policy: this model has no score head \(score\.safetensors\); train one"):
+    with pytest.raises(ValueError, match=r"policy: there is no score\.safetensors, the head of a reward model"):
         load_value_model(tmp_path / "policy")
 
 

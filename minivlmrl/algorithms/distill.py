@@ -89,11 +89,7 @@ class Distill(GRPOStage):
     @torch.no_grad()
     def ask_teacher(self, batch: DistillBatch, rollout: Rollout):
         """Compute the states of the teacher, after its own prompts and the same completions."""
-        G = self.config.num_generations
-        completions = {}  # of each prompt those of this micro-batch
-        for index in batch.completion_index.tolist():
-            prompt, number = divmod(index, G)
-            completions.setdefault(prompt, []).append(rollout.completions[prompt][number])
+        completions = rollout.by_prompt(batch.completion_index.tolist())
         prompts = [self.teacher_prompt(rollout.rows[index]) for index in completions]
         config = self.teacher_base.config
         group = pack(prompts, list(completions.values()), config, self.world.device)

@@ -201,9 +201,7 @@ class Family(GRPOStage):
         """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
-        all_tokens = torch.ones_like(entropies)
-        quantile = self.config.top_entropy_quantile
-        threshold = top_entropy_threshold(entropies, all_tokens, quantile)
+        threshold = top_entropy_threshold(entropies, self.config.top_entropy_quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()

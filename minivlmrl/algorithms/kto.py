@@ -96,7 +96,5 @@ class KTO(AnswerAlgorithm):
         shares = {"rewards/chosen": good, "rewards/rejected": 1 - good}
         for (name, share), share_of_step in zip(shares.items(), batch.shares, strict=True):
             # so weighed these add up to the mean over all good, or bad, answers of the step
-            metrics[name] = metrics[name].nan_to_num(0.0)
-            if share_of_step:
-                metrics[name] = metrics[name] * share / share_of_step
+            metrics[name] = metrics[name].nan_to_num(0.0) * share / (share_of_step or 1.0)
         return loss, metrics | {"entropy": batch.mean(entropies)}

@@ -91,7 +91,7 @@ def load_value_model(folder: str | Path, *options) -> ValueModel:
     """Read what save_value_model wrote; options as of load_model."""
     check_value_model_folder(folder)
     backbone = load_model(folder, *options)
-    return ValueModel(backbone, weight=_read_head(folder, backbone))
+    return _with_head(backbone, folder)
 
 
 def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) -> ValueModel:
@@ -99,27 +99,27 @@ def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) 
     if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
         backbone = copy_model(policy)
         load_adapter(backbone, Path(folder) / "adapter")
-        return ValueModel(backbone, weight=_read_head(folder, backbone))
+        return _with_head(backbone, folder)
     sharding = getattr(policy, "sharding", None)
     return load_value_model(folder, policy.lm_head.weight.dtype, device, sharding)
 
 
-def _read_head(folder: str | Path, backbone: nn.Module) -> Tensor:
+def _with_head(backbone: nn.Module, folder: str | Path) -> ValueModel:
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {"score.weight": shape}:
         raise ValueError(f"{file}: it must hold score.weight, {shape}")
-    return tensors["score.weight"]
+    return ValueModel(backbone, weight=tensors["score.weight"])
 
 
 def check_value_model_folder(folder: str | Path):
     """Refuse a folder without a value model (ValueError)."""
-    if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder; a reward model has {HEAD_FILE}")
     if not (Path(folder) / HEAD_FILE).is_file():
-        raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one")
+        raise ValueError(
+            f"{folder}: there is no {HEAD_FILE}, the head of a reward model; train one"
+        )
 
 
 def save_value_model(folder: Path, model: ValueModel, processor, world, base=None):

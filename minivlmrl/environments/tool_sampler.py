@@ -129,9 +129,9 @@ def shared(image: Image) -> Image:
 class AnswerSpan:
     """Where the tokens of one answer are, and which keys they see."""
 
-    row: slice  # their row of the decoding
+    row: int  # their row of the decoding
     tokens: slice  # among all tokens that are read at once
-    prompt: slice  # their prompt in the decoding
+    prompt: int  # their prompt in the decoding
     prompt_length: int
     begin: int  # of the row's own tokens these are begin to end
     end: int
@@ -150,29 +150,27 @@ class AnswerAttention(DecodeAttention):
         self.answer_spans = []
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # B of them
         newest = decoding.newest.tolist()  # R of them
+        self.spans = []  # for recurrent layers
         new_tokens = [0] * len(newest)
-        longest = max(newest)
-        end = 0
+        tokens_before = 0
         for row, length in zip(rows, lengths, strict=True):
-            tokens = slice(end, end + length)
-            end += length
             prompt = int(decoding.prompt_index[row])
             begin = newest[row] + 1
-            self.answer_spans.append(
-                AnswerSpan(
-                    row=slice(row, row + 1),
-                    tokens=tokens,
-                    prompt=slice(prompt, prompt + 1),
-                    prompt_length=prompt_lengths[prompt],
-                    begin=begin,
-                    end=begin + length,
-                )
+            span = AnswerSpan(
+                row=row,
+                tokens=slice(tokens_before, tokens_before + length),
+                prompt=prompt,
+                prompt_length=prompt_lengths[prompt],
+                begin=begin,
+                end=begin + length,
             )
+            self.answer_spans.append(span)
+            self.spans.append((slice(row, row + 1), span.tokens))
             new_tokens[row] = length
-            longest = max(longest, newest[row] + length)
-        self.spans = [(span.row, span.tokens) for span in self.answer_spans]
+            tokens_before += length
+        longest = max(span.end - 1 for span in self.answer_spans)
         new_tokens = to_device(torch.tensor(new_tokens), decoding.device)
-        decoding.advance(new_tokens, longest - max(newest))
+        decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         row_k, row_v = self.decoding.row_kv[layer_index]  # (R, K, C, D)
@@ -190,8 +188,8 @@ class AnswerAttention(DecodeAttention):
 def extend(own: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
     """Add an answer's keys, or values, to those of its row: all that it sees, (1, K, P + C, D)."""
     own[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
-    seen_prompt = prompts[span.prompt, :, : span.prompt_length]
-    return torch.cat([seen_prompt, own[span.row, :, : span.end]], dim=2)
+    seen_prompt = prompts[span.prompt, :, : span.prompt_length]  # (K, P, D)
+    return torch.cat([seen_prompt, own[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):
@@ -283,14 +281,10 @@ class ToolSampler(RunSampler):
     def decode(self) -> Decode:
         return ReadingDecode(super().decode(), self)
 
-    def telling(self, choose: Choose) -> Choose:
-        def choose_and_call(logits: Tensor, rows: Tensor, counts: Tensor):
-            ids, logps, turn_ends = choose(logits, rows, counts)
-            text_ends = self.hear(rows, ids)
-            drawn = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
-            row_ends = []
-            for row, token, turn_end, text_end in zip(*drawn, strict=True):
-                row_ends.append(self.plays[row].step(token, turn_end, text_end, self))
-            return ids, logps, to_device(torch.tensor(row_ends), rows.device)
-
-        return choose_and_call
+    def row_ends(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        text_ends = self.hear(rows, ids)
+        drawn = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
+        ends = []
+        for row, token, turn_end, text_end in zip(*drawn, strict=True):
+            ends.append(self.plays[row].step(token, turn_end, text_end, self))
+        return to_device(torch.tensor(ends), rows.device)

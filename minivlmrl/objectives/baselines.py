@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from minivlmrl.advantages import EPSILON, nanstd, to_groups
+from minivlmrl.advantages import EPSILON, group_advantages, nanstd, to_groups
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
@@ -18,14 +18,10 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
     they are added. Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
     """
-    columns = []
-    for column in rewards.unbind(1):
-        groups = to_groups(column, num_generations)
-        centred = groups - groups.nanmean(1, keepdim=True)
-        columns.append((centred / (nanstd(groups)[:, None] + EPSILON)).flatten())
+    columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
     total = (torch.stack(columns, 1) * weights).nansum(1)
     total = total.masked_fill(rewards.isnan().all(1), float("nan"))
-    return ((total - total.nanmean()) / (nanstd(total[None]) + EPSILON)).nan_to_num(0.0)
+    return standardize(total).nan_to_num(0.0)
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
@@ -38,8 +34,13 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
     if normalize:
-        advantages = (advantages - advantages.nanmean()) / (nanstd(advantages[None]) + EPSILON)
+        advantages = standardize(advantages)
     return advantages.nan_to_num(0.0)
+
+
+def standardize(values: Tensor) -> Tensor:
+    """Bring (n,) values to mean 0 and standard deviation 1; NaN counts in neither and stays."""
+    return (values - values.nanmean()) / (nanstd(values) + EPSILON)
 
 
 def token_rewards(
@@ -49,23 +50,20 @@ def token_rewards(
     mask: Tensor,
     kl_coef: float = 0.05,
     kl_estimator: str = "k1",
-    score_index: Tensor | None = None,
 ) -> Tensor:
     """Reward each token in PPO: minus kl_coef times its KL to the reference, a score at the end.
 
     Args:
         scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
-        score_index: (B,) int64, the token that earns the score, by default each row's last.
     Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which scores a token later.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):
         raise ValueError(f"kl_estimator is {kl_estimator!r}; PPO's rewards know k1 and k3")
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.exp() - 1 - log_ref_ratio
-    if score_index is None:
-        score_index = mask.sum(1).long() - 1  # the last token of each row
-    return (-kl_coef * kl).scatter_add(1, score_index[:, None], scores[:, None].to(kl.dtype))
+    last_token = mask.sum(1, keepdim=True).long() - 1  # (B, 1) index
+    return (-kl_coef * kl).scatter_add(1, last_token, scores[:, None].to(kl.dtype))
 
 
 def gae(
@@ -140,7 +138,6 @@ def ppo_loss(
     old_values: Tensor,
     advantages: Tensor,
     returns: Tensor,
-    value_mask: Tensor | None = None,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the clipped policy loss plus vf_coef times the clipped value loss.
@@ -156,16 +153,13 @@ def ppo_loss(
         mask: (B, T), 1 for tokens that are trained on.
         old_per_token_logps, old_values: (B, T), of the policy and the critic that sampled.
         advantages, returns: (B, T), see gae.
-        value_mask: (B, T), where values are trained, by default mask.
-        counts: an object with `tokens` of the optimizer step, by default those of the masks.
+        counts: an object with `tokens` of the optimizer step, by default those of the mask.
     Returns:
         loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last with one.
     """
     options = options or PPOLoss()
     eps = options.cliprange
-    if value_mask is None:
-        value_mask = mask
     log_ratio = (per_token_logps - old_per_token_logps) * mask  # 0 for padding: exp stays finite
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -177,19 +171,16 @@ def ppo_loss(
     squared_clipped = (clipped_values - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_clipped)
 
-    num_tokens = mask.sum().clamp(min=1)
-    num_values = value_mask.sum().clamp(min=1)
-    if counts is not None:
-        num_tokens = num_values = max(counts.tokens, 1)
+    num_tokens = mask.sum().clamp(min=1) if counts is None else max(counts.tokens, 1)
     policy_loss = (per_token_policy * mask).sum() / num_tokens
-    value_loss = (per_token_value * value_mask).sum() / num_values
+    value_loss = (per_token_value * mask).sum() / num_tokens
     with torch.no_grad():
         metrics = {
             "policy_loss": _mean(per_token_policy, mask),
-            "value_loss": _mean(per_token_value, value_mask),
+            "value_loss": _mean(per_token_value, mask),
             "approx_kl": _mean(0.5 * log_ratio.square(), mask),
             "clip_ratio/policy": _mean(clipped > unclipped, mask),
-            "clip_ratio/value": _mean(squared_clipped > squared, value_mask),
+            "clip_ratio/value": _mean(squared_clipped > squared, mask),
             "ratio": _mean(ratio, mask),
         }
     return policy_loss + options.vf_coef * value_loss, metrics

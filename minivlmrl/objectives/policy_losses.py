@@ -139,8 +139,7 @@ def policy_terms(
         drift = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(0.0)
         stayed = losses.row_mean(drift, mask) <= off_policy_mask_threshold  # (B, 1)
         per_token_loss = per_token_loss * ((advantages >= 0) | stayed)
-    if options.top_entropy_quantile < 1:
-        per_token_loss = per_token_loss * kept
+    per_token_loss = per_token_loss * kept
     if importance_sampling_ratio is not None and options.loss_type != "vespo":
         per_token_loss = per_token_loss * importance_sampling_ratio
     if options.beta:
@@ -155,7 +154,7 @@ def kept_tokens(entropies: Tensor | None, mask: Tensor, quantile: float, thresho
     if quantile == 1:
         return mask
     if threshold is None:
-        threshold = top_entropy_threshold(entropies, mask, quantile)
+        threshold = top_entropy_threshold(entropies[mask.bool()], quantile)
     return mask * (entropies >= threshold)
 
 
@@ -281,9 +280,9 @@ def rollout_importance_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
-def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """Find the entropy that this upper share of tokens reaches; infinite for no tokens."""
-    counted = entropies.detach()[mask.bool()].float()
-    if not len(counted):
-        return counted.new_tensor(math.inf)
-    return torch.quantile(counted, 1 - quantile)
+def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
+    """Find the entropy that this upper share of tokens (n,) reaches; infinite for no tokens."""
+    entropies = entropies.detach().float()
+    if not len(entropies):
+        return entropies.new_tensor(math.inf)
+    return torch.quantile(entropies, 1 - quantile)

@@ -67,14 +67,12 @@ class RunSampler(Sampler):
         """Make what computes a decode step; environments/ have one that reads answers."""
         return CapturedDecode() if self.captured else Decode()
 
-    def telling(self, choose: Choose) -> Choose:
-        """Make a `choose` that tells what it chose; environments/ answer calls in it."""
+    def row_ends(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        """Take the tokens (r,) that were chosen; (r,) bool: which rows end with them.
 
-        def choose_and_tell(logits: Tensor, rows: Tensor, counts: Tensor):
-            ids, logps, ends = choose(logits, rows, counts)
-            return ids, logps, ends | self.hear(rows, ids)
-
-        return choose_and_tell
+        environments/ answer calls here, and go on.
+        """
+        return turn_ends | self.hear(rows, ids)
 
     def hear(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Take tokens (r,) of rows (r,), drawn or answered; (r,) bool: a stop string is complete."""
@@ -94,7 +92,13 @@ class RunSampler(Sampler):
         if strings:
             ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
             self.texts = StopStrings(strings, self.processor.tokenizer, ids_of_rows)
-        return self.telling(super().chooser(prompts, num_generations, keys, self.filters))
+        choose = super().chooser(prompts, num_generations, keys, self.filters)
+
+        def choose_and_tell(logits: Tensor, rows: Tensor, counts: Tensor):
+            ids, logps, turn_ends = choose(logits, rows, counts)
+            return ids, logps, self.row_ends(rows, ids, turn_ends)
+
+        return choose_and_tell
 
 
 def keep_vision(model, prompts: Sequence[Prompt], device):
