@@ -60,7 +60,7 @@ def test_a_run_says_what_runs_where(home, capsys):
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [("true", r"a thought, '<think>\n', and rewards read"), ("false", "no thought")]
+    ("value", "says"), [("true", r"the answer with '<think>\n'; rewards read"), ("false", "the answer with ''")]
 )
 def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
     """A checkpoint keeps the values that its template was handed."""

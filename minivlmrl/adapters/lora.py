@@ -145,7 +145,7 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter | nn.Module]:
         if not is_adapter(name) and parameter.is_floating_point():
             weights[plain_name(name)] = parameter
     for name, layer in adapters(model).items():
-        if is_quantized(layer):
+        if isinstance(layer.base, NF4Linear):
             weights[f"{name}.weight"] = layer.base
     return weights
 
@@ -198,12 +198,8 @@ def place_like(model: nn.Module, other: nn.Module):
     """Give a model adapters where another one has some, of the same sizes, on a base as packed."""
     for name, layer in adapters(other).items():
         twin = wrap(model, name, layer.r, layer.scaling)
-        if is_quantized(layer):
+        if isinstance(layer.base, NF4Linear):
             twin.base = NF4Linear(twin.base)
-
-
-def is_quantized(layer: LoRALinear) -> bool:
-    return isinstance(layer.base, NF4Linear)
 
 
 def quantize_base(model: nn.Module):

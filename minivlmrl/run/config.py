@@ -174,7 +174,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         raise ValueError(f"{recipe}: no such recipe")
     with naming(recipe):
         values = parse_yaml(path.read_bytes()) or {}
-    config = build(RunConfig, values, str(recipe))
+    build(RunConfig, values, str(recipe))  # names the recipe if that is what is wrong
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
         if not separator and _hint(key) is bool:  # --dpo.use_weighting

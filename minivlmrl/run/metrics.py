@@ -39,8 +39,7 @@ class MetricsLog(ExitStack):
         self.world = world
         self.steps = progress.steps  # of all stages
         self.resumed_alarms = progress.logs.get("alarms")  # of the resumed stage
-        self.alarms = None
-        self.bar = None
+        self.begin_time = 0.0  # of the present stage
         self.completions = CompletionsLog(config, world, progress)
         self.files = {}
         self.trackers = []
@@ -65,7 +64,7 @@ class MetricsLog(ExitStack):
         for log in self.trackers:
             log(values, self.steps)
 
-    def stage(self, algorithm, optimizer, steps_done: int = 0, seconds: float = 0.0):
+    def stage(self, algorithm, optimizer, steps_done: int, seconds: float):
         """Begin a stage with a new bar; a resumed one has done steps, which took `seconds`."""
         self.algorithm = algorithm
         self.name = algorithm.stage
@@ -96,7 +95,7 @@ class MetricsLog(ExitStack):
         for name, file in self.files.items():
             content = Path(file.name).read_bytes()
             logs[name] = content[: self.file_ends[name]].decode()
-        if self.files and self.alarms:
+        if self.files:
             logs["alarms"] = self.alarms.state()
         return logs
 
@@ -152,8 +151,7 @@ class MetricsLog(ExitStack):
         self, stage: str, steps_done: int, values: dict[str, float], seconds: float, rows=1
     ):
         """Record what held-out rows say after so many steps; its `seconds` are not the stage's."""
-        if self.bar is not None:
-            self.begin_time += seconds
+        self.begin_time += seconds
         if not self.files:
             return
         line = {"stage": stage, "step": steps_done}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.adapters import adamw8bit
 from minivlmrl.adapters.adamw8bit import AdamW8bit
+from minivlmrl.adapters.lora import full
 from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.scale.ranks import World
@@ -53,9 +54,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if hasattr(norm, "full_tensor"):  # of sharded weights
-        norm = norm.full_tensor()
-    return norm.item()
+    return full(norm).item()
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -328,23 +328,22 @@ class States:
 
     def read(self, folder: Path) -> Progress | None:
         """Read a state without its tensors; None and a line that says why if it is damaged."""
-        damages = []
-        try:
+
+        def check() -> Progress:
             checksums = read_json(folder / COMPLETE)
             if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
                 raise ValueError(f"{folder} does not have the files that {COMPLETE} lists")
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
                 if _checksum(folder / name) != checksums[name]:
-                    damages.append(f"{name} is not what was written")
-            progress = build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
+                    raise ValueError(f"{name} is not what was written")
+            return build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
+
+        try:
+            return self.world.together(check)
         except (OSError, ValueError) as error:
-            damages.append(str(error))
-        for rank_damages in self.world.gather_objects(damages):
-            if rank_damages:
-                if self.world.is_main:
-                    print(f"state {folder} is damaged and not used: {rank_damages[0]}", flush=True)
-                return None
-        return progress
+            if self.world.is_main:
+                print(f"state {folder} is damaged and not used: {error}", flush=True)
+            return None
 
     def save(self, folder: Path, progress: Progress):
         """Write a state, all ranks together, and remove the oldest of too many."""

@@ -102,13 +102,9 @@ def describe_thought(processor: Processor):
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
-    if opened:
-        print(
-            f"prompts open a thought, {opened!r}, and rewards read it with the completion",
-            flush=True,
-        )
-    else:
-        print("prompts open no thought", flush=True)
+    print(
+        f"prompts open the answer with {opened!r}; rewards read it with the completion", flush=True
+    )
 
 
 def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:

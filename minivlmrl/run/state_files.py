@@ -5,7 +5,6 @@ needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128
 policy.model.norm.weight.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from minivlmrl.hub.folder import flush_file, save_tensors
 from minivlmrl.hub.recipe_values import require
 from minivlmrl.scale.checkpoint import check_finite
 from minivlmrl.scale.ranks import World
+from minivlmrl.scale.sharding import shard_rows
 
 BLOCK = 2**16  # bytes that `blocks` reads at once
 FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
@@ -39,10 +39,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """What this rank holds of a tensor, as a view that has rows, and the index of the first."""
     if not hasattr(tensor, "device_mesh"):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
-    mesh = tensor.device_mesh
-    num_shards = mesh.size(mesh.ndim - 1)
-    shard_rows = math.ceil(len(tensor) / num_shards)
-    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * shard_rows
+    rows = shard_rows(tensor.device_mesh, len(tensor))
+    return tensor.detach().to_local(), rows.start
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
@@ -61,7 +59,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
     for name in names:
         rows, first = local_rows(tensors[name])
         if not name.startswith("algorithm."):
-            check_finite({name: rows}, folder)
+            check_finite(name, rows, folder)
         content[f"{first}:{name}"] = rows.cpu().contiguous()
         is_full = sum(part.nbytes for part in content.values()) >= FILE_SIZE
         if is_full or name == names[-1]:

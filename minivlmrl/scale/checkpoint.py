@@ -321,7 +321,9 @@ def save_model(
         new_folder = world.on_main(lambda: saving.enter_context(replacing(folder)))
 
         def write_weights(file: str, tensors: dict[str, Tensor]):
-            check_finite({name: tensors[name] for name in tensors if name in weights}, folder)
+            for name, tensor in tensors.items():
+                if name in weights:
+                    check_finite(name, tensor, folder)
             save_tensors(tensors, new_folder / file)
 
         def finish():
@@ -369,13 +371,10 @@ def file_weights(model: nn.Module) -> dict[str, object]:
     return {name_of(name): weight for name, weight in plain_weights(model).items()}
 
 
-def check_finite(tensors: dict[str, Tensor], folder: object):
+def check_finite(name: str, tensor: Tensor, folder: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{folder}: not saved, {name} is not finite; what was there is untouched"
-            )
+    if not tensor.isfinite().all():
+        raise ValueError(f"{folder}: not saved, {name} is not finite; what was there is untouched")
 
 
 def write_settings(folder: Path, model: nn.Module, processor: Processor):

@@ -134,12 +134,18 @@ class Sharding:
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor, in the form of a parameter."""
-        shards = self.mesh["shard"]
-        num_rows = math.ceil(len(tensor) / shards.size())  # the last ranks may have fewer, or none
-        first_row = shards.get_local_rank() * num_rows
-        local_rows = tensor[first_row : first_row + num_rows].to(self.device, like.dtype, copy=True)
+        rows = shard_rows(self.mesh, len(tensor))
+        local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
         # from_local would move an offloaded part to the GPU
         return dist.tensor.DTensor(local_rows, like._spec, requires_grad=False)
+
+
+def shard_rows(mesh: dist.DeviceMesh, num_rows: int) -> slice:
+    """Say which rows of a sharded tensor this rank holds; the last ranks may have fewer, or none."""
+    shards = mesh["shard"]
+    rows_per_rank = math.ceil(num_rows / shards.size())
+    first_row = shards.get_local_rank() * rows_per_rank
+    return slice(first_row, first_row + rows_per_rank)
 
 
 class VisionInStep:
