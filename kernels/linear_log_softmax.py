@@ -134,23 +134,28 @@ def keep_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
     cells = torch.where(inside, rows * width + columns, m * width)  # one beyond the last
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
-    z.masked_fill_(dropped.index_fill_(0, cells, False)[:-1].view(m, width), float("-inf"))
+    dropped.index_fill_(0, cells, False)
+    z.masked_fill_(dropped[:-1].view(m, width), float("-inf"))
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Number the tokens ids (M,) of completions with masks (counts, kept): (2, K), see below."""
     if not masks:
         return ids.new_empty(2, 0)
-    counts, kept = map(torch.cat, zip(*masks, strict=True))
-    numbers = torch.arange(len(ids))  # each token is kept itself, also a forced one
-    numbers = torch.cat([numbers, numbers.repeat_interleave(counts)])
-    return torch.stack([numbers, torch.cat([ids, kept])])
+    counts = torch.cat([counts for counts, _ in masks])
+    kept_ids = torch.cat([kept for _, kept in masks])
+    tokens = torch.arange(len(ids))
+    tokens_of_kept = tokens.repeat_interleave(counts)
+    # each token is kept itself, also a forced one
+    return torch.stack([torch.cat([tokens, tokens_of_kept]), torch.cat([ids, kept_ids])])
 
 
 def rows_of_piece(rows: int, vocab: int, device_type: str) -> int:
     """Rows of one piece of the torch path."""
-    most = min(max(CHUNK_BYTES // (4 * vocab), 32), 256) if device_type == "cpu" else GPU_ROWS
-    return min(most, max(rows, 1))
+    most_rows = GPU_ROWS
+    if device_type == "cpu":
+        most_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
+    return min(most_rows, max(rows, 1))
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -167,7 +172,8 @@ def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
     """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
-    (hidden, weight, ids, mask), (grad_hidden, grad_weight) = inputs, grads
+    hidden, weight, ids, mask = inputs
+    grad_hidden, grad_weight = grads
     pieces = make_pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
