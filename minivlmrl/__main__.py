@@ -36,8 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in TOOLS:
             return print_usage(name)
         module, _, function = TOOLS[name][0].partition(":")
-        package = module.split(".")[0]
-        if package == "minivlmrl_audit" and importlib.util.find_spec(package) is None:
+        if name in ("verify", "audit") and not importlib.util.find_spec("minivlmrl_audit"):
             raise ValueError(
                 "it is a distribution of its own, minivlmrl-audit: pip install ./audit, in a clone"
             )

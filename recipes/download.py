@@ -9,7 +9,6 @@ import hashlib
 import json
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,17 +23,13 @@ def main(rows: str) -> int:
     file = Path(rows)
     folder = file.with_suffix(".files")
     folder.mkdir(exist_ok=True)
-
-    def local(url: str) -> str:
-        return f"{folder.name}/{download(url, folder).name}"
-
     written = file.with_suffix(".local.jsonl")
     num_lost = 0
     lines = file.read_text(encoding="utf-8").splitlines()
     with written.open("w", encoding="utf-8") as out:
         for number, line in enumerate(tqdm(lines), start=1):
             try:
-                row = replaced(json.loads(line), local)
+                row = replaced(json.loads(line), folder)
             except (OSError, ValueError) as error:
                 num_lost += 1
                 tqdm.write(f"{file}:{number}: left out ({error})")
@@ -44,14 +39,14 @@ def main(rows: str) -> int:
     return int(num_lost > 0)
 
 
-def replaced(value, local: Callable[[str], str]):
-    """Replace the URLs in a row, wherever they are; text around one stays as it is."""
+def replaced(value, folder: Path):
+    """Replace the URLs in a row by what was downloaded, wherever they are; a text that holds more stays as it is."""
     if isinstance(value, dict):
-        return {key: replaced(item, local) for key, item in value.items()}
+        return {key: replaced(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [replaced(item, local) for item in value]
+        return [replaced(item, folder) for item in value]
     is_url = isinstance(value, str) and value.startswith(("http://", "https://")) and " " not in value
-    return local(value) if is_url else value
+    return f"{folder.name}/{download(value, folder).name}" if is_url else value
 
 
 def download(url: str, folder: Path) -> Path:

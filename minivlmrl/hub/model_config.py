@@ -188,7 +188,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
-        model_type = config.get("model_type") if isinstance(config, dict) else config
+        model_type = config.get("model_type")
         require(
             model_type in list(FAMILIES),
             f"{where}: model_type",
@@ -279,12 +279,14 @@ def _check_supported(flat: dict, vision: dict, family: Family, where: str):
     """Refuse a model that we do not compute; what is missing or null is what we compute."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
-    interleaved = rope.get("mrope_interleaved")
     supported = {  # key: what the file says, and what is computed
         "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
         "hidden_act": (flat.get("hidden_act"), "silu"),
         "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
-        "rope_scaling.mrope_interleaved": (interleaved, family.text["mrope_interleaved"]),
+        "rope_scaling.mrope_interleaved": (
+            rope.get("mrope_interleaved"),
+            family.text["mrope_interleaved"],
+        ),
         "use_sliding_window": (flat.get("use_sliding_window"), False),
         "attn_output_gate": (flat.get("attn_output_gate"), True),
         "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),

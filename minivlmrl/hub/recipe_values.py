@@ -180,7 +180,7 @@ def help_of(cls) -> dict[str, str]:
     for part in reversed(cls.__mro__):
         if dataclasses.is_dataclass(part):
             comments |= _field_comments(part)
-    return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
+    return comments
 
 
 def _field_comments(cls) -> dict[str, str]:

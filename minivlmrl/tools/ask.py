@@ -46,10 +46,9 @@ def main(arguments: list[str]):
     row = build_row(options, data)
     prompt = row.prompt(processor)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    hidden_ids = sampling.stop_token_ids
-    if hidden_ids is None:
-        hidden_ids = processor.stop_token_ids
-    stream = Stream(processor.tokenizer, hidden_ids)
+    if sampling.stop_token_ids is None:
+        sampling.stop_token_ids = processor.stop_token_ids
+    stream = Stream(processor.tokenizer, sampling.stop_token_ids)
     print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     sampler = build_sampler(model, processor, sampling, World(device=device), listen=stream.hear)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
@@ -81,7 +80,7 @@ def build_row(options: argparse.Namespace, data: DataSection) -> Row:
 class Stream:
     """Prints the tokens of the only row, a character with its last byte."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
         # keeps the first bytes of a character
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -119,9 +118,8 @@ def choose_device(device: str | None) -> torch.device:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
-    description = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl ask", description=description, allow_abbrev=False
+        "python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder, or an id on the hub")
@@ -140,8 +138,9 @@ def build_parser() -> argparse.ArgumentParser:
     for name, hint in typing.get_type_hints(SamplingOptions).items():
         if name not in ("engine", "vllm"):  # it draws itself
             help_text = help_texts[name].replace("%", "%%")
-            default = argparse.SUPPRESS
-            group.add_argument(f"--{name}", **value_of(hint), default=default, help=help_text)
+            group.add_argument(
+                f"--{name}", **value_of(hint), default=argparse.SUPPRESS, help=help_text
+            )
     return parser
 
 

@@ -159,17 +159,17 @@ def check_copies(rows: FileDataset, names: Sequence[str]) -> Iterator[str]:
 
 def check_turned(rows: FileDataset) -> Iterator[str]:
     """Boxes of photographs that EXIF turns."""
-    fits = []  # are boxes inside of a picture as the file has it, and as it is shown?
+    fit_alone = []  # are boxes inside of a picture as it is shown, and not as the file has it?
     for row, media in map(rows.read, spread(range(len(rows)))):
         boxes = parse_boxes(str(row.columns.get("solution") or ""))
         for item in media if boxes else ():
             with open_image(item.source, rows.folder) as image:
                 if image.getexif().get(ORIENTATION, 1) != 1:
-                    upright_image = load_image(image)
-                    fits.append((all_inside(boxes, image), all_inside(boxes, upright_image)))
-    if fits and (False, True) not in fits:
+                    turned_fit = all_inside(boxes, load_image(image))
+                    fit_alone.append(turned_fit and not all_inside(boxes, image))
+    if fit_alone and not any(fit_alone):
         yield (
-            f"{len(fits)} images are turned by their EXIF, boxes are read as of what is shown, "
+            f"{len(fit_alone)} images are turned by their EXIF, boxes are read as of what is shown, "
             "and none fits that alone; save them upright"
         )
 
@@ -504,7 +504,7 @@ def check_labels(
         shifted_means = torch.tensor(means[1:])
         mean = shifted_means.mean()
         std = shifted_means.std()
-        if len(shifted_means) > 1 and std > 0 and means[0] <= mean + std:
+        if std > 0 and means[0] <= mean + std:
             yield (
                 f"reward {reward.name} is {means[0]:.2f}, and {mean:.2f} with the "
                 "solutions of other rows; were the solutions shuffled? Else train sft first"

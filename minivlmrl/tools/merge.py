@@ -1,11 +1,12 @@
 """`python -m minivlmrl merge`: a base and its adapter become one plain Hugging Face folder."""
 
 import argparse
+import filecmp
 from pathlib import Path
 
 from minivlmrl.adapters.lora import quantize_base
 from minivlmrl.adapters.peft_folder import WEIGHTS, load_adapter
-from minivlmrl.hub.folder import ASKED, digest, find_folder
+from minivlmrl.hub.folder import ASKED, find_folder
 from minivlmrl.run.config import asked_yaml, load_config
 from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 
@@ -26,7 +27,7 @@ def main(arguments: list[str]):
     if (
         merged_file.is_file()
         and adapter_file.is_file()
-        and digest([merged_file]) == digest([adapter_file])
+        and filecmp.cmp(merged_file, adapter_file, shallow=False)
     ):
         raise ValueError(f"{folder}: has this adapter in its weights already; give its base")
     model = load_model(folder)

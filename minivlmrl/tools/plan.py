@@ -27,10 +27,17 @@ def main(arguments: list[str]):
     gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
     print(f"{options.model}: {costs.parameters:,} parameters; {gpu_text}")
     run = load_config(recipe, overrides)
-    lengths = options.text_tokens, options.image_tokens, options.frames
     for stage in run.stages:
         find_algorithm(stage, run)  # refuses an unknown one
-        phases = plan(run, stage, costs, options.gpus, *lengths)
+        phases = plan(
+            run,
+            stage,
+            costs,
+            options.gpus,
+            options.text_tokens,
+            options.image_tokens,
+            options.frames,
+        )
         print(f"\n{stage}\n{table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
             print("does not fit: docs/memory.md says what saves memory, and what fits one card")
