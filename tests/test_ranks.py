@@ -283,11 +283,11 @@ def test_ranks_of_one_machine_need_no_name_of_it(monkeypatch, hosts, network):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(ranks, "attempt_store", lambda limit: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    ranks.setup(torch.get_num_threads())
+    ranks.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
 
 
-@pytest.mark.parametrize("start", [lambda: join(torch.get_num_threads()), lambda: choose_device("cpu")])
+@pytest.mark.parametrize("start", [lambda: join(torch.get_num_threads(), 30.0, False), lambda: choose_device("cpu")])
 def test_cudnns_attention_is_off(start):
     """In training, and for one question."""
     torch.backends.cuda.enable_cudnn_sdp(True)

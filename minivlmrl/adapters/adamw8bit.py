@@ -53,7 +53,9 @@ class AdamW8bit(torch.optim.Optimizer):
     These keep in 16 bits what rounding has taken from them: small updates add up.
     """
 
-    def __init__(self, parameters: Iterable, lr: float, betas=(0.9, 0.999), weight_decay=0.0):
+    def __init__(
+        self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float
+    ):
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
         super().__init__(parameters, defaults)
 

@@ -232,22 +232,16 @@ def sizes(
     config = getattr(run, stage)
     max_new_tokens = run.sampling.max_new_tokens
     prompt_tokens = text_tokens + image_tokens
-    lengths = {
-        "text_tokens": text_tokens,
-        "image_tokens": image_tokens,
-        "completion_tokens": max_new_tokens,
-        "frames": frames,
-    }
     G = len(find_algorithm(stage, run).answers) or config.num_generations
     max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     prompts, completions = largest_piece(prompts, prompt_tokens, [max_new_tokens] * G, max_tokens)
-    micro_batch = Work(prompts, completions, **lengths)
+    micro_batch = Work(prompts, completions, text_tokens, image_tokens, max_new_tokens, frames)
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / gpus)
     max_tokens = run.sampling.max_tokens_at_once
     prompts, _ = largest_piece(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
-    return micro_batch, Work(prompts, G, **lengths)
+    return micro_batch, replace(micro_batch, prompts=prompts, num_generations=G)
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:

@@ -72,7 +72,10 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Name of a tensor -> (first row, number of rows, file) of its pieces; a number is one row."""
+    """Name of a tensor -> (first row, number of rows, file) of its pieces; a number is one row.
+
+    In the order of the rows, which is that of the ranks.
+    """
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -80,7 +83,7 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
                 first, name = key.split(":", 1)
                 rows = handle.get_slice(key).get_shape()[0]
                 pieces.setdefault(name, []).append((int(first), rows, file))
-    return {name: sorted(parts) for name, parts in pieces.items()}
+    return pieces
 
 
 def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:

@@ -116,7 +116,7 @@ class World:
             parameter.grad.copy_(total.view_as(parameter))
 
 
-def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool = False) -> World:
+def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     """Join the process group of torchrun, if any, and choose device, attention and CPU threads.
 
     Args:
