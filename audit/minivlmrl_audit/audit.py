@@ -327,10 +327,10 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """Name what a factor may come from; None: nothing that is known, and any number is one."""
     known_factors = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     names = {"step": d, "about": d.about}
-    counts = [(formula(text, **names), what) for what, text in TABLE["counts"].items()]
-    known_factors += [(n, f"not divided by the {n:g} {what}") for n, what in counts if n != 1]
+    counts = [(formula(text, **names), unit) for unit, text in TABLE["counts"].items()]
+    known_factors += [(n, f"not divided by the {n:g} {unit}") for n, unit in counts if n != 1]
     known_factors += [
-        (1 / n, f"divided once more by the {n:g} {what}") for n, what in counts if n != 1
+        (1 / n, f"divided once more by the {n:g} {unit}") for n, unit in counts if n != 1
     ]
     is_near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
     sources = [says for number, says in known_factors if is_near(number)]

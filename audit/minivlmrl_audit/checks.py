@@ -12,7 +12,7 @@ def assert_step(folder):
 
 
 def assert_split_invariant(
-    gradients, rows: int, tolerance: float = 1e-6, splits=None, what: str = "micro-batches"
+    gradients, rows: int, tolerance: float = 1e-6, splits=None, parts_name: str = "micro-batches"
 ):
     """Assert that the gradient of a step does not depend on how its rows are split.
 
@@ -31,14 +31,14 @@ def assert_split_invariant(
     for parts in splits:
         split_gradients = as_doubles(gradients(parts))
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
-        assert not names, f"{what} {parts}: {names[0]} has a gradient in one of both alone"
+        assert not names, f"{parts_name} {parts}: {names[0]} has a gradient in one of both alone"
         gaps = {}
         for name, x in split_gradients.items():
             gap = (x - whole_gradients[name]).abs().max() / unit
             gaps[name] = gap.nan_to_num(torch.inf)
         worst = max(gaps, key=gaps.get)
         assert gaps[worst] <= tolerance, (
-            f"{what} {parts}: {worst} differs by {gaps[worst]:.1e} of the largest"
+            f"{parts_name} {parts}: {worst} differs by {gaps[worst]:.1e} of the largest"
         )
 
 

@@ -58,14 +58,14 @@ def content(file: Path) -> list:
     return lines
 
 
-def distance(one, two) -> float:
+def distance(first, second) -> float:
     """Largest difference of the numbers in two values; infinite where something else differs."""
-    if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
-        return max((distance(one[key], two[key]) for key in one), default=0.0)
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        if one.shape != two.shape or not (one.isfinite().all() and two.isfinite().all()):
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        return max((distance(first[key], second[key]) for key in first), default=0.0)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.shape != second.shape or not (first.isfinite().all() and second.isfinite().all()):
             return math.inf
-        return (one.double() - two.double()).abs().max().item()
-    if isinstance(one, float) and isinstance(two, float):
-        return abs(one - two)
-    return 0.0 if one == two else math.inf
+        return (first.double() - second.double()).abs().max().item()
+    if isinstance(first, float) and isinstance(second, float):
+        return abs(first - second)
+    return 0.0 if first == second else math.inf

@@ -35,12 +35,12 @@ class Change(dict):
         super().__init__(values)
         self.d = d
 
-    def __call__(self, name: str, x, at=(), **names):
+    def __call__(self, name: str, x, selection=(), **names):
         """Return the piece x of a definition, or what the deviation has in its place.
 
         That is a value; or a formula of x and `names`; or (kind, text), one of the orders of a Dump
         in which x is taken; or (kind, text, formula), which also knows `region`: the tokens or
-        pictures that the text names, at the indices `at` of which x is.
+        pictures that the text names, at the indices `selection` of which x is.
         """
         deviation = self.get(name)
         if deviation is None:
@@ -56,7 +56,7 @@ class Change(dict):
         unit = getattr(self.d, kind)[text]
         if not formulas:
             return pad(x, (0, 1)).gather(1, unit) if kind == "columns" else x[unit]
-        for index in at:
+        for index in selection:
             unit = unit[index]
         return formula(formulas[0], x=x, region=unit, **names)
 

@@ -339,7 +339,7 @@ def policy(
     terms = change(
         "terms",
         terms * scale * mask[part],
-        at=(part,),
+        selection=(part,),
         per_token_logps=logps,
         old_per_token_logps=old,
         ref_per_token_logps=reference,

@@ -85,7 +85,7 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     counted_mask = d["completion_mask"][row].bool()
     real_mask = d["attention_mask"][row].bool() | counted_mask
     completion = d.completion[row] | counted_mask
-    attended = change("attended", real_mask, at=(row,))
+    attended = change("attended", real_mask, selection=(row,))
     tokens = RowTokens(row, d["input_ids"][row], real_mask, completion, attended)
     token_numbers = attended.cumsum(0)  # of each token among those that the model gets, from 1
     # nothing predicts the first token
@@ -151,7 +151,7 @@ def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor
     return change(
         "positions",
         position_ids,
-        at=(tokens.row, tokens.attended),
+        selection=(tokens.row, tokens.attended),
         indices=torch.arange(len(completion)).expand(3, -1),
         completion=completion.long(),
         prompt_length=int((~completion).sum()),

@@ -73,9 +73,9 @@ def not_compared(folder: Path, differences: dict[str, str], states: list[Path]) 
 
 def verdict(folder: Path, again_folder: Path, differences: dict[str, str], first_step: int) -> int:
     """Print the faults and what they mean; returns the exit status."""
-    faults = {name: what for name, what in sorted(differences.items()) if what}
-    for name, what in faults.items():
-        print(f"DIFFERS: {name}: {what}")
+    faults = {name: fault for name, fault in sorted(differences.items()) if fault}
+    for name, fault in faults.items():
+        print(f"DIFFERS: {name}: {fault}")
     steps = []
     for run in (folder, again_folder):
         lines = content(run / METRICS)[first_step : first_step + 2]
@@ -99,8 +99,8 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[str, str]) -> bool:
     """
     logs = [content(run / COMPLETIONS) for run in (folder, again_folder)]
     exact = {"config.yaml"}.union(*(line["images"] for line in logs[0]))
-    for name, what in faults.items():
-        is_lost = what in ("missing", "not of this run")
+    for name, fault in faults.items():
+        is_lost = fault in ("missing", "not of this run")
         if name in exact or (is_lost and not name.startswith(("states/", "images/"))):
             return False
     rows = [{json_text(line | {"completions": []}) for line in lines} for lines in logs]
