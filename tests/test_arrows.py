@@ -1,11 +1,10 @@
 """recipes/arrows.py, a task outside the package: its pictures say the answer, and nothing shorter does."""
 
 import runpy
-from pathlib import Path
 
 import pytest
+from links import ROOT
 
-ROOT = Path(__file__).parents[1]
 ARROWS = runpy.run_path(str(ROOT / "recipes" / "arrows.py"))
 NAMES = {color: name for name, color in ARROWS["COLORS"].items()} | {(0, 0, 0): None}  # a shaft
 EDGES = [(6, 0), (13, 6), (6, 13), (0, 6)]  # pixels of a cell that a head which points into it fills

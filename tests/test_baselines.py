@@ -2,16 +2,16 @@
 
 import json
 from math import log
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from by_hand import tensor
+from links import ROOT
 
 from minivlmrl.objectives.baselines import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards, whiten
 
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "ppo_trl_1.12.0.json").read_text())
+RECORDED = json.loads((ROOT / "tests" / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]
 PAD, EOS = 0, 1
 
@@ -34,8 +34,10 @@ def test_token_rewards_by_hand():
 def trl_step(case):
     """Our functions put together as TRL puts its own: padded rows, the score one place after the last token."""
     inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()}
-    config = {"kl_coef": 0.05, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "whiten_rewards": False}
-    config |= {"missing_eos_penalty": None} | case["config"]
+    config = {
+        "kl_coef": 0.05, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "whiten_rewards": False,
+        "missing_eos_penalty": 0.0, **case["config"],
+    }  # fmt: skip
     responses = inputs["responses"].long()
     T = responses.shape[1]
     after_stop = (responses == EOS).cumsum(1) - (responses == EOS).long() > 0
@@ -44,9 +46,7 @@ def trl_step(case):
     place = torch.arange(T)
     mask = (place <= last[:, None]).double()
     value_mask = (place <= last[:, None] + 1).double()
-    scores = inputs["scores"]
-    if config["missing_eos_penalty"] is not None:
-        scores = scores - config["missing_eos_penalty"] * (post != EOS).all(1)
+    scores = inputs["scores"] - config["missing_eos_penalty"] * (post != EOS).all(1)
     old = inputs["logprobs"] * mask + (1 - mask)
     values = inputs["values"] * value_mask
     kl_rewards = token_rewards(0 * scores, old, inputs["ref_logprobs"], mask, config["kl_coef"], config["kl_estimator"])

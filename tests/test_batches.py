@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
+from talk import IMAGE_PART, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.image import ImageProcessor
@@ -68,13 +69,13 @@ class Numbered:
         return Row([], [], {"number": index})
 
 
-def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, stage="grpo", draws=0, rows=None, **data):
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, **data):
     algorithm = SimpleNamespace(
-        config=SimpleNamespace(prompts_per_step=prompts_per_step), stage=stage, steps_per_rollout=steps,
+        config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
         run=SimpleNamespace(seed=seed, data=DataSection(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR,
     )  # fmt: skip
-    return Batches(rows or Numbered(), algorithm, draws)
+    return Batches(rows or Numbered(), algorithm)
 
 
 def drawn(batches, count):
@@ -141,7 +142,7 @@ class Delayed(Numbered):
         if index == self.broken:
             raise ValueError("rows.jsonl:7: cat.jpg: cannot be read as an image")
         picture = PIL.Image.linear_gradient("L").rotate(17 * index).convert("RGB")
-        return Row([{"role": "user", "content": [{"type": "image"}]}], [picture], {"number": index})
+        return Row([user([IMAGE_PART])], [picture], {"number": index})
 
 
 def test_workers_keep_the_order_and_the_bits():

@@ -4,16 +4,14 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from links import ROOT
 
 from benchmarks.learning import PLAN
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.run.config import GRPOSection, load_config
-
-ROOT = Path(__file__).parents[1]
 
 
 def run(tmp_path, script, *arguments):

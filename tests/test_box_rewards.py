@@ -6,6 +6,7 @@ import math
 import PIL.Image
 import pytest
 import torch
+from talk import IMAGE_PART, user
 
 from minivlmrl.data.video import Video
 from minivlmrl.image import ImageProcessor
@@ -191,7 +192,7 @@ def test_a_solution_that_is_no_point_is_named():
 
 def row(*sizes, **columns):
     images = [PIL.Image.new("RGB", size) for size in sizes]
-    return Row([{"role": "user", "content": [{"type": "image"}] * len(images)}], images, columns)
+    return Row([user([IMAGE_PART] * len(images))], images, columns)
 
 
 def columns_of(rows, G=1, **options):

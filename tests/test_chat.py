@@ -75,7 +75,7 @@ def test_a_key_that_is_none_is_as_good_as_missing():
     image = {"type": "image", "text": None}
     filled = [word, image]
     bare = [text("a"), IMAGE_PART]
-    assert render([{"role": "user", "content": filled}]) == render([{"role": "user", "content": bare}])
+    assert render([user(filled)]) == render([user(bare)])
 
 
 @pytest.mark.parametrize("part", [{"type": "audio", "text": "a"}, {"type": "text", "text": 3}, {}, "a"])
@@ -83,7 +83,7 @@ def test_a_part_that_shows_nothing_known(part):
     """It is refused where the conversation is laid out."""
     assert part_kind(part) is None
     with pytest.raises(ValueError, match="a part is not text, image or video"):
-        render([{"role": "user", "content": [part]}])
+        render([user([part])])
 
 
 @pytest.mark.parametrize("also", [{"content": None}, {}, {"content": "hm", "tool_calls": [{"name": "f"}]}])
@@ -93,7 +93,7 @@ def test_a_message_without_content_or_with_tool_calls_is_refused(also):
 
 
 ANSWERS = {
-    "one turn of parts": [assistant([{"type": "text", "text": t} for t in ("green", "", " square")])],
+    "one turn of parts": [assistant(list(map(text, ("green", "", " square"))))],
     "several turns": [assistant("two"), user("And 2 + 2?"), assistant("four")],
     "assistant twice": [assistant("two"), assistant("I mean four")],
     "tool and system": [

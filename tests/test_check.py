@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import faults
 import PIL.Image
 import pytest
+from links import ROOT
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix
 from minivlmrl.run.config import load_config
 from minivlmrl.tools import check
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = ROOT / "recipes"
 EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in path.read_text()]
 
 

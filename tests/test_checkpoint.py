@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from talk import IMAGE_PART, text, user
 
 from minivlmrl import chat
 from minivlmrl.chat import Control
@@ -130,16 +131,13 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder, transfo
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = load_processor(folder)
     ours = load_model(folder)
-    text = "I see green squares, 12 of them"
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == processor.tokenizer.encode(text)
+    words = "I see green squares, 12 of them"
+    assert tokenizer(words, add_special_tokens=False)["input_ids"] == processor.tokenizer.encode(words)
     assert tokenizer.eos_token == "<|im_end|>"
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    messages = [user([IMAGE_PART, text("What?")])]
     laid_out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert laid_out == "".join(chat.render(messages)) and processor.template is None  # we go on with chat.py's
     images = transformers.AutoImageProcessor.from_pretrained(folder)
-    if not transformers.utils.is_torchvision_available():  # for videos, as README says
-        with pytest.raises(ImportError, match="requires the Torchvision library"):
-            transformers.AutoProcessor.from_pretrained(folder)
     assert (images.patch_size, images.merge_size) == (7, 2)
     monkeypatch.setattr(tiny, "IMAGE", ours.config.image_token_id)
     rows = [shapes.Shapes(3, "test")[i] for i in range(3)]
@@ -179,21 +177,20 @@ def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path)
 VOCABULARY = {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-def write_template(path, text):
+def write_template(path, template):
     if path.suffix == ".jinja":
-        path.write_text(text)
+        path.write_text(template)
     else:
         content = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(content | {"chat_template": text}))
+        path.write_text(json.dumps(content | {"chat_template": template}))
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_path, file):
     """With a control token that only this folder has, and another template in each file that is read later."""
-    tokenizer = json.loads((copy / "tokenizer.json").read_text())
-    note = tokenizer["added_tokens"][0] | {"id": len(shapes.tokenizer()), "content": "<|note|>"}
-    tokenizer["added_tokens"].append(note)
-    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    added = json.loads((copy / "tokenizer.json").read_text())["added_tokens"]
+    note = added[0] | {"id": len(shapes.tokenizer()), "content": "<|note|>"}
+    edit_json(copy / "tokenizer.json", added_tokens=[*added, note])
     edit_json(copy / "config.json", vocab_size=note["id"] + 1)
     edit_weights(copy, lambda w: w.update({name: torch.cat([w[name], w[name][:1]]) for name in VOCABULARY & set(w)}))
     settings = json.loads((copy / "preprocessor_config.json").read_text())
@@ -209,10 +206,10 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
         save_model(target, load_model(copy), load_processor(source))
     for folder in folders:
         processor = load_processor(folder, max_pixels=56 * 56)
-        pieces = processor.template.render([{"role": "user", "content": "note?"}])
+        pieces = processor.template.render([user("note?")])
         assert pieces == ["<|note|>", "note?", "<|im_end|>"]
         assert [type(piece) for piece in pieces] == [Control, str, Control]
-        ids = processor([{"role": "user", "content": "hi"}]).input_ids.tolist()
+        ids = processor([user("hi")]).input_ids.tolist()
         assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.tokenizer.special_tokens["<|im_end|>"]]
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from links import ROOT
 
 from minivlmrl.run.config import GRPOSection, RunConfig, check_found, load_config, to_yaml
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.fixture

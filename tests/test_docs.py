@@ -11,11 +11,10 @@ import subprocess
 import sys
 import typing
 import xml.etree.ElementTree
-from pathlib import Path
 
 import PIL.Image
 import pytest
-from links import links, missing, names
+from links import ROOT, links, missing, names
 from parity.families import families as make_families
 from runs import metrics
 
@@ -35,7 +34,8 @@ from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
-ROOT = Path(__file__).parents[1]
+from draws import ids_of
+
 families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -228,18 +228,16 @@ def test_grpo_of_plain_objects(own, monkeypatch):
     [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
-    space = {}
-    code = code.replace('"FOLDER"', '"model"').replace(
-        "    optimizer.step()", "    seen(step, grpo)\n    optimizer.step()"
-    )
-    steps = []
-    space["seen"] = lambda step, grpo: steps.append((step.rollout, grpo.policy.lm_head.weight.sum().item()))
-    exec(code, space)
-    assert len(code.splitlines()) <= 26 and space["metrics"]["entropy"].item() > 0
-    texts = [[c.ids.tolist() for group in rollout.completions for c in group] for rollout, _ in steps]
-    assert [len(one) for one in texts] == [80] * 3 and texts[0] != texts[1] != texts[2]
-    assert all(rollout.rewards.shape == (80, 2) for rollout, _ in steps)
-    assert len({weight for _, weight in steps}) == 3
+    assert len(code.splitlines()) <= 26
+    note = "    steps.append((step.rollout, grpo.policy.lm_head.weight.sum().item()))\n    optimizer.step()"
+    space = {"steps": []}
+    exec(code.replace('"FOLDER"', '"model"').replace("    optimizer.step()", note), space)
+    assert space["metrics"]["entropy"].item() > 0
+    rollouts, weights = zip(*space["steps"], strict=True)
+    first, second, third = (ids_of(rollout.completions) for rollout in rollouts)
+    assert first != second != third
+    assert all(rollout.rewards.shape == (80, 2) for rollout in rollouts)
+    assert len(set(weights)) == 3
 
 
 def test_a_task_of_your_own(tmp_path, monkeypatch):

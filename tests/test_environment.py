@@ -7,6 +7,7 @@ import PIL.Image
 import pytest
 from links import ROOT
 from runs import metrics
+from talk import IMAGE_PART, text, user
 
 from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.data.template import with_values
@@ -88,9 +89,9 @@ def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
     tokenizer = train_tokenizer(["a"], 300)
     for template in (None, with_values(None, {"add_vision_id": True})):
         made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:double")
-        text = "".join(made.template.render([{"role": "user", "content": [{"type": "image"}]}]))
-        assert '"name": "double", "description": "Double a number."' in text and made.tools == ("double",)
-        assert ("Picture 1: " in text) is (template is not None)
+        rendered = "".join(made.template.render([user([IMAGE_PART])]))
+        assert '"name": "double", "description": "Double a number."' in rendered and made.tools == ("double",)
+        assert ("Picture 1: " in rendered) is (template is not None)
         assert b"in tools" in tokenizer.files["chat_template.jinja"]
 
 
@@ -156,7 +157,7 @@ def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path
         assert shown["image"] is picture
     assert picture.size == (30, 60)  # turned by 90 and by 270
     told = answer(tools_of(environment), "turn", "45", processor, Settings())
-    assert told == ([{"type": "text", "text": "error: turn by 90, 180 or 270 degrees"}], [], False)
+    assert told == ([text("error: turn by 90, 180 or 270 degrees")], [], False)
     monkeypatch.chdir(tmp_path)
     for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):
         (tmp_path / name).write_text(words.replace('"image": "', f'"image": "{rows.parent}/'))

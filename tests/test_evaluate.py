@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
+from talk import user
 
 from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
@@ -85,7 +86,7 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
     """As many as a row's own, on draws that depend on the row alone; a row without pictures stays as it is."""
     rows = [Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
-    rows[1].messages = [{"role": "user", "content": "What is it?"}]
+    rows[1].messages = [user("What is it?")]
     rows[2].images = rows[2].images * 2
     rows[2].messages = conversation("Which?", {"image": 2})
     keys = []

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from links import ROOT
 
 from exercises.__main__ import BOOK, check, load, main, markers
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 EXERCISES = {number: load(number) for number in range(1, len(markers()) + 1)}
 MISTAKES = [(number, *wrong) for number, exercise in EXERCISES.items() for wrong in exercise.wrong_answers()]
 ANSWERS = yaml.safe_load((Path(__file__).parent / "recorded" / "exercise_answers.yaml").read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 import PIL.Image
 import pytest
-from talk import assistant, text, user
+from talk import IMAGE_PART, assistant, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion, text_of
@@ -95,7 +95,6 @@ def test_rows_of_file_and_label(write_rows):
         FileDataset(write_rows({"problem": "a", "file": "red.png"}), **options)
 
 
-LOOK = {"type": "image"}
 THERE = {"type": "image", "image": "blue.png", "max_pixels": 5000}
 LATER = {
     "LLaVA": {"images": ["red.png", "blue.png"], "conversations": [
@@ -104,7 +103,8 @@ LATER = {
     "parts": {"messages": [user([{"type": "image", "image": "red.png"}, text("What?")]), assistant("red"),
                            user([text("And "), THERE, text("?")]), assistant("blue")]},
     "listed parts": {"images": ["red.png", "blue.png"], "messages": [
-        user([LOOK, text("What?")]), assistant("red"), user([text("And "), LOOK, text("?")]), assistant("blue")]},
+        user([IMAGE_PART, text("What?")]), assistant("red"),
+        user([text("And "), IMAGE_PART, text("?")]), assistant("blue")]},
 }  # fmt: skip
 
 
@@ -119,8 +119,8 @@ def test_pictures_of_later_turns_are_in_the_answers_parts(write_rows, form):
 
 
 def test_each_answer_of_a_pair_shows_its_own_pictures(write_rows):
-    pair = {name: [assistant("a"), user([LOOK]), assistant(name)] for name in ("chosen", "rejected")}
-    shown = {"prompt": [user([LOOK, text("?")])], "images": ["red.png", "blue.png"]}
+    pair = {name: [assistant("a"), user([IMAGE_PART]), assistant(name)] for name in ("chosen", "rejected")}
+    shown = {"prompt": [user([IMAGE_PART, text("?")])], "images": ["red.png", "blue.png"]}
     row = FileDataset(write_rows(pair | shown))[0]
     assert len(row.images) == 1
     for answer in (row.chosen, row.rejected):

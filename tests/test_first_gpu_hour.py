@@ -2,11 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from links import ROOT
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 import first_gpu_hour
 from first_gpu_hour import PARTS, Part
 

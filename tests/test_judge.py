@@ -10,6 +10,7 @@ import PIL.Image
 import pytest
 from links import ROOT
 from serving import Quiet, serve
+from talk import user
 
 from minivlmrl.data.fetch import fetch_image
 from recipes.judge import judge
@@ -94,7 +95,7 @@ def test_numbers_and_none(url):
 def test_what_is_asked(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     picture = PIL.Image.new("RGBA", (2048, 512), "lime")
-    columns = {"prompts": [[{"role": "user", "content": "How many?"}]], "solution": ["two"], "images": [[picture] * 2]}
+    columns = {"prompts": [[user("How many?")]], "solution": ["two"], "images": [[picture] * 2]}
     found = earnings(
         [f"{ROOT}/recipes/judge.py:judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns
     )

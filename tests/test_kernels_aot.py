@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from links import ROOT
 
-ROOT = Path(__file__).parents[1]
 RECORDED = json.loads((ROOT / "tests" / "recorded" / "kernel_budgets.json").read_text())
 PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
 

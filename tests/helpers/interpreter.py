@@ -14,13 +14,11 @@ to, they keep here.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
+from links import ROOT
 
 from minivlmrl.kernels.backend import INTERPRETED, tl
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_interpreted(*modules: str) -> None:

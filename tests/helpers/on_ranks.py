@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 import torch
+from talk import IMAGE_PART, text, user
 
 from minivlmrl import train
 from minivlmrl.algorithms import table
@@ -63,10 +64,10 @@ class Uneven:
         if index in self.with_image:
             size = (28 * (1 + index % 6), 28 * (1 + index % 5))
             images = [PIL.Image.linear_gradient("L").resize(size).rotate(17 * index).convert("RGB")]
-        content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"What is it?{words[: index % 7]}"}]
+        content = [IMAGE_PART] * len(images) + [text(f"What is it?{words[: index % 7]}")]
         columns = {"margin": 0.1 * index, "solution": "red square", "label": index % 3 > 0, "unseen": index == 1}
         return Row(
-            [{"role": "user", "content": content}], images, columns,
+            [user(content)], images, columns,
             completion="a" + words, chosen=words + " a", rejected="no" + " no" * (40 - 2 * index),
         )  # fmt: skip
 
@@ -166,8 +167,10 @@ def record(algorithm, result):
 
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
     gc.freeze()  # process groups of earlier tests, whose threads are not in a fork: to free them would abort
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
     REWARDS["letters"], tool_sampler.find_calls = "on_ranks:letters", eager
     tool_sampler.Play = EagerPlay
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))

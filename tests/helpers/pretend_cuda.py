@@ -23,17 +23,16 @@ import contextlib
 import functools
 import os
 import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
+from links import ROOT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 CUDA = torch.device("cuda", 0)
-ROOT = Path(__file__).parents[2]
 SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmarks"))
 aten = torch.ops.aten
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import yaml
+from links import ROOT
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TAKEN, MISSED = (TABLE.pop(f"{name} by math-verify") for name in ("taken", "missed"))
 CLASSES = ["frilly", "dotted", "polka-dotted", "zig_zag", "square", "green square", "no entry", "t-shirt"]
 NAMES = ("number", "choice", "yes_no", "class_name", "math")
-NUMBER, CHOICE, YES_NO, CLASS, MATH = (f"{Path(__file__).parents[2]}/recipes/answers.py:{name}" for name in NAMES)
+NUMBER, CHOICE, YES_NO, CLASS, MATH = (f"{ROOT}/recipes/answers.py:{name}" for name in NAMES)
 LONG = {  # reward and solution: what earns nothing
     ("number", "3"): ["3" * 2000, "3" + "0" * 5000, "0" * 200 + "3"],
     ("choice", "B"): ["B" * 5000, "(" * 5000],

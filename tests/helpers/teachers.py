@@ -3,13 +3,15 @@
 import copy
 from dataclasses import replace
 
+from talk import text
+
 
 def hint(row):
     """The teacher is told the answer."""
     messages = copy.deepcopy(row.messages)
     said = f" It is a {row.columns.get('solution')}."
     content = messages[-1]["content"]
-    messages[-1]["content"] = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
+    messages[-1]["content"] = content + said if isinstance(content, str) else [*content, text(said)]
     return replace(row, messages=messages)
 
 

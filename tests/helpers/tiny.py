@@ -50,9 +50,11 @@ RUN_QWEN35 = {
 
 def recipe(stage: dict, **sections) -> dict:
     """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
-    base = {"num_threads": 1, "state_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"}}
-    base |= {"sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "kto", "reward_model"), stage)}
-    base |= {"grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2}}
+    base = {
+        "num_threads": 1, "state_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
+        "sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "kto", "reward_model"), stage),
+        "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
+    }  # fmt: skip
     for name, value in sections.items():
         base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
     return base
