@@ -192,7 +192,7 @@ class Walk:
 
     def earn(self) -> Iterator[Stop]:
         """What the completions of a rollout are worth."""
-        about = list(groups(self.algorithm, self.step))[self.index][1]
+        about = list(groups(self.algorithm, self.step))[self.index]
         lines = ["".join(f"{name:>12}" for name in ("completion", *self.algorithm.run.rewards, "sum"))]
         for number, said in enumerate(about["completions"]):
             cells = number, *map(clean, said["rewards"].values()), clean(said["reward"])

@@ -24,7 +24,7 @@ from minivlmrl.chat import content_parts
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.folder import json_text, read_lines
 from minivlmrl.reward_functions.box_rewards import box_columns, read_boxes
-from minivlmrl.rows import Completion, Processor, Row
+from minivlmrl.rows import Completion, Processor
 from minivlmrl.scale.ranks import World
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
@@ -68,7 +68,8 @@ class CompletionsLog:
             return
         lines = []
         logged = zip(step.prompts[:GROUPS], groups(algorithm, step), strict=False)
-        for prompt_index, (row, line) in logged:
+        for prompt_index, line in logged:
+            row = step.rollout.rows[prompt_index]
             completions = step.rollout.completions[prompt_index]
             for completion, described in zip(completions, line["completions"], strict=True):
                 paths = described.get("pictures", ())
@@ -102,13 +103,13 @@ def is_past(line: dict, progress) -> bool:
     return is_done or (is_present and line["step"] < progress.step)
 
 
-def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
-    """Yield each group of this rank that a step trains on: its row, and its line but images."""
+def groups(algorithm: Algorithm, step: Step) -> Iterator[dict]:
+    """Yield the line but images of each group of this rank that a step trains on."""
     G = algorithm.config.num_generations
     advantages = completion_advantages(step)
     for index in step.prompts:
         group = [advantages.get(index * G + g, 0.0) for g in range(G)]  # 0: left out
-        yield step.rollout.rows[index], describe(algorithm, step.rollout, index, group)
+        yield describe(algorithm, step.rollout, index, group)
 
 
 def completion_advantages(step: Step) -> dict[int, float]:

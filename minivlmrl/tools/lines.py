@@ -248,7 +248,7 @@ def describe_run(group) -> dict:
 def describe_prompts(algorithm, step) -> list[dict]:
     """Describe the first prompts of a rollout: texts, rewards, and where the rewards looked."""
     rollout = step.rollout
-    lines = [line for _, line in groups(algorithm, step)][:GROUPS]
+    lines = list(groups(algorithm, step))[:GROUPS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
         completions = zip(line["completions"], rollout.completions[index], strict=True)

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.config import load_config, recipes_folder
@@ -28,7 +27,6 @@ def main(arguments: list[str]):
     print(f"{options.model}: {costs.parameters:,} parameters; {gpu_text}")
     run = load_config(recipe, overrides)
     for stage in run.stages:
-        find_algorithm(stage, run)  # refuses an unknown one
         phases = plan(
             run,
             stage,

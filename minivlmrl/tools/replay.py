@@ -192,7 +192,7 @@ def show(algorithm, step, rows, index: int):
     if step.rollout:
         completions = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
-        _, logged_group = list(groups(algorithm, step))[index]
+        logged_group = list(groups(algorithm, step))[index]
         names = ("reward", "advantage")
         lines = logged_group["completions"]
         table = [line["rewards"] | {name: line[name] for name in names} for line in lines]
@@ -233,7 +233,7 @@ def compare_logps(completion, logps: torch.Tensor) -> dict:
 
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:
     """Which files of the run know the step, and whether they say what the replay says."""
-    completions = [line for _, line in groups(algorithm, step)] if step.rollout else []
+    completions = list(groups(algorithm, step)) if step.rollout else []
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
