@@ -30,10 +30,6 @@ def tables():
     return {name: getattr(bias, name)() for name in TABLES}
 
 
-def lines() -> list[str]:
-    return (DOCS / "bias.md").read_text().splitlines()
-
-
 def close(found, target, tolerance=1e-15):
     assert target.norm() > 0.01
     assert (found - target).abs().max() < tolerance
@@ -43,7 +39,7 @@ def close(found, target, tolerance=1e-15):
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_rows_of_the_table(tables, name):
     """In their order; the page leaves out rows that its prose does not use."""
-    page = lines()
+    page = (DOCS / "bias.md").read_text().splitlines()
     header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
     start = page.index(header) + 2
     shown = page[start : page.index("", start)]

@@ -1,6 +1,5 @@
 """`check`: recipes that learn have no fault; tests/test_planted_faults.py plants them."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import faults
 import PIL.Image
 import pytest
 from links import ROOT
+from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix
@@ -34,7 +34,7 @@ def test_copies_in_blocks_are_counted_whatever_their_names(tmp_path):
     for number in range(40):
         PIL.Image.new("RGB", (30, 30), (number // 2 * 10, 0, 0)).save(tmp_path / f"{number}.png")
         lines.append({"problem": "?", "image": f"{number}.png", "completion": str(number)})
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_lines(tmp_path / "rows.jsonl", lines)
     rows = FileDataset(tmp_path / "rows.jsonl")
     assert list(check.check_files(rows, [])) == ["20 of 40 rows differ in picture or question: drop copies"]
     assert list(check.check_files(rows, ["completion"])) == []
@@ -48,7 +48,7 @@ def test_turned_photographs_are_fine_if_a_box_fits_no_other_way(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     PIL.Image.new("RGB", (9, 9)).save("0.png")
     rows = [{"problem": "?", **faults.turned(number, {"image": "0.png"})} for number in range(2)]
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, [rows[0], rows[1] | {"solution": box}])))
+    write_lines(Path("rows.jsonl"), [rows[0], rows[1] | {"solution": box}])
     assert bool(list(check.check_files(FileDataset("rows.jsonl"), []))) == said
 
 

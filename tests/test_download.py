@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from runs import write_lines
 from serving import Quiet, serve
 
 from recipes import download
@@ -29,7 +30,7 @@ def test_rows_name_files_afterwards_and_nothing_is_asked_twice(server, tmp_path,
     turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/b.jpg?x=1"}}]}
     rows = [{"image": f"{url}/a.png", "problem": f"What is {url}?"}, {"prompt": [turn]}]
     rows += [{"image": f"{url}/{name}.png"} for name in ("missing", "cut")] + [{"image": "there.png"}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_lines(tmp_path / "rows.jsonl", rows)
     for _ in range(2):
         assert download.main(str(tmp_path / "rows.jsonl")) == 1
         assert "rows.local.jsonl: 2 rows are left out" in capsys.readouterr().out

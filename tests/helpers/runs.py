@@ -70,14 +70,14 @@ def rows(home):
             "completion": shapes[i].completion, "label": i % 2 == 0, "chosen": shapes[i].chosen,
             "rejected": shapes[i].rejected + " or so",
         })  # fmt: skip
-    (home / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (home / "other.jsonl").write_text("\n".join(json.dumps(line | {"problem": "Hm?"}) for line in lines[:4]))
+    write_lines(home / "rows.jsonl", lines)
+    write_lines(home / "other.jsonl", [line | {"problem": "Hm?"} for line in lines[:4]])
     PIL.Image.new("RGB", (90, 50), "red").save(home / "box.png")  # resized to 84 x 56
     box = {"problem": "Box it.", "image": "box.png", "solution": [0, 0, 45, 25]}
-    (home / "boxes.jsonl").write_text("\n".join([json.dumps(box)] * 4))
+    write_lines(home / "boxes.jsonl", [box] * 4)
     tiny.write_video(home / "film.mkv", [np.full((56, 56, 3), 10 * i, np.uint8) for i in range(24)], rate=8)
     film = {"problem": "What?", "video": "film.mkv", "completion": "It dawns."}
-    (home / "film.jsonl").write_text("\n".join([json.dumps(film)] * 4))
+    write_lines(home / "film.jsonl", [film] * 4)
     return home / "rows.jsonl"
 
 
