@@ -47,10 +47,10 @@ class PromptSlots:
         self.prompts = prompts
         self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
-        number = (
+        rows_before = (
             torch.arange(len(prompt_index)) - first_row[prompt_index]
-        )  # among its prompt's rows
-        self.slot = to_device(prompt_index * self.slots + number, device)
+        )  # of the same prompt
+        self.slot = to_device(prompt_index * self.slots + rows_before, device)
         self.full = len(prompt_index) == prompts * self.slots  # then slots are the rows in order
 
     def by_prompt(self, x: Tensor) -> Tensor:

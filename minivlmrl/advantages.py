@@ -54,7 +54,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def nanstd(x: Tensor) -> Tensor:
-    """Over the last axis, n - 1 in the denominator, NaN left out; NaN for fewer than two values."""
+    """Standard deviation over the last axis, with n - 1, without NaN; of one value it is NaN."""
     count = (~x.isnan()).sum(-1)
     variance = (x - x.nanmean(-1, keepdim=True)).square().nansum(-1) / (count - 1)
     return torch.where(count > 1, variance.sqrt(), float("nan"))

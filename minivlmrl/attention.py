@@ -222,7 +222,7 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Count new tokens of each row before they are computed; growth: of the longest row."""
+        """Make room for new tokens of each row; growth: how many more the longest row then has."""
         self.own_keys += growth
         capacity = self.row_bias.shape[-1]
         self.newest.add_(tokens).clamp_(max=capacity - 1)  # a row that has ended may run on

@@ -153,7 +153,7 @@ class MicroBatch:
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
     counts: object  # losses.Counts, of the whole optimizer step: what its loss divides by
-    completion_index: Tensor | None = None  # (R,) which of this rank's completions of a rollout
+    completion_index: Tensor | None = None  # (R,) of each row among this rank's n completions
     sampler_logps: Tensor | None = None  # (R, T) recorded while sampling
     old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
     ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
@@ -161,7 +161,7 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """The weight of its metrics in the step's: how many tokens they are means over."""
+        """How much its metrics weigh in those of the step: by the tokens that are trained on."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def generate(
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     going_on = torch.ones_like(attention.rows, dtype=torch.bool)
-    steps = []  # of each: rows, -1 if ended before, tokens, log-probabilities, whether they end
+    steps = []  # of each step (r,) row numbers (-1: it had ended), tokens, log-probabilities, ends
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
         ids, logps, ends = choose(logits, attention.rows, counts)

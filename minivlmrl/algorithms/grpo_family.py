@@ -6,7 +6,7 @@ book's options both compute the same.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -56,12 +56,12 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
 
 def needs_family(config: FamilyConfig) -> bool:
     """Say whether a recipe asks for something that the book's GRPO does not have."""
-    book = {field.name for field in fields(GRPOConfig)}
-    more = [field for field in fields(FamilyConfig) if field.name not in book]
+    defaults = vars(FamilyConfig())
+    more = defaults.keys() - vars(GRPOConfig()).keys()
     return (
         config.loss_type not in losses.AVERAGES
         or config.importance_sampling_level == "sequence_token"
-        or any(getattr(config, field.name) != field.default for field in more)
+        or any(getattr(config, name) != defaults[name] for name in more)
     )
 
 

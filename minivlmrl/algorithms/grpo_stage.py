@@ -84,8 +84,8 @@ class GRPOStage(Algorithm, GRPO):
         for name, values in zip(self.run.rewards, rewards.unbind(1), strict=True):
             metrics[f"rewards/{name}/mean"] = values.nanmean().item()
             metrics[f"rewards/{name}/std"] = nanstd(values).item()
-        completions = chain(*rollout.completions)
-        local = [(int(c.written.sum()), c.stopped, c.calls) for c in completions]
+        flat = chain(*rollout.completions)
+        local = [(int(c.written.sum()), c.stopped, c.calls) for c in flat]
         drawn = list(chain(*self.world.gather_objects(local)))
         lengths = [length for length, _, _ in drawn]
         terminated = [length for length, stopped, _ in drawn if stopped]

@@ -102,15 +102,11 @@ class PPO(GRPOStage):
         """Set advantages and returns of tokens, (R, T), from the scores of completions, (R,)."""
         config = self.config
         old_logps = batch.old_per_token_logps
-        ref_logps = batch.ref_per_token_logps
-        if ref_logps is None:
-            ref_logps = old_logps
+        ref_logps = batch.ref_per_token_logps if self.reference is not None else old_logps
         scores = scores.to(old_logps.device)
         mask = batch.group.completion_mask
         rewards = token_rewards(scores, old_logps, ref_logps, mask, config.kl_coef)
-        advantages, returns = gae(rewards, batch.old_values, config.gamma, config.lam)
-        batch.advantages = advantages
-        batch.returns = returns
+        batch.advantages, batch.returns = gae(rewards, batch.old_values, config.gamma, config.lam)
 
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities, entropies and values, each (M,)."""

@@ -31,8 +31,8 @@ class SFT(AnswerAlgorithm):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
-        padded = batch.group.pad(logps)
-        loss = sft_loss(padded, batch.loss_mask, self.config.loss_type, counts=batch.counts)
+        loss_type = self.config.loss_type
+        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, loss_type, counts=batch.counts)
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()

@@ -89,8 +89,10 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 def settings_of(environment: object) -> Settings:
     """Read the settings of an environment (ValueError: one is not valid)."""
-    names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
-    values = {name: getattr(environment, name) for name in names}
+    values = {}
+    for field in fields(Settings):
+        if hasattr(environment, field.name):
+            values[field.name] = getattr(environment, field.name)
     return build(Settings, values, type(environment).__name__)
 
 

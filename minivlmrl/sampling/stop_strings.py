@@ -9,10 +9,12 @@ from torch import Tensor
 from minivlmrl.hub.tokenizer import Tokenizer
 
 # Byte-level BPE writes a byte as one character: printable ones of Latin-1, others from 256 on.
-PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-CHARACTERS = [*map(chr, PRINTABLE), *map(chr, range(256, 256 + len(OTHERS)))]
-BYTES = dict(zip(CHARACTERS, (*PRINTABLE, *OTHERS), strict=True))
+BYTES = {
+    **{chr(byte): byte for byte in PRINTABLE},
+    **{chr(code): byte for code, byte in enumerate(OTHERS, start=256)},
+}
 # for an id without a token; it is nowhere in UTF-8, so no text is found across it
 NO_TEXT = b"\xff"
 
