@@ -42,7 +42,7 @@ from minivlmrl.generate import SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, grpo_loss
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import initialize
 
@@ -164,13 +164,13 @@ def their_name(name: str) -> str:
 
 def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
     """One prompt, then its completions."""
-    batch = pack([case.prompt], [[case.completions[i] for i in rows]], case.config, CARD)
+    batch = pack([case.prompt], [[Completion(case.completions[i].cpu()) for i in rows]], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
 def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
     """A prompt for each completion, through the same code."""
-    batch = pack([case.prompt] * len(rows), [[case.completions[i]] for i in rows], case.config, CARD)
+    batch = pack([case.prompt] * len(rows), [[Completion(case.completions[i].cpu())] for i in rows], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 

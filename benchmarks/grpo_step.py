@@ -32,7 +32,7 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Processor, Row
+from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import GRPOSection, RunConfig
 from minivlmrl.run.optimizer import build_optimizer
@@ -264,7 +264,7 @@ def assert_agreement(model: Qwen2_5_VL, processor: Processor, trainer, rows: lis
     prompts = [processor(row.messages, row.images) for row in rows]
     generator = torch.Generator().manual_seed(0)
     completions = torch.randint(256, (len(rows), NUM_GENERATIONS, NEW_TOKENS), generator=generator)  # no control tokens
-    ours, _ = per_token_logps(model, pack(prompts, [list(group) for group in completions], model.config))
+    ours, _ = per_token_logps(model, pack(prompts, [[*map(Completion, group)] for group in completions], model.config))
     theirs, input_ids, pixel_values = score_with_trl(trainer, rows, completions.flatten(0, 1))
     assert torch.equal(input_ids[::NUM_GENERATIONS], torch.stack([prompt.input_ids for prompt in prompts]))
     patches = torch.stack([prompt.pixel_values for prompt in prompts])  # (prompts, patches of an image, patch_dim)

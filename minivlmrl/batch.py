@@ -52,7 +52,7 @@ class GroupBatch:
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence], config, device="cpu"
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device="cpu"
 ) -> GroupBatch:
     """Lay prompts and their completions end to end.
 
@@ -62,17 +62,16 @@ def pack(
         predicts        a0   a1 a2   b1      p2 predicts b0 as well
 
     Args:
-        completions: for each prompt its Completions, maybe none; ids (C,) alone are written whole.
+        completions: for each prompt its Completions, maybe none.
         config: the ModelConfig.
     """
-    groups = [as_completions(group) for group in completions]
-    all_completions = list(chain(*groups))
+    all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
-    completion_lengths = [[len(completion.ids) for completion in group] for group in groups]
+    completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
     spans = []  # in the order of the run
-    for prompt, group in zip(prompts, groups, strict=True):
+    for prompt, group in zip(prompts, completions, strict=True):
         spans += lay_group(prompt, group, config)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
     looked_through = torch.cat([span.image_ids for span in spans])  # (N,)
@@ -95,11 +94,6 @@ def pack(
         prompts=prompts,
         vision_embeds=join_vision_embeds(prompts, all_completions),
     )
-
-
-def as_completions(group: Sequence[Completion | Tensor]) -> list[Completion]:
-    """Return the completions of a prompt; of ids (C,) that stand alone the policy wrote all."""
-    return [Completion(x.cpu()) if isinstance(x, Tensor) else x for x in group]
 
 
 @dataclass

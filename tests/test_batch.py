@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from minivlmrl.batch import MicroBatch, pack
+from minivlmrl.batch import MicroBatch
 from minivlmrl.losses import Counts
 
 import tiny
+from tiny import pack
 
 
 def test_the_docstring_example():

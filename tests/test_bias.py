@@ -8,7 +8,6 @@ from links import ROOT
 
 from docs import bias
 from minivlmrl.advantages import group_advantages
-from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts
 from minivlmrl.objectives.baselines import leave_one_out
@@ -19,7 +18,7 @@ from minivlmrl.rows import Completion
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes
 
-from tiny import telling_weights
+from tiny import pack, telling_weights
 
 DOCS = ROOT / "docs"
 TABLES = ["policy_table", "noise_table", "kl_table", "ppo_table", "preference_table"]

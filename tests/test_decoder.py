@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from minivlmrl import rope
-from minivlmrl.batch import pack
 from minivlmrl.hub.family import hub_name
 from minivlmrl.logprobs import per_token_logps
 
 import tiny
+from tiny import pack
 
 pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from minivlmrl.batch import pack
 from minivlmrl.generate import Sampler, SamplingConfig, draw_by, inverse_cdf
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import uniform_numbers
 
 import tiny
 from draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
+from tiny import pack
 
 MORE_SETTINGS = [
     dict(temperature=0.6, top_k=3, repetition_penalty=1.1),

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from minivlmrl.batch import pack
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps, plain_per_token_logps
 
 import tiny
+from tiny import pack
 
 # ragged prompts: one image, two of other sizes, text only, one of the first's length to share its bucket, a video
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]

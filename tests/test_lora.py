@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from minivlmrl.adapters.lora import AdapterCopy, LoRAConfig, LoRALinear, adapter_parameters, adapters, draw_adapters
-from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 
 import tiny
+from tiny import pack
 
 EVERYTHING = ["language", "vision", "merger"]
 

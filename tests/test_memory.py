@@ -9,7 +9,6 @@ import torch
 
 from minivlmrl import train
 from minivlmrl.adapters.lora import dropout
-from minivlmrl.batch import pack
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
@@ -25,6 +24,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
 import tiny
+from tiny import pack
 
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]

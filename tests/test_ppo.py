@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from minivlmrl.batch import pack
 from minivlmrl.logprobs import completion_states, per_token_logps
 from minivlmrl.objectives import baselines
 
 from stages import drawn, earned
+from tiny import pack
 
 
 def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, samples):

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend
 
-from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.ranks import World
 
 import tiny
 from draws import prompts
 from stages import Stage, write_recipe
+from tiny import pack
 
 
 def on_card(*shape, dtype=torch.float32):

@@ -11,7 +11,6 @@ from test_qwen3_vl import film_prompt, qwen3_vl_name
 
 from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
 from minivlmrl.attention import GroupAttention, GroupLayout, visible
-from minivlmrl.batch import pack
 from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose, prefill
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import weight_files
@@ -25,6 +24,7 @@ from minivlmrl.tools import merge
 
 import tiny
 from draws import STOP
+from tiny import pack
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

@@ -31,7 +31,7 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
     [rollout], model = samples, load_value_model(judge)
     with torch.no_grad():
         numbers = [
-            model.at_end(pack_to_end([prompt], [[c.ids]], model.backbone.config, "cpu")).item()
+            model.at_end(pack_to_end([prompt], [[c]], model.backbone.config, "cpu")).item()
             for prompt, group in zip(rollout.prompts, rollout.completions, strict=True)
             for c in group
         ]

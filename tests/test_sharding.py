@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from minivlmrl.adapters.lora import LoRAConfig
-from minivlmrl.batch import pack
 from minivlmrl.hub.folder import weight_files
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
@@ -29,6 +28,7 @@ from minivlmrl.scale.sharding import Sharding, ShardingSection, VisionInStep, co
 from minivlmrl.tasks import shapes
 
 import tiny
+from tiny import pack
 
 CPU = torch.device("cpu")
 ODD = {"intermediate_size": 47}  # rows that two ranks cannot share equally

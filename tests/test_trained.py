@@ -126,7 +126,7 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
     shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
     assert len(shared) == sum(not is_adapter(name) for name in theirs)
     prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
-    packed = value_model.pack_to_end([prompt], [[torch.arange(4), torch.arange(3)]], policy.config, "cpu")
+    packed = value_model.pack_to_end([prompt], tiny.written([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu")
     with torch.no_grad():
         scores = judge.at_end(packed)
         alone = value_model.load_value_model(folder / "reward_model").at_end(packed)

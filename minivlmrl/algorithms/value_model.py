@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import adapters, full
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
-from minivlmrl.batch import GroupBatch, as_completions, pack
+from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Completion, Prompt
@@ -48,9 +48,7 @@ def pack_to_end(
         pack           p0 p1 p2 | a0 a1      | b0
         pack_to_end    p0 p1 p2 | a0 a1 a2   | b0 b1      the state of a2 is that of all of a
     """
-    longer = []
-    for group in completions:
-        longer.append([repeat_last_token(completion) for completion in as_completions(group)])
+    longer = [[repeat_last_token(completion) for completion in group] for group in completions]
     return pack(prompts, longer, config, device)
 
 

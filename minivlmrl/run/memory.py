@@ -29,7 +29,7 @@ from minivlmrl.hub.folder import find_folder
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import build_optimizer, empty_state
 from minivlmrl.run.resume import KEPT
@@ -98,9 +98,9 @@ def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
     num_patches = int(grid.prod(1).sum())
     patches = torch.empty(num_patches, config.vision_config.patch_dim, device="meta")
-    completion_ids = torch.zeros(work.completion_tokens, dtype=torch.long)
+    completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
     prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
-    completions = [[completion_ids] * work.num_generations] * work.prompts
+    completions = [[completion] * work.num_generations] * work.prompts
     return pack(prompts, completions, config, "meta")
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from minivlmrl import batch
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig, VisionConfig
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 
 # config.json of a model for whole runs, as small as its parts allow
 RUN_MODEL = {
@@ -161,3 +162,12 @@ def write_video(
 
 def completion(generator: torch.Generator, length: int) -> torch.Tensor:
     return torch.randint(3, 280, (length,), generator=generator)
+
+
+def written(groups: list) -> list[list[Completion]]:
+    """Completions of ids that the policy wrote; what is a Completion stays."""
+    return [[x if isinstance(x, Completion) else Completion(x.cpu()) for x in group] for group in groups]
+
+
+def pack(prompts: list, groups: list, *rest) -> batch.GroupBatch:
+    return batch.pack(prompts, written(groups), *rest)

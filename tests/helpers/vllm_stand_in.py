@@ -10,7 +10,7 @@ from minivlmrl.batch import pack
 from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.family import hub_name
 from minivlmrl.logprobs import completion_states
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 from minivlmrl.scale.checkpoint import _make, read_config
 
 SAMPLER = "minivlmrl.sampling.vllm_sampler"
@@ -37,9 +37,9 @@ class LLM:
     @torch.no_grad()
     def step(self):
         self.choosing.update_state([(i, row.params, None, row.ids) for i, row in enumerate(self.batch)])
-        ids = [[torch.tensor([*row.ids, 0])] for row in self.batch]
+        ids = [[Completion(torch.tensor([*row.ids, 0]))] for row in self.batch]
         group = pack([self.prompt(row.given) for row in self.batch], ids, self.model.config, "cpu")
-        last = torch.tensor([len(one) for [one] in ids]).cumsum(0) - 1  # states are before a token
+        last = torch.tensor([len(one.ids) for [one] in ids]).cumsum(0) - 1  # states are before a token
         logits = completion_states(self.model, group)[last] @ self.model.lm_head.weight.T
         for row, token in zip(self.batch, self.choosing.apply(logits.float()).argmax(-1).tolist(), strict=True):
             row.ids.append(token)
