@@ -1,9 +1,9 @@
-"""Dense attention in each of its forms, against the formula."""
+"""Dense attention in each of its forms, against the formula; gathered rows: test_attention.py, test_decoder.py."""
 
 import pytest
 import torch
 
-from minivlmrl.kernels.dense_attention import Reorder, dense_attention, gather_rows
+from minivlmrl.kernels.dense_attention import dense_attention
 
 
 @pytest.mark.parametrize(("L", "T"), [(5, 5), (5, 12), (1, 9), (40, 150)])
@@ -17,19 +17,3 @@ def test_causal_attention_sees_up_to_the_lower_right(L, T):
     scores = (q @ k[:, heads].mT * 8**-0.5).masked_fill(unseen, -torch.inf)
     expected = scores.softmax(-1) @ v[:, heads]
     torch.testing.assert_close(dense_attention(q, k, v, is_causal=True), expected, atol=1e-12, rtol=1e-12)
-
-
-def test_gather_rows_is_indexing():
-    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([[4, 0], [4, 2]])
-    assert torch.equal(gather_rows(x, index), x[index])
-    assert torch.autograd.gradcheck(lambda x: gather_rows(x, index), (x,))
-
-
-@pytest.mark.parametrize("back", [None, torch.tensor([2, 0, 1])], ids=["zeros", "a gather"])
-def test_rows_in_another_order_and_their_gradient(back):
-    """Of three rows two, or all three and one that fills up."""
-    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([2, 0] if back is None else [1, 2, 0, 0])
-    assert torch.equal(Reorder.apply(x, index, back), x[index])
-    assert torch.autograd.gradcheck(lambda x: Reorder.apply(x, index, back)[:3], (x,))
