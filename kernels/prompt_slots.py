@@ -47,9 +47,8 @@ class PromptSlots:
         self.prompts = prompts
         self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
-        rows_before = (
-            torch.arange(len(prompt_index)) - first_row[prompt_index]
-        )  # of the same prompt
+        # of the same prompt
+        rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
         self.full = len(prompt_index) == prompts * self.slots  # then slots are the rows in order
 
@@ -116,5 +115,5 @@ def one_product(
     out = (to_prompt @ prompt_v).view_as(own_q)  # (B, K, S, C*h, D)
     out = out + to_own.unflatten(2, (S, C * h)) @ own_v
     out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)
-    out = slots.by_row(out)  # (R, C, 1, K, h, D): tokens stand where by_row has heads
+    out = slots.by_row(out)  # (R, C, 1, K, h, D): tokens in the axis of heads
     return out.flatten(2, 4).transpose(1, 2)

@@ -46,7 +46,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks' completions
 
     def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
-        """Collect some of the n completions for each of their prompts: {index of prompt: its own}."""
+        """Sort some of the n completions by their prompts: {index of prompt: completions}."""
         groups = {}
         for index in indices:
             prompt, number = divmod(index, len(self.completions[0]))

@@ -108,8 +108,8 @@ class Arrows:
 
     size: int
     seed: str
-    fewest: int = 1  # moves
-    most: int = 4
+    fewest_moves: int = 1
+    most_moves: int = 4
     blank: bool = False  # no arrow is drawn: a control
 
     def __len__(self):
@@ -117,7 +117,7 @@ class Arrows:
 
     def __getitem__(self, index):
         rng = random.Random(f"arrows/{self.seed}/{index}")
-        moves = rng.randint(self.fewest, self.most)
+        moves = rng.randint(self.fewest_moves, self.most_moves)
         all_ways = ways(moves, rng)
         colors = dict(zip(CELLS, rng.sample(list(COLORS), len(CELLS)), strict=True))
         arrows = {}
@@ -158,13 +158,13 @@ def tokenizer():
     return train_tokenizer(texts, vocab_size=512)
 
 
-def task(fewest: int = 1, blank: bool = False) -> Task:
+def task(fewest_moves: int = 1, blank: bool = False) -> Task:
     """Make the task, or a control of it."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {
-            "demonstrations": Arrows(demonstrations, f"{seed}/sft", most=2, blank=blank),
-            "prompts": Arrows(FRESH_ROWS, f"{seed}/grpo", fewest, blank=blank),
+            "demonstrations": Arrows(demonstrations, f"{seed}/sft", most_moves=2, blank=blank),
+            "prompts": Arrows(FRESH_ROWS, f"{seed}/grpo", fewest_moves, blank=blank),
         }
         return training, Arrows(data.eval_rows, "eval", blank=blank)
 
@@ -172,5 +172,5 @@ def task(fewest: int = 1, blank: bool = False) -> Task:
 
 
 TASK = task()
-HARD = task(fewest=3)
+HARD = task(fewest_moves=3)
 BLANK = task(blank=True)

@@ -11,21 +11,27 @@ from minivlmrl.reward_functions.names import get_reward
 
 
 def cosine(
-    completions: list, completion_ids: list, max_length=1024, of="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
+    completions: list,
+    completion_ids: list,
+    max_length=1024,
+    reward="accuracy",
+    right=(1, 0.5),
+    wrong=(-1, -0.5),
+    **columns,
 ) -> list[float]:
     """Scale another reward by length: short answers gain if they are right, and lose if wrong.
 
     Args:
         max_length: tokens at which the scale ends.
-        of: the reward that says what is right: all that it gives more than 0 for.
+        reward: the reward that says what is right: all that it gives more than 0 for.
         right, wrong: values at length 0 and at max_length; a half cosine lies between them.
     """
-    rewards = get_reward(of)(completions, completion_ids=completion_ids, **columns)
+    rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
     values = []
-    for reward, ids in zip(rewards, completion_ids, strict=True):
-        first, last = right if reward > 0 else wrong
+    for earned, ids in zip(rewards, completion_ids, strict=True):
+        first, last = right if earned > 0 else wrong
         share = (1 + math.cos(math.pi * min(len(ids) / max_length, 1.0))) / 2
-        values.append(None if math.isnan(reward) else last + (first - last) * share)
+        values.append(None if math.isnan(earned) else last + (first - last) * share)
     return values
 
 

@@ -11,11 +11,11 @@ import random
 from minivlmrl.reward_functions.names import get_reward
 
 
-def shuffled(completions, of="accuracy", **columns):
-    """Give each completion what another one earns by the reward `of`; all rewards are permuted alike."""
+def shuffled(completions, reward="accuracy", **columns):
+    """Give each completion what another one earns by the reward `reward`; all rewards are permuted alike."""
     texts = []
     for completion in completions:  # of a conversation, what its last turn says
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
-    rewards = get_reward(of)(completions=texts, **columns)
+    rewards = get_reward(reward)(completions=texts, **columns)
     random.Random(repr(columns["completion_ids"])).shuffle(rewards)
-    return [None if math.isnan(reward) else reward for reward in rewards]
+    return [None if math.isnan(value) else value for value in rewards]

@@ -128,12 +128,12 @@ class Quarters:
 class Lost(Quarters):
     """A control: whichever quarter is asked for, it shows one that a picture's row draws for it."""
 
-    def reset(self, found, **columns):
+    def reset(self, lost_quarters, **columns):
         super().reset(**columns)
-        self.found = found
+        self.lost_quarters = lost_quarters
 
     def _show(self, quarter: int) -> PIL.Image.Image:
-        return crop(self.picture, self.found[quarter])
+        return crop(self.picture, self.lost_quarters[quarter])
 
 
 class Blind(Quarters):
@@ -175,7 +175,7 @@ class Stripes(Drawn):
             "solution": label,
             "corner": CORNERS[right_quarter],
             "picture": image,
-            "found": lost_quarters,
+            "lost_quarters": lost_quarters,
         }
         environment = self.environment()
         environment.reset(**columns)

@@ -98,6 +98,16 @@ def test_long_functions_only_get_fewer(part):
     assert set(densities()[part].long_functions) == listed
 
 
+NO_NAMES = {"of", "one", "own", "some", "at", "known", "found", "said", "told", "heat", "cure", "what"}
+
+
+@pytest.mark.parametrize("part", ["core", "audit", "recipes"])
+def test_a_variable_says_what_it_holds(part):
+    """A preposition, a pronoun or a participle alone is no name."""
+    names = {path.relative_to(ROOT): set(plain.variable_names(path.read_text())) for path in house.parts()[part]}
+    assert {path: found & NO_NAMES for path, found in names.items() if found & NO_NAMES} == {}
+
+
 SOURCE = '''
 """A docstring."""
 import os

@@ -21,7 +21,7 @@ def test_cosine_equals_trl():
         [[{"content": rf"\boxed{{{text}}}"}] for text in said], [text or "" for text in solution], ids
     )
     columns = {"completion_ids": ids, "solution": solution}
-    name = "recipes/lengths.py:cosine(max_length=100, of='recipes/answers.py:number')"
+    name = "recipes/lengths.py:cosine(max_length=100, reward='recipes/answers.py:number')"
     ours = earnings([name], said, columns, "whole")[:, 0].tolist()
     assert theirs[-1] is None and math.isnan(ours[-1])
     assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-6)

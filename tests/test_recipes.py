@@ -47,7 +47,7 @@ def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
     first, other = (shuffled(texts, completion_ids=x, **columns) for x in (ids, ids[::-1]))
     right, form = accuracy(**columns), tag_format(texts)
     assert first not in (right, other) and Counter(first) == Counter(other) == Counter(right)
-    both = zip(first, shuffled(texts, of="format", completion_ids=ids, **columns), strict=True)
+    both = zip(first, shuffled(texts, reward="format", completion_ids=ids, **columns), strict=True)
     assert Counter(both) == Counter(zip(right, form, strict=True))
     control = f"--rewards={{{ROOT}/recipes/shuffled.py:shuffled: 1.0}}"
     assert "rewards/" in " ".join(metrics(run("--stages=[grpo]", "--grpo.max_steps=1", control))[0])

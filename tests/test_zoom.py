@@ -52,7 +52,7 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
         right, label = row.columns["corner"], row.columns["solution"]
         assert place == right and row.images[0].size == (32, 32)
         corners = TASK["CORNERS"]
-        given = corners[row.columns["found"][corners.index(asked)]] if name == "LOST" else asked
+        given = corners[row.columns["lost_quarters"][corners.index(asked)]] if name == "LOST" else asked
         if name != "BLIND":
             assert answer == f"<answer>{label if given == right else 'nothing'}</answer>"
         tool = TASK[environment]()

@@ -75,7 +75,7 @@ def with_tools(processor: Processor, name: str | None) -> Processor:
 
 def earned(environments: list, **columns) -> list[float | None]:
     """Ask the environment of each completion what it has earned, as TRL does."""
-    return [None if one is None else one.get_reward() for one in environments]
+    return [None if each is None else each.get_reward() for each in environments]
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):

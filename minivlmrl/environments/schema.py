@@ -37,7 +37,7 @@ def json_schema(tool: Callable) -> dict:
     properties = {name: type_schema(hints[name]) for name in parameters}
     describe(properties, sections.get("Args", ""))
     arguments = {"type": "object", "properties": properties}
-    required = [name for name, one in parameters.items() if one.default is one.empty]
+    required = [name for name, p in parameters.items() if p.default is p.empty]
     if required:
         arguments["required"] = required
     function = {"name": tool.__name__, "description": description.strip(), "parameters": arguments}

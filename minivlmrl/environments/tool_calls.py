@@ -52,10 +52,10 @@ def answer(
         with time_limit(settings.max_tool_seconds):
             result = call(tools, name, inside)
             results = result if isinstance(result, list) else [result]
-            parts = [part(one) for one in results]
-        images = [one["image"] for one in parts if "image" in one]
+            parts = [part(item) for item in results]
+        images = [shown["image"] for shown in parts if "image" in shown]
         sizes = {
-            "characters": sum(len(one.get("text", "")) for one in parts),
+            "characters": sum(len(shown.get("text", "")) for shown in parts),
             "pixels": sum(image.width * image.height for image in images),
         }
         for unit, size in sizes.items():
@@ -109,12 +109,12 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
     """Read a call as Qwen writes it: the tool's name, and its arguments."""
-    asked = read_parameters(inside, tools) or json.loads(inside)
-    if not isinstance(asked, dict) or "name" not in asked:
+    written_call = read_parameters(inside, tools) or json.loads(inside)
+    if not isinstance(written_call, dict) or "name" not in written_call:
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
-    if asked["name"] not in tools:
-        raise ValueError(f"no tool {asked['name']!r}; there are {', '.join(tools)}")
-    return asked["name"], asked.get("arguments", {})
+    if written_call["name"] not in tools:
+        raise ValueError(f"no tool {written_call['name']!r}; there are {', '.join(tools)}")
+    return written_call["name"], written_call.get("arguments", {})
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:

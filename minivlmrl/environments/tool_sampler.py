@@ -185,11 +185,11 @@ class AnswerAttention(DecodeAttention):
         return torch.cat(out)
 
 
-def extend(own: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
+def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
     """Add an answer's keys, or values, to those of its row: all that it sees, (1, K, P + C, D)."""
-    own[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
+    row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
     seen_prompt = prompts[span.prompt, :, : span.prompt_length]  # (K, P, D)
-    return torch.cat([seen_prompt, own[span.row, :, : span.end]], dim=1)[None]
+    return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):

@@ -293,7 +293,7 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 def bounds_text(bounds: str) -> str:
     """Say bounds as a person reads them: "1 or more", "over 0 (.inf does not clip)"."""
-    interval, _, cure = bounds.partition("; ")
+    interval, _, advice = bounds.partition("; ")
     number = interval.strip(">= ")
     words = f"in {interval}"
     if interval.startswith(">"):
@@ -302,4 +302,4 @@ def bounds_text(bounds: str) -> str:
         words = "over 0 and finite"
     elif interval == "(-inf, inf)":
         words = "finite"
-    return f"{words} ({cure})" if cure else words
+    return f"{words} ({advice})" if advice else words

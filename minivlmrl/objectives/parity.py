@@ -68,11 +68,11 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
         chosen = {case: options for case, options in recorded.items() if has(options, only)}
         if not chosen:
             kind = [options for options in recorded.values() if options["kind"] == only["kind"]]
-            known = {}
+            recorded_values = {}
             for key in only:
                 values = [str(options.get(key)) for options in kind or recorded.values()]
-                known[key] = list(dict.fromkeys(values))
-            raise ValueError(f"no recorded case has {only}; there are {known}")
+                recorded_values[key] = list(dict.fromkeys(values))
+            raise ValueError(f"no recorded case has {only}; there are {recorded_values}")
         for case, options in chosen.items():
             batch = {}
             for name in tensor_names:

@@ -49,8 +49,9 @@ class DPOLoss:
         for name in names:
             _check_known("loss_type", name, DPO_LOSSES)
             if divergence != "reverse_kl" and name not in F_LOSSES:
-                known = ", ".join(F_LOSSES)
-                raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence}: {known}")
+                raise ValueError(
+                    f"loss_type {name} is made for reverse_kl; {divergence}: {', '.join(F_LOSSES)}"
+                )
             if self.use_weighting and name in ("aot", "aot_unpaired"):
                 raise ValueError(f"loss_type {name} sorts the pairs: use_weighting has no meaning")
         if "exo_pair" in names and not self.label_smoothing:
@@ -361,9 +362,9 @@ def sft_loss(
     return (per_token_loss * mask).sum() / num_tokens
 
 
-def _check_known(name: str, value: str, known):
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; known are {', '.join(known)}")
+def _check_known(name: str, value: str, known_names):
+    if value not in known_names:
+        raise ValueError(f"{name} is {value!r}; known are {', '.join(known_names)}")
 
 
 def sorted_margins(logps: Tensor) -> Tensor:
