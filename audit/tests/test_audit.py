@@ -28,7 +28,8 @@ from minivlmrl_audit.audit import (
 from minivlmrl_audit.checks import assert_step
 from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
-from minivlmrl_audit.moves import TABLE, FormulaError, edited, first
+from minivlmrl_audit.moves import TABLE, Change, FormulaError, edited, first
+from minivlmrl_audit.updates import schedule
 
 ROOT = Path(__file__).parents[2]
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
@@ -250,7 +251,7 @@ def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
     """Two steps of warmup out of ten, and what deviations make of them."""
     about = {"type": kind, "learning_rate": 1.0, "warmup_steps": 2, "max_steps": 10, "step": step}
     d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": 0.3}}, ONE_ROW)
-    has, should, _ = computed("schedule", d, change)["learning_rate"]
+    has, should, _ = schedule(d, Change(d, change))["learning_rate"]
     assert has.item() == 0.3 and should.item() == pytest.approx(rate)
 
 
