@@ -50,17 +50,23 @@ class Pieces:
         self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
     ):
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        (size, width) = self.size(hidden, weight)
+        self.is_triton = backend_for(hidden) == "triton"
+        size = rows_of_piece(len(hidden), len(weight), hidden.device.type)
+        width = len(weight)
+        if self.is_triton:
+            size = max(min(TILE, len(hidden)), 1)
+            width = min(TILE // 2, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)
+        self.tiles = slices(len(weight), width)  # the torch path has one
         self.hidden = hidden
         # a CPU has no float32 products of bfloat16: it converts the head once
         self.weight = weight if weight.is_cuda else weight.to(wide)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # one for all pieces, as page faults cost
+        # one for all pieces, as page faults cost; so are the torch path's exponentials
         self.memory = hidden.new_empty(size * width, dtype=wide)
+        self.scratch = None if self.is_triton else torch.empty_like(self.memory).view(size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
         """Compute the logits (m, width) of a piece, in memory."""
@@ -72,36 +78,12 @@ class Pieces:
             keep_(z, self.mask[0] - rows.start, self.mask[1] - tile.start)
         return z
 
-
-class TorchPieces(Pieces):
-    """A few rows with all of their logits."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, *rest):
-        super().__init__(hidden, weight, *rest)
-        self.scratch = torch.empty_like(self.memory).view(-1, len(weight))  # exponentials
-
-    def size(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-        return rows_of_piece(len(hidden), len(weight), hidden.device.type), len(weight)
-
-    def score(self, rows: slice) -> tuple[Tensor, ...]:
-        z = self.logits(rows, self.tiles[0])
-        return score_rows_(z, self.ids[rows], self.temperature, self.scratch[: len(z)])
-
-    def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        d = differences_(self.logits(rows, tile), saved[1], self.temperature)
-        scratch = self.scratch[: len(d)]
-        dz = differentiate_rows_(d, self.ids[rows], saved, upstream, self.temperature, scratch)
-        return dz.to(self.hidden.dtype)
-
-
-class TritonPieces(Pieces):
-    """Tiles of many rows by few ids."""
-
-    def size(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-        return max(min(TILE, len(hidden)), 1), min(TILE // 2, len(weight))
-
-    def score(self, rows: slice) -> list[Tensor]:
+    def score(self, rows: slice) -> list[Tensor] | tuple[Tensor, ...]:
+        """Score the tokens of some rows: logp, H, top and s, each (m,)."""
         ids = self.ids[rows]
+        if not self.is_triton:
+            z = self.logits(rows, self.tiles[0])
+            return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)  # of tiles so far
         for tile in self.tiles:
             z = self.logits(rows, tile)
@@ -110,22 +92,21 @@ class TritonPieces(Pieces):
         return results
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
+        """Compute dz (m, width) of a piece, in the dtype of hidden."""
         z = self.logits(rows, tile)
-        dtype = self.hidden.dtype
-        dz = z if z.dtype == dtype else torch.empty_like(z, dtype=dtype)
         ids = self.ids[rows]
-        return differentiate_part_(z, ids, saved, upstream, self.temperature, dz, tile.start)
+        dtype = self.hidden.dtype
+        if self.is_triton:
+            dz = z if z.dtype == dtype else torch.empty_like(z, dtype=dtype)
+            return differentiate_part_(z, ids, saved, upstream, self.temperature, dz, tile.start)
+        d = differences_(z, saved[1], self.temperature)
+        scratch = self.scratch[: len(d)]
+        return differentiate_rows_(d, ids, saved, upstream, self.temperature, scratch).to(dtype)
 
 
 def slices(count: int, size: int) -> list[slice]:
     """Cut 0..count into slices of `size`; an empty one if count is 0."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
-
-
-def make_pieces(hidden: Tensor, *rest) -> Pieces:
-    """Choose the path; rest: what Pieces takes."""
-    kind = TritonPieces if backend_for(hidden) == "triton" else TorchPieces
-    return kind(hidden, *rest)
 
 
 def keep_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -174,7 +155,7 @@ def differentiate(
     """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
-    pieces = make_pieces(hidden, weight, ids, mask, temperature)
+    pieces = Pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
             total = grad_weight[tile].to(pieces.memory.dtype)  # itself in float32
@@ -189,77 +170,43 @@ def differentiate(
             grad_weight[tile].copy_(total)
 
 
-@torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
-def _op(
-    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pieces = make_pieces(hidden, weight, ids, mask, temperature)
-    scored = [pieces.score(rows) for rows in pieces.rows]
-    return tuple(torch.cat(column) for column in zip(*scored, strict=True))
+class _LinearLogSoftmax(torch.autograd.Function):
+    """logp and H, each (M,), of what linear_log_softmax takes."""
 
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
+        pieces = Pieces(hidden, weight, ids, mask, temperature)
+        scored = [pieces.score(rows) for rows in pieces.rows]
+        logps, *saved = (torch.cat(column) for column in zip(*scored, strict=True))
+        ctx.save_for_backward(hidden, weight, ids, mask, *saved)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # None for an output that no loss uses
+        return logps, saved[0]
 
-@_op.register_fake
-def _(hidden, weight, ids, mask, temperature):
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return tuple(hidden.new_empty(ids.shape, dtype=wide) for _ in range(4))
-
-
-@torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
-def _backward_op(
-    inputs: list[Tensor],
-    saved: list[Tensor],
-    g: Tensor,
-    e: Tensor | None,
-    temperature: float,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden and weight, empty where they are not needed."""
-    hidden, weight, ids, mask = inputs
-    rows = slice(None)
-    # on a GPU the host would wait for the number of rows with a gradient, and its kernels skip the
-    # others; a mask counts all rows
-    if not hidden.is_cuda and not mask.numel():
-        index = has_gradient(g, e).nonzero()[:, 0]
-        if len(index) < len(ids):
-            rows = index
-    h = hidden[rows]
-    kept = take_rows(saved, rows)
-    upstream = take_rows([g, e], rows)
-    grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
-    grad_weight = torch.zeros_like(weight) if needed[1] else None
-    differentiate([h, weight, ids[rows], mask], kept, upstream, temperature, [grad_h, grad_weight])
-    grad_hidden = hidden.new_empty(0)
-    if needed[0]:
-        grad_hidden = torch.zeros_like(hidden)
-        grad_hidden[rows] = grad_h.to(hidden.dtype)
-    return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight
-
-
-@_backward_op.register_fake
-def _(inputs, saved, g, e, temperature, needed):
-    return tuple(
-        torch.empty_like(x) if need else x.new_empty(0)
-        for x, need in zip(inputs[:2], needed, strict=True)
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.temperature = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # None for an output that no loss uses
-
-
-def _backward(ctx, g, e, *_):
-    inputs = list(ctx.saved_tensors[:4])
-    saved = list(ctx.saved_tensors[4:])
-    g = torch.zeros_like(saved[0]) if g is None else g
-    needed = list(ctx.needs_input_grad[:2])
-    grads = _backward_op(inputs, saved, g, e, ctx.temperature, needed)
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 3
-
-
-_op.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx, g: Tensor | None, e: Tensor | None):
+        hidden, weight, ids, mask, *saved = ctx.saved_tensors
+        g = torch.zeros_like(saved[0]) if g is None else g
+        rows = slice(None)
+        # on a GPU the host would wait for the number of rows with a gradient, and its kernels skip
+        # the others; a mask counts all rows
+        if not hidden.is_cuda and not mask.numel():
+            index = has_gradient(g, e).nonzero()[:, 0]
+            if len(index) < len(ids):
+                rows = index
+        h = hidden[rows]
+        kept = take_rows(saved, rows)
+        upstream = take_rows([g, e], rows)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_h = torch.zeros_like(h, dtype=g.dtype) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        inputs = [h, weight, ids[rows], mask]
+        differentiate(inputs, kept, upstream, ctx.temperature, [grad_h, grad_weight])
+        grad_hidden = None
+        if needs_hidden:
+            grad_hidden = torch.zeros_like(hidden)
+            grad_hidden[rows] = grad_h.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def linear_log_softmax(
@@ -290,17 +237,14 @@ def linear_log_softmax(
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
-    logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), mask, temperature)
-    return logps, entropies
+    return _LinearLogSoftmax.apply(hidden, weight, ids.contiguous(), mask, temperature)
 
 
-def piece_bytes(rows: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
-    """Memory for logits that linear_log_softmax of this many rows takes, forward or backward."""
-    if device_type == "cuda" and dtype in DTYPES:
-        # logits, and dz unless it is float32
+def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
+    """Memory for logits that linear_log_softmax of this many rows takes on a GPU, in each pass."""
+    if dtype in DTYPES:  # logits, and dz unless it is float32
         return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)
-    size = torch.promote_types(dtype, torch.float32).itemsize
-    return 2 * rows_of_piece(rows, vocab, device_type) * vocab * size
+    return 2 * rows_of_piece(rows, vocab, "cuda") * vocab * dtype.itemsize
 
 
 @torch.no_grad()

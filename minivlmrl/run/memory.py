@@ -205,7 +205,7 @@ def plan(
     samples = not algorithm.answers
     gathered = gathered_bytes(run, model)
     rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
-    logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run), "cuda")
+    logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run))
     phases = {}
     if samples:
         phases["rollout"] = rollout_items(run, costs, model, drawn, gathered)
