@@ -23,6 +23,7 @@ from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
+from minivlmrl.hub.folder import json_text
 from minivlmrl.hub.recipe_values import (
     Code,
     FilePath,
@@ -289,6 +290,11 @@ def _value(key: str, text: str):
 def to_yaml(config: RunConfig) -> str:
     """Write the resolved config as a recipe that repeats the run in a folder that is free."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
+
+
+def as_overrides(fields: dict[str, object]) -> list[str]:
+    """Write values as overrides: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
+    return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, object]:

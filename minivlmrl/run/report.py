@@ -34,10 +34,14 @@ class Shown(Logged):
 
 def write_page(folders: list[Path], out: Path):
     """Write the page of these runs' folders."""
-    text = json_text([collect(folder) for folder in folders])
-    text = text.replace("<", "\\u003c")  # no </script> in it
-    out.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
+    fill_template(TEMPLATE, json_text([collect(folder) for folder in folders]), out)
     print(f"open {out} in a browser")
+
+
+def fill_template(template: Path, text: str, out: Path):
+    """Write a page with JSON in it."""
+    text = text.replace("<", "\\u003c")  # no </script> in it
+    out.write_bytes(template.read_text("utf-8").replace("{{DATA}}", text).encode())
 
 
 def collect(folder: Path) -> dict:

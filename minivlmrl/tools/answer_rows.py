@@ -24,7 +24,7 @@ from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
-from minivlmrl.run.config import RunConfig, check_found, load_config, recipes_folder
+from minivlmrl.run.config import RunConfig, as_overrides, check_found, load_config, recipes_folder
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
 from minivlmrl.scale import ranks
@@ -32,9 +32,12 @@ from minivlmrl.scale import ranks
 
 def parser(name: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
-    epilog = "--section.name=value changes the recipe: --data.max_pixels=401408"
-    about = {"description": __doc__.partition("\n\n")[0], "epilog": epilog}
-    p = argparse.ArgumentParser(f"python -m minivlmrl {name}", **about, allow_abbrev=False)
+    p = argparse.ArgumentParser(
+        f"python -m minivlmrl {name}",
+        description=__doc__.partition("\n\n")[0],
+        epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
+        allow_abbrev=False,
+    )
     p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
     p.add_argument("--model", required=True, help="a folder, or an id on the hub")
     p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
@@ -106,10 +109,10 @@ def read_config(options: argparse.Namespace, overrides: list[str], judges: bool)
     }
     if not judges:
         fields["data.eval_rewards"] = ["accuracy", "format"]
-    fixed_overrides = [f"--{name}={json_text(value)}" for name, value in fields.items()]
-    config = load_config(recipe, ["--adapter={}", "--rewards={}", *overrides, *fixed_overrides])
+    overridden = ["--adapter={}", "--rewards={}", *overrides, *as_overrides(fields)]
+    config = load_config(recipe, overridden)
     if config.rewards:
-        config = replace(config, data=replace(config.data, eval_rewards=list(config.rewards)))
+        config.data.eval_rewards = list(config.rewards)
     if not options.recipe:
         check_found(recipe, config, overrides)
     return config

@@ -44,29 +44,21 @@ def show(*names: str):
 def sections() -> dict[str, typing.Any]:
     """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
     run = RunConfig()
-    result = {"run": run}
-    for name, value in vars(run).items():
-        if dataclasses.is_dataclass(value):
-            result[name] = value
-    return result
+    fields = vars(run).items()
+    return {"run": run} | {name: value for name, value in fields if dataclasses.is_dataclass(value)}
 
 
 def option_lines(config, prefix: str) -> list[str]:
-    """List the options of one dataclass; those of a dataclass inside it follow."""
-    kind = type(config)
+    """List the options of one section, without the sections inside it."""
     lines = []
-    nested_lines = []
-    sentences = help_of(kind)
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+    sentences = help_of(type(config))
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
-            nested_lines += option_lines(value, f"{prefix}{name}.") if prefix else []
             continue
         default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
         default = default.removesuffix("\n...\n").strip()
         lines.append(f"  --{prefix}{name}={default}")
-        text = type_text(hint)
-        if sentences[name]:
-            text = f"{text}; {sentences[name]}"
+        text = f"{type_text(hint)}; {sentences[name]}"
         lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
-    return lines + nested_lines
+    return lines

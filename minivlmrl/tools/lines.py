@@ -6,6 +6,7 @@ the others. Without --lines nothing of this runs.
 """
 
 import base64
+import inspect
 import io
 import json
 import sys
@@ -26,6 +27,7 @@ from minivlmrl.batch import pack
 from minivlmrl.hub.folder import json_text
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.completions import GROUPS, groups
+from minivlmrl.run.report import fill_template
 
 PACKAGE = Path(train.__file__).parent
 PAGE = Path(__file__).with_suffix(".html")
@@ -33,7 +35,6 @@ TWICE = 2
 LONGEST_RUN = 400  # tokens of a run, at most, of which the page says who sees whom
 ITEMS = (1000, 12, 4, 0)  # of a container, and of those in it, that are shown
 SIDE = 22  # numbers of a row and of a column of a matrix; half as many inside a container
-GENERATOR = 0x20  # flag of a function's code
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Film:
             if (names["algorithm"].stage, names.get("number")) == self.step:
                 self.images = names["algorithm"].processor.image_processor
                 self.follow(frame, None)
-        if event == "return" and not frame.f_code.co_flags & GENERATOR:
+        if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self.frames.pop(frame, None)
         return self.line
 
@@ -173,11 +174,10 @@ class Film:
             name = "pixel_values"
             x = x.pixel_values
         grids = names.get("image_grid_thw", names.get("grid"))
-        if name in ("patches", "pixel_values") and np.shape(x)[1:] == (self.images.patch_dim,):
-            value_json["pictures"] = []
-            if grids is not None:
-                for frames in pictures(torch.as_tensor(x), grids, self.images):
-                    value_json["pictures"].append(self.first_frame(frames))
+        has_patches = name in ("patches", "pixel_values") and grids is not None
+        if has_patches and np.shape(x)[1:] == (self.images.patch_dim,):
+            frames = pictures(torch.as_tensor(x), grids, self.images)
+            value_json["pictures"] = [self.first_frame(picture) for picture in frames]
         return self.values.setdefault(json_text(value_json), len(self.values))
 
     def first_frame(self, frames: Tensor) -> str:
@@ -212,17 +212,16 @@ class Film:
             "values": [json.loads(text) for text in self.values],
         }
         rounded = json.loads(json_text(data), parse_float=lambda text: float(f"{float(text):.4g}"))
-        text = json_text(rounded, separators=(",", ":")).replace("<", "\\u003c")
-        path.write_bytes(PAGE.read_text("utf-8").replace("{{DATA}}", text).encode())
+        fill_template(PAGE, json_text(rounded, separators=(",", ":")), path)
         print(f"wrote {path}")
 
 
 def python_files(name: str) -> list[Path]:
     """Find a Python file, or those of a folder of minivlmrl (ValueError: it is neither)."""
-    paths = []
+    path = Path(name)
+    paths = [path, path.absolute()] if path.is_file() else []
     for folder in (PACKAGE / name, PACKAGE.parent / name):
         paths += folder.glob("[a-z]*.py")
-    paths += [path for path in (Path(name), Path(name).absolute()) if path.is_file()]
     if not paths:
         raise ValueError(f"--lines: {name} is no Python file, and no folder of minivlmrl")
     return paths

@@ -12,7 +12,7 @@ from minivlmrl.hub.folder import digest, json_text, read_json
 from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
-from minivlmrl.run.config import load_config
+from minivlmrl.run.config import as_overrides, load_config
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
 Rows = Sequence[dict | Row]
@@ -43,11 +43,11 @@ def train(
             fields[name] = value
     if rewards is not None:
         fields["rewards"] = {_register(reward): weight for reward, weight in rewards.items()}
-    folder = Path(load_config(recipe, _overrides(fields)).output_dir)
+    folder = Path(load_config(recipe, as_overrides(fields)).output_dir)
     for name, given_rows in (("data.train_file", rows), ("data.eval_file", eval_rows)):
         written = None if given_rows is None else str(write_rows(given_rows, folder / "rows"))
         fields[name] = written
-    code = loop.main([str(recipe), *_overrides(fields)])
+    code = loop.main([str(recipe), *as_overrides(fields)])
     return {} if code else read_json(folder / "summary.json")
 
 
@@ -59,10 +59,6 @@ def write_rows(rows: Rows, folder: Path) -> Path:
     draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
     draft.write_bytes(text.encode())
     return draft.replace(path)
-
-
-def _overrides(fields: dict) -> list[str]:
-    return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
 def _register(reward: str | Callable) -> str:

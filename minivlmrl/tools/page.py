@@ -24,5 +24,4 @@ def main(arguments: list[str]):
     for folder in folders:
         if not (folder / METRICS).is_file():
             raise ValueError(f"{folder}: has no metrics.jsonl; give the output_dir of a run")
-    out = Path(options.out) if options.out else folders[0] / "page.html"
-    write_page(folders, out)
+    write_page(folders, Path(options.out or folders[0] / "page.html"))

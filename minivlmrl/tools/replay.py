@@ -42,8 +42,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stage", help="by default the last one")
     p.add_argument("--step", type=int, default=0, help="of the stage, from 0")
     p.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
-    lines = "write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too"
-    p.add_argument("--lines", metavar="FILE.html", help=lines)
+    p.add_argument(
+        "--lines",
+        metavar="FILE.html",
+        help="write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too",
+    )
     return p
 
 
@@ -129,11 +132,11 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     data = replace(config.data, eval_rows=1)
     if film:
         data.image_workers = 0  # a row is made in the step that trains on it
-    config = replace(config, eval_steps=0, save_steps=0, data=data)
     with TemporaryDirectory() as scratch:
         try:
             with film or nullcontext():
-                train_again(config, state, Path(scratch) / "run", see)
+                folder = Path(scratch) / "run"
+                train_again(config, state, folder, see, eval_steps=0, save_steps=0, data=data)
         except Reached as reached:
             return reached.args
     raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
@@ -237,13 +240,8 @@ def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[s
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
-        logged_lines = []
         for line in read_lines(folder / name, Logged):
             if (line["stage"], line["step"]) == (algorithm.stage, number):
-                logged_lines.append(line)
-        if logged_lines:
-            replaced_lines = [
-                line | replayed_lines.get(line.get("row"), {"row": None}) for line in logged_lines
-            ]
-            same[name] = replaced_lines == logged_lines
+                replayed_line = replayed_lines.get(line.get("row"), {"row": None})
+                same[name] = same.get(name, True) and line == line | replayed_line
     return same
