@@ -170,43 +170,79 @@ def differentiate(
             grad_weight[tile].copy_(total)
 
 
-class _LinearLogSoftmax(torch.autograd.Function):
-    """logp and H, each (M,), of what linear_log_softmax takes."""
+# Operators, not an autograd.Function: the plan of run/memory.py counts their results alone, as the
+# fakes give them, and adds piece_bytes.
+@torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
+def _op(
+    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pieces = Pieces(hidden, weight, ids, mask, temperature)
+    scored = [pieces.score(rows) for rows in pieces.rows]
+    return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
-        pieces = Pieces(hidden, weight, ids, mask, temperature)
-        scored = [pieces.score(rows) for rows in pieces.rows]
-        logps, *saved = (torch.cat(column) for column in zip(*scored, strict=True))
-        ctx.save_for_backward(hidden, weight, ids, mask, *saved)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # None for an output that no loss uses
-        return logps, saved[0]
 
-    @staticmethod
-    def backward(ctx, g: Tensor | None, e: Tensor | None):
-        hidden, weight, ids, mask, *saved = ctx.saved_tensors
-        g = torch.zeros_like(saved[0]) if g is None else g
-        rows = slice(None)
-        # on a GPU the host would wait for the number of rows with a gradient, and its kernels skip
-        # the others; a mask counts all rows
-        if hidden.device.type == "cpu" and not mask.numel():
-            index = has_gradient(g, e).nonzero()[:, 0]
-            if len(index) < len(ids):
-                rows = index
-        h = hidden[rows]
-        kept = take_rows(saved, rows)
-        upstream = take_rows([g, e], rows)
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_h = torch.zeros_like(h, dtype=g.dtype) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
-        inputs = [h, weight, ids[rows], mask]
-        differentiate(inputs, kept, upstream, ctx.temperature, [grad_h, grad_weight])
-        grad_hidden = None
-        if needs_hidden:
-            grad_hidden = torch.zeros_like(hidden)
-            grad_hidden[rows] = grad_h.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None
+@_op.register_fake
+def _(hidden, weight, ids, mask, temperature):
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return tuple(hidden.new_empty(ids.shape, dtype=wide) for _ in range(4))
+
+
+@torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
+def _backward_op(
+    inputs: list[Tensor],
+    saved: list[Tensor],
+    g: Tensor,
+    e: Tensor | None,
+    temperature: float,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden and weight, empty where they are not needed."""
+    hidden, weight, ids, mask = inputs
+    rows = slice(None)
+    # on a GPU the host would wait for the number of rows with a gradient, and its kernels skip the
+    # others; a mask counts all rows
+    if not hidden.is_cuda and not mask.numel():
+        index = has_gradient(g, e).nonzero()[:, 0]
+        if len(index) < len(ids):
+            rows = index
+    h = hidden[rows]
+    kept = take_rows(saved, rows)
+    upstream = take_rows([g, e], rows)
+    grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
+    grad_weight = torch.zeros_like(weight) if needed[1] else None
+    differentiate([h, weight, ids[rows], mask], kept, upstream, temperature, [grad_h, grad_weight])
+    grad_hidden = hidden.new_empty(0)
+    if needed[0]:
+        grad_hidden = torch.zeros_like(hidden)
+        grad_hidden[rows] = grad_h.to(hidden.dtype)
+    return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight
+
+
+@_backward_op.register_fake
+def _(inputs, saved, g, e, temperature, needed):
+    return tuple(
+        torch.empty_like(x) if need else x.new_empty(0)
+        for x, need in zip(inputs[:2], needed, strict=True)
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.temperature = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)  # None for an output that no loss uses
+
+
+def _backward(ctx, g, e, *_):
+    inputs = list(ctx.saved_tensors[:4])
+    saved = list(ctx.saved_tensors[4:])
+    g = torch.zeros_like(saved[0]) if g is None else g
+    needed = list(ctx.needs_input_grad[:2])
+    grads = _backward_op(inputs, saved, g, e, ctx.temperature, needed)
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 3
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_log_softmax(
@@ -237,7 +273,8 @@ def linear_log_softmax(
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
-    return _LinearLogSoftmax.apply(hidden, weight, ids.contiguous(), mask, temperature)
+    logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), mask, temperature)
+    return logps, entropies
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:

@@ -134,3 +134,13 @@ def test_log_of_the_sum_of_squared_probabilities():
     hidden, weight, *_ = inputs(rows=300)
     expected = (hidden @ weight.T).softmax(-1).square().sum(-1).log()
     torch.testing.assert_close(linear_log_sum_sq_probs(hidden, weight), expected.detach(), atol=1e-12, rtol=1e-12)
+
+
+@only_torch
+def test_the_operators_keep_pytorchs_rules():
+    hidden, weight, ids, upstream = inputs(rows=4, dtype=torch.float32)
+    mask = torch.stack([torch.arange(4), ids])
+    torch.library.opcheck(kernel._op, (hidden, weight, ids, mask, 0.7))
+    saved = list(kernel._op(hidden.detach(), weight.detach(), ids, mask, 0.7)[1:])
+    arguments = ([hidden.detach(), weight.detach(), ids, mask], saved, upstream[0].float(), None, 0.7, [True, False])
+    torch.library.opcheck(kernel._backward_op, arguments)
