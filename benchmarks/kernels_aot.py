@@ -21,7 +21,6 @@ They depend on Triton's version: tests/recorded/kernel_budgets.json has them for
 
 import argparse
 import json
-import math
 import re
 import subprocess
 import sys
@@ -78,7 +77,7 @@ def log_softmax_builds() -> list[Build]:
     """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
-    elements = math.prod(log_softmax.FORWARD_SHAPE)
+    elements = log_softmax.TURNS.value * log_softmax.COLUMNS.value
     builds = []
     for dtype in ("bf16", "fp32"):
         given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
@@ -112,7 +111,7 @@ def log_softmax_builds() -> list[Build]:
                 signature=given | {"grad_entropies": "*fp32"} if with_entropy else given,
                 constexprs={} if with_entropy else {"grad_entropies": None},
                 num_warps=log_softmax.BACKWARD_WARPS,
-                elements=log_softmax.BACKWARD_BLOCK,
+                elements=log_softmax.BLOCK.value,
             )
         )
     return builds

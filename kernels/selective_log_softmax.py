@@ -88,15 +88,12 @@ def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor
 # One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and
 # every column has a top, an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load
 # of bfloat16, in each of the TURNS rows), so threads exchange nothing before the end of the row.
-FORWARD_SHAPE = (8, 1024)
+TURNS = tl.constexpr(8)
+COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
-BACKWARD_BLOCK = 8192
+BLOCK = tl.constexpr(8192)  # logits that the backward reads in one turn
 BACKWARD_WARPS = 8
-# what the kernels read of this file
 constexpr = tl.constexpr
-TURNS = tl.constexpr(FORWARD_SHAPE[0])
-COLUMNS = tl.constexpr(FORWARD_SHAPE[1])
-BLOCK = tl.constexpr(BACKWARD_BLOCK)
 LOWEST_TOP = tl.constexpr(-1e30)  # below all others, but finite: differences to it are not NaN
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))

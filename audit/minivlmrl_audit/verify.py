@@ -12,7 +12,8 @@ from minivlmrl.hub.folder import json_text
 from minivlmrl.run.completions import COMPLETIONS
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.resume import state_folders
-from minivlmrl.tools.replay import is_first, run_config, train_again
+from minivlmrl.tools.process import is_first
+from minivlmrl.tools.replay import run_config, train_again
 from minivlmrl_audit.difference import content, difference, distance
 
 DERIVED = (".lock", "page.html")  # the page is made of the other files

@@ -135,6 +135,11 @@ def state_folders(folder: Path) -> list[Path]:
     return folders
 
 
+def read_progress(folder: Path) -> Progress:
+    """Read how far a run had come when it wrote a state."""
+    return build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
+
+
 def check_resume(config: RunConfig) -> list[Path]:
     """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
     folder = Path(config.output_dir) / "states"
@@ -336,7 +341,7 @@ class States:
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
                 if _checksum(folder / name) != checksums[name]:
                     raise ValueError(f"{name} is not what was written")
-            return build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
+            return read_progress(folder)
 
         try:
             return self.world.together(check)

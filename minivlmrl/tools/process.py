@@ -15,6 +15,11 @@ from minivlmrl.hub.folder import write_json
 from minivlmrl.hub.recipe_values import shortened
 
 
+def is_first() -> bool:
+    """Whether this process is the first rank, before and after the run."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def show_mistake(error: Exception) -> bool:
     """Print a full disk, or an error that this package has worded, as one line, torchrun's too.
 
@@ -31,7 +36,7 @@ def show_mistake(error: Exception) -> bool:
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
-    if not error_file or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
+    if not error_file or is_first():  # one line, not one of each rank
         print(message, file=sys.stderr)
     return True
 

@@ -21,15 +21,15 @@ from minivlmrl import train
 from minivlmrl.algorithms.reward_model import FOLDER as REWARD_MODEL
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
-from minivlmrl.hub.folder import json_text, parse_json, read_json, read_lines
-from minivlmrl.hub.recipe_values import build
+from minivlmrl.hub.folder import json_text, parse_json, read_lines
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged, groups, is_past
 from minivlmrl.run.config import check_found, load_config
-from minivlmrl.run.resume import RUN, Progress, state_folders
+from minivlmrl.run.resume import read_progress, state_folders
 from minivlmrl.scale import ranks
 from minivlmrl.tools.lines import Film
+from minivlmrl.tools.process import is_first
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,8 +116,8 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     state = None
     wanted_step = config.stages.index(stage), number
     for path in state_folders(Path(config.output_dir) / "states"):
-        progress = read_json(path / RUN)
-        if (progress["stage"], progress["step"]) <= wanted_step:
+        progress = read_progress(path)
+        if (progress.stage, progress.step) <= wanted_step:
             state = path
     print(f"{stage} step {number}, trained again from {state or 'the beginning'}")
 
@@ -165,7 +165,7 @@ def train_again(config, state: Path | None, folder: Path, see: Callable, **optio
 
 def earlier_files(run: Path, state: Path) -> Iterator[Path]:
     """Name the files that a state does not hold: completions so far, a trained reward model."""
-    progress = build(Progress, read_json(state / RUN), str(state / RUN), json=True)
+    progress = read_progress(state)
     if (run / COMPLETIONS).is_file():
         yield Path(COMPLETIONS)
     for line in read_lines(run / COMPLETIONS, Logged):
@@ -177,11 +177,6 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
     for path in (run / REWARD_MODEL).rglob("*"):
         if path.is_file():
             yield path.relative_to(run)
-
-
-def is_first() -> bool:
-    """Whether this process is the first rank, before and after the run."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @torch.no_grad()
@@ -196,9 +191,10 @@ def show(algorithm, step, rows, index: int):
         completions = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
         logged_group = list(groups(algorithm, step))[index]
-        names = ("reward", "advantage")
-        lines = logged_group["completions"]
-        table = [line["rewards"] | {name: line[name] for name in names} for line in lines]
+        table = []
+        for line in logged_group["completions"]:
+            totals = {"reward": line["reward"], "advantage": line["advantage"]}
+            table.append(line["rewards"] | totals)
     else:
         _, [completions] = algorithm.encode([row])
         table = [{"answer": name} for name in algorithm.answers]
