@@ -96,7 +96,6 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
     if mask is None:
         scores = torch.baddbmm(q.new_empty(()), queries, keys, beta=0, alpha=scale)
     else:
-        if mask.dim() > 2:
-            mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
+        mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
         scores = torch.baddbmm(mask, queries, keys, alpha=scale)
     return scores.unflatten(0, q.shape[:-2])
