@@ -7,7 +7,7 @@ python benchmarks/decode.py --toy            # at toy size in float32, on a CPU 
 image of 1,000 tokens and 100 tokens of text, and each completion exactly 256 tokens; on a CPU, in float32, prompts and
 completions are those of grpo_step.py. Both sides share random weights. Seconds are from the prompt to the last token,
 prefill included, medians of calls in turn. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager`
-kernel by kernel, as on a CPU. `predicted` is roofline.py's.
+kernel by kernel, as on a CPU.
 """
 
 import argparse
@@ -18,19 +18,16 @@ from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as minivlmrl sets it for runs
-import roofline
 import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
-from sizes import card_named
 
 from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose
-from minivlmrl.run.memory import Work
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
-COLUMNS = ("prompt_tokens", "rows", "way", "seconds", "tokens_per_second", "times_transformers", "predicted")
+COLUMNS = ("prompt_tokens", "rows", "way", "seconds", "tokens_per_second", "times_transformers")
 
 
 def main():
@@ -47,14 +44,12 @@ def main():
     dtype = torch.float32 if on_cpu or options.toy else torch.bfloat16
     rows = []
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
-    for case in small_cases() if on_cpu else [make_case(options.toy, peer_rows=1)]:
+    for case in small_cases() if on_cpu else [make_case(options.toy)]:
         calls = model_calls(case, dtype)
         if on_cpu:
             del calls["ours"]  # there is no graph
         for prompts, generations in SIZES:
             for row in rows_of_size(case, calls, prompts, generations, repeats):
-                if row["way"].startswith("ours") and not on_cpu:
-                    row["predicted"] = predicted(case, prompts, generations, row["way"].replace("ours", "decode"))
                 show(row)
                 rows.append(row)
     if options.json:
@@ -93,7 +88,7 @@ def small_cases() -> Iterator[Case]:
     completions = list(torch.zeros(grpo_step.NUM_GENERATIONS, grpo_step.NEW_TOKENS))
     for size, _ in grpo_step.CASES:
         [row] = grpo_step.make_rows(size, 1)
-        yield Case(model.config, processor(row.messages, row.images), completions, torch.zeros(0), peer_rows=1)
+        yield Case(model.config, processor(row.messages, row.images), completions, torch.zeros(0))
 
 
 def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
@@ -121,16 +116,6 @@ def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
         theirs.generation_config.eos_token_id = None  # nothing ends a completion
         calls["transformers"] = decode_with_transformers
     return calls
-
-
-def predicted(case: Case, prompts: int, generations: int, decode: str) -> float:
-    """Tokens a second by the roofline, prefill included."""
-    image = int((case.prompt.input_ids == case.config.image_token_id).sum())
-    tokens = len(case.completions[0])
-    work = Work(prompts, generations, len(case.prompt.input_ids) - image, image, tokens)
-    counts = roofline.phases(case.config, card_named(card()), work)
-    seconds = roofline.grpo_step(counts, case.config, 1, work, fsdp=False)
-    return prompts * generations * tokens / (seconds["prefill"] + seconds[decode])
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ PARTS = {
     "run_float32": Part(1.5, f"{RUN}float32", SHORT),
     "run_nf4": Part(1.5, f"{RUN}nf4 {NF4}", SHORT),
     "step": Part(6, "benchmarks/gpu_step.py --repeats=3 --json={out}/step.json", "--toy --repeats=1"),
-    "profile": Part(3.5, "benchmarks/gpu_profile.py", "--toy"),
     "grpo": Part(3, "benchmarks/gpu_grpo.py --json={out}/grpo.json", "--toy --steps=1"),
     "decode": Part(5, "benchmarks/decode.py --json={out}/decode.json", "--toy --repeats=1"),
     "vllm_tests": Part(5, "-m pytest -m slow tests/test_vllm_sampler.py", "--collect-only"),

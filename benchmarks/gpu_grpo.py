@@ -1,4 +1,4 @@
-"""Seconds and memory of one GRPO step of Qwen2.5-VL-3B on one GPU, beside the predictions of roofline.py and `plan`.
+"""Seconds and memory of one GRPO step of Qwen2.5-VL-3B on one GPU, beside what `plan` says.
 
 python benchmarks/gpu_grpo.py --json FILE
 python benchmarks/gpu_grpo.py --toy          # at toy size in float32, on a CPU too: that it runs
@@ -16,14 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import roofline
 import torch
 from gpu_step import CARD, build, card, synchronize, versions
-from grpo_step import NUM_GENERATIONS, make_rows, our_side
-from sizes import HUB, card_named
+from grpo_step import make_rows, our_side
+from sizes import HUB
 
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.run.memory import RESERVE, Costs, Work, peak_bytes, plan
+from minivlmrl.run.memory import RESERVE, Costs, peak_bytes, plan
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
@@ -41,7 +40,6 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         numbers = measure(options.toy, options.steps, Path(folder))
     print(", ".join(f"{name} {x:.3f}" for name, x in numbers.items() if isinstance(x, float)))
-    print("predicted: " + ", ".join(f"{name} {x:.3f} s" for name, x in numbers["predicted_seconds"].items()))
     if options.json:
         options.json.write_text(json.dumps(numbers | {"card": card(), "versions": versions()}, indent=1) + "\n")
 
@@ -66,7 +64,7 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
     run = trainer.algorithm.run
     tokens = len(processor(rows[0].messages, rows[0].images).input_ids)
     run.model.dtype = str(dtype).removeprefix("torch.")
-    return numbers | predictions(run, config, tokens, (pixels // 28) ** 2)
+    return numbers | {"planned_gb": planned_gb(run, config, tokens, (pixels // 28) ** 2)}
 
 
 def seconds_of(step) -> float:
@@ -77,16 +75,10 @@ def seconds_of(step) -> float:
     return time.perf_counter() - begin
 
 
-def predictions(run, config: ModelConfig, prompt_tokens: int, image_tokens: int) -> dict:
-    """What the roofline says of the step's phases, and the plan of its memory (without its reserve)."""
-    lengths = prompt_tokens - image_tokens, image_tokens
-    work = Work(run.grpo.prompts_per_step, NUM_GENERATIONS, *lengths, run.sampling.max_new_tokens)
-    counts = roofline.phases(config, card_named(card()), work)
-    memory = plan(run, "grpo", Costs(config), 1, *lengths)
-    return {
-        "predicted_seconds": roofline.grpo_step(counts, config, 1, work, fsdp=False),
-        "planned_gb": (peak_bytes(memory) - RESERVE) / 1e9,
-    }
+def planned_gb(run, config: ModelConfig, prompt_tokens: int, image_tokens: int) -> float:
+    """What `plan` says of the step's memory, without its reserve."""
+    phases = plan(run, "grpo", Costs(config), 1, prompt_tokens - image_tokens, image_tokens)
+    return (peak_bytes(phases) - RESERVE) / 1e9
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ In this order: card and versions; two ceilings of this card, measured (bytes a s
 second of a bfloat16 product of 8192^3 random numbers); then for each size every way on the same fresh random bfloat16
 inputs. A way's results are compared before it is timed, on 64 random rows in float64, with uninitialised memory filled
 with NaN; one that is wrong is not timed. Times are the median of triton.testing.do_bench (50 ms of warm-up, 300 ms of
-repetitions) with the 20th and 80th percentile. `share` is the time that the ceilings allow, divided by the median: for
+repetitions). `share` is the time that the ceilings allow, divided by the median: for
 bytes that have to be read and written once, or operations that have to be done. Peak memory is that of one call,
 without its inputs.
 """
@@ -68,7 +68,7 @@ class Run:
             error: of what a way returns, how far it is off.
         """
         print(f"\n{title}; allowed {allowed_ms:.2f} ms")
-        print(f"{'':32} {'error':>8} {'ms':>9} {'p20':>8} {'p80':>8} {'share':>6} {'peak MiB':>9}")
+        print(f"{'':32} {'error':>8} {'ms':>9} {'share':>6} {'peak MiB':>9}")
         for way, call in ways.items():
             row = {"table": title, "way": way, "allowed_ms": allowed_ms}
             row |= self.measure(call, error, tolerance)
@@ -84,13 +84,13 @@ class Run:
             if not difference <= tolerance:
                 return {"error": difference, "skipped": f"wrong: more than {tolerance}"}
             peak = peak_mib(call)
-            median, p20, p80 = milliseconds(call, self.toy)
+            median = milliseconds(call, self.toy)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"skipped": "out of memory"}
         except Exception as exception:  # the other ways go on
             return {"skipped": f"{type(exception).__name__}: {exception}".splitlines()[0][:100]}
-        return {"error": difference, "ms": median, "p20": p20, "p80": p80, "peak_mib": peak}
+        return {"error": difference, "ms": median, "peak_mib": peak}
 
 
 def show(row: dict):
@@ -99,8 +99,7 @@ def show(row: dict):
         print(f"{row['way']:32} {error} {row['skipped']}", flush=True)
         return
     share = row["allowed_ms"] / row["ms"]
-    times = f"{row['ms']:9.3f} {row['p20']:8.3f} {row['p80']:8.3f}"
-    print(f"{row['way']:32} {error} {times} {share:6.2f} {row['peak_mib']:9.0f}", flush=True)
+    print(f"{row['way']:32} {error} {row['ms']:9.3f} {share:6.2f} {row['peak_mib']:9.0f}", flush=True)
 
 
 def main():
@@ -142,7 +141,6 @@ def states_table(run: Run):
         ways = {
             "ours": partial(states_step, ours_of_states, *inputs),
             "torch, float32": partial(states_step, naive_states, *inputs),
-            "torch.compile": partial(states_step, compiled(naive_states), *inputs),
         }
         checked_rows = torch.randperm(rows, device=CARD)[:CHECKED]
         checked_ids = torch.randperm(vocab, device=CARD)[:CHECKED]
@@ -209,7 +207,6 @@ def windows_table(run: Run):
         ways = {
             "ours": partial(windows_step, window_attention, inputs, segments, grad),
             "ours, torch path": partial(windows_step, batched_attention, inputs, segments, grad),
-            "loop, as in transformers": partial(windows_step, split_loop, inputs, segments, grad),
         }
         some_windows = torch.randperm(len(lengths))[: CHECKED // 8].tolist()
         checked_windows = sorted({0, len(lengths) - 1, *some_windows})
@@ -228,15 +225,6 @@ def windows_step(function: Callable, inputs: list[Tensor], segments: Segments, g
     """The result (T, H, D) of function (q, k, v, segments), and the three gradients."""
     out = function(*inputs, segments)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-
-
-def split_loop(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    lengths = segments.cu_seqlens.diff().tolist()
-    outputs = []
-    for window in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        heads_first = (x.transpose(0, 1)[None] for x in window)  # (1, H, L, D)
-        outputs.append(F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], windows: list[int]):
@@ -314,11 +302,6 @@ def decode_step(call: Callable, static: StaticDecodeAttention, q: Tensor, new_ke
 # ------------------------------------------------------------------------------------------------ shared
 
 
-def compiled(function: Callable) -> Callable:
-    """By inductor on a GPU; on a CPU only traced, as inductor would look for a C++ compiler."""
-    return torch.compile(function, dynamic=False, backend="inductor" if CARD.type == "cuda" else "eager")
-
-
 def farthest(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference of a tensor, relative to its norm; NaN where one is NaN."""
     differences = [(a.double() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
@@ -337,13 +320,13 @@ def nan_in_new_memory():
             torch.use_deterministic_algorithms(False)
 
 
-def milliseconds(call: Callable, once: bool) -> list[float]:
-    """Median, 20th and 80th percentile."""
+def milliseconds(call: Callable, once: bool) -> float:
+    """The median."""
     if once:
         begin = time.perf_counter()
         call()
-        return [1e3 * (time.perf_counter() - begin)] * 3
-    return triton.testing.do_bench(call, warmup=50, rep=300, quantiles=(0.5, 0.2, 0.8))
+        return 1e3 * (time.perf_counter() - begin)
+    return triton.testing.do_bench(call, warmup=50, rep=300, return_mode="median")
 
 
 def peak_mib(call: Callable) -> float:

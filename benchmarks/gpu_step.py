@@ -47,6 +47,7 @@ from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import initialize
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PEER_ROWS = 4  # rows of a peer's step that go through at once
 TOLERANCE = 1e-3  # of the float32 comparison: nats, and share of a gradient's norm
 
 
@@ -58,7 +59,6 @@ class Case:
     prompt: Prompt
     completions: list[Tensor]  # G of C tokens
     advantages: Tensor  # (G,)
-    peer_rows: int  # rows of a peer's step that go through at once
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -75,7 +75,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way; a rollout gets half as many")
-    parser.add_argument("--peer-rows", type=int, default=4, help="rows of a peer's step that go through at once")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
@@ -85,7 +84,7 @@ def main():
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     about = {"date": date, "card": card(), "versions": versions()}
     print(json.dumps(about))
-    case = make_case(options.toy, options.peer_rows)
+    case = make_case(options.toy)
     shallow_case = dataclasses.replace(case, config=shallow(case.config))
     model = build(shallow_case.config, torch.float32)
     shallow_differences = compare("float32, two layers", model, twin(model), shallow_case)
@@ -101,7 +100,7 @@ def main():
         options.json.write_text(json.dumps(found | about, indent=2) + "\n")
 
 
-def make_case(toy: bool, peer_rows: int) -> Case:
+def make_case(toy: bool) -> Case:
     """A random image between random text, and random completions of text tokens."""
     config = config_of("toy" if toy else "3b")
     height, width, text, G, C = (10, 12, 8, 2, 6) if toy else (50, 80, 100, 8, 256)
@@ -114,7 +113,7 @@ def make_case(toy: bool, peer_rows: int) -> Case:
     prompt = Prompt(ids, pixels, torch.tensor([[1, height, width]]))
     completions = list(torch.randint(300, (G, C), generator=generator).to(CARD))
     advantages = torch.randn(G, generator=generator).to(CARD)
-    return Case(config, prompt, completions, advantages, peer_rows)
+    return Case(config, prompt, completions, advantages)
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
@@ -216,7 +215,7 @@ def compare(label: str, ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: 
         peers["hf"] = (of_transformers, theirs)
     differences = {}
     for name, (way, model) in peers.items():
-        their_logps, their_gradients = logps_and_gradients(way, model, parameters, case, case.peer_rows)
+        their_logps, their_gradients = logps_and_gradients(way, model, parameters, case, PEER_ROWS)
         squares = sum((a - b).float().square().sum() for a, b in zip(gradients, their_gradients, strict=True))
         of_logps = (logps - their_logps).abs().max().item()
         of_gradients = (squares.sqrt() / norm).item()
@@ -286,8 +285,8 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
         },
         "step": {
             "ours": partial(step, grouped, ours, G),
-            "ours, separate rows": partial(step, separate, ours, case.peer_rows),
-            "transformers": partial(step, of_transformers, theirs, case.peer_rows),
+            "ours, separate rows": partial(step, separate, ours, PEER_ROWS),
+            "transformers": partial(step, of_transformers, theirs, PEER_ROWS),
         },
     }
 

@@ -1,7 +1,7 @@
 """Compile every kernel at its real sizes, ahead of time and without a GPU, and count what the compiler produced.
 
 python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
-python benchmarks/kernels_aot.py --arch 90 --only "log-softmax forward"
+python benchmarks/kernels_aot.py --arch 90
 
 The compiler, the assembler and the disassembler are all inside the triton package. Columns:
 
@@ -168,7 +168,6 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status: 2, and a line on stderr, where nothing can be compiled."""
     parser = argparse.ArgumentParser(prog="python benchmarks/kernels_aot.py", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten")
-    parser.add_argument("--only", default="", help="compile only builds with names that begin with this")
     parser.add_argument("--json", type=Path, help="add the numbers to this file, under the version of Triton")
     options = parser.parse_args(arguments)
     if not installed.INSTALLED or installed.INTERPRETED:
@@ -177,8 +176,6 @@ def main(arguments: list[str]) -> int:
     print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     rows = {}
     for build in all_builds():
-        if not build.name.startswith(options.only):
-            continue
         for arch in options.arch:
             row = inspect(build, arch)
             rows[f"{build.name}, sm_{arch}"] = row
