@@ -53,7 +53,10 @@ def rewards(**weights: float) -> str:
 
 
 HERE = "benchmarks/claims_parts.py"
-SHUFFLED = {f"recipes/shuffled.py:shuffled(of={name!r})": worth for name, worth in (("format", 0.5), ("accuracy", 1.0))}
+SHUFFLED = {
+    "recipes/shuffled.py:shuffled(reward='format')": 0.5,
+    "recipes/shuffled.py:shuffled(reward='accuracy')": 1.0,
+}
 COMBINATIONS = f"--data.task={HERE}:COMBINATIONS"
 SILENT = "--data.answer=whole"
 RIGHT = f"--data.task={HERE}:COMBINATIONS(demonstrations={{}}, wrong=0)"

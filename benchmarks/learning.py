@@ -63,7 +63,7 @@ def looks(file: str) -> str:
 
 
 def shuffled(**weights: float) -> str:
-    rewards = {f"recipes/shuffled.py:shuffled(of={name!r})": weight for name, weight in weights.items()}
+    rewards = {f"recipes/shuffled.py:shuffled(reward={name!r})": weight for name, weight in weights.items()}
     return f"--rewards={json.dumps(rewards)}"
 
 

@@ -41,7 +41,7 @@ def call(tmp_path, monkeypatch, capsys):
 def test_a_machine_without_other_trainers_measures_our_side():
     """A rented one has neither TRL nor a network: imports of what is compared are where it is compared."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
-    names = "decode, gpu_grpo, gpu_kernels, gpu_profile, gpu_step, grpo_step"
+    names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); decode.SIZES = ((1, 2),); decode.main()"
     command = [sys.executable, "-c", f"{missing}; import {names}; {run}"]
