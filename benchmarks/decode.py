@@ -11,7 +11,6 @@ kernel by kernel, as on a CPU.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as minivlmrl sets it for runs
 import torch
-from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
+from gpu_step import CARD, Case, build, make_case, take_turns, twin, write_numbers
 
 from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose
 from minivlmrl.sampling.captured import CapturedDecode
@@ -52,9 +51,7 @@ def main():
             for row in rows_of_size(case, calls, prompts, generations, repeats):
                 show(row)
                 rows.append(row)
-    if options.json:
-        about = {"card": card(), "versions": versions()}
-        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    write_numbers(options.json, {"rows": rows})
 
 
 def rows_of_size(case: Case, calls: dict[str, Callable], prompts: int, generations: int, repeats: int) -> list[dict]:

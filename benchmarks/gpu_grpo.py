@@ -8,40 +8,27 @@ an image of 1,024 tokens and 8 completions of exactly 256 tokens for each; a pro
 micro-batch. No reference (beta 0). grpo_step.py has the reward.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-from gpu_step import CARD, build, card, synchronize, versions
+from gpu_step import CARD, build, read_options, seconds_of, write_numbers
 from grpo_step import make_rows, our_side
-from sizes import HUB
+from sizes import HUB, small_model
 
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.memory import RESERVE, Costs, peak_bytes, plan
-from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.tasks import shapes
 
 WARMUP = 1  # steps that are not counted
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    options = parser.parse_args()
-    if CARD.type == "cpu" and not options.toy:
-        sys.exit("no GPU here: --toy runs everything at toy size")
+    options = read_options(__doc__, "--steps", 3, "timed steps")
     with tempfile.TemporaryDirectory() as folder:
         numbers = measure(options.toy, options.steps, Path(folder))
     print(", ".join(f"{name} {x:.3f}" for name, x in numbers.items() if isinstance(x, float)))
-    if options.json:
-        options.json.write_text(json.dumps(numbers | {"card": card(), "versions": versions()}, indent=1) + "\n")
+    write_numbers(options.json, numbers)
 
 
 def measure(toy: bool, steps: int, folder: Path) -> dict:
@@ -49,10 +36,8 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
     (pixels, prompts, new_tokens) = (56, 2, 4) if toy else (896, 8, 256)
     dtype = torch.float32 if toy else torch.bfloat16
     rows = make_rows(pixels, prompts)
-    (folder / "config.json").write_text(json.dumps(HUB["toy"]))
-    small, processor = random_model(folder / "config.json", shapes.tokenizer(), seed=0)  # for its tokenizer's ids
-    control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
-    config = ModelConfig.from_dict(HUB["toy" if toy else "3b"] | control)
+    _, processor, token_ids = small_model(folder)
+    config = ModelConfig.from_dict(HUB["toy" if toy else "3b"] | token_ids)
     model = build(config, dtype)
     if CARD.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -65,14 +50,6 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
     tokens = len(processor(rows[0].messages, rows[0].images).input_ids)
     run.model.dtype = str(dtype).removeprefix("torch.")
     return numbers | {"planned_gb": planned_gb(run, config, tokens, (pixels // 28) ** 2)}
-
-
-def seconds_of(step) -> float:
-    synchronize()
-    begin = time.perf_counter()
-    step()
-    synchronize()
-    return time.perf_counter() - begin
 
 
 def planned_gb(run, config: ModelConfig, prompt_tokens: int, image_tokens: int) -> float:

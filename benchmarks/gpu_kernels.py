@@ -5,28 +5,23 @@ python benchmarks/gpu_kernels.py --toy           # everything once at toy size, 
 
 In this order: card and versions; two ceilings of this card, measured (bytes a second of a large copy, operations a
 second of a bfloat16 product of 8192^3 random numbers); then for each size every way on the same fresh random bfloat16
-inputs. A way's results are compared before it is timed, on 64 random rows in float64, with uninitialised memory filled
-with NaN; one that is wrong is not timed. Times are the median of triton.testing.do_bench (50 ms of warm-up, 300 ms of
-repetitions). `share` is the time that the ceilings allow, divided by the median: for
-bytes that have to be read and written once, or operations that have to be done. Peak memory is that of one call,
-without its inputs.
+inputs. A way's results are compared before it is timed, with plain PyTorch's in float32 (for decoding with the torch
+path's), with uninitialised memory filled with NaN; one that is wrong is not timed. Times are the median of
+triton.testing.do_bench (50 ms of warm-up, 300 ms of repetitions). `share` is the time that the ceilings allow, divided
+by the median: for bytes that have to be read and written once, or operations that have to be done. Peak memory is that
+of one call, without its inputs.
 """
 
-import argparse
 import contextlib
-import datetime
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from gpu_step import CARD, card, versions
+from gpu_step import CARD, about, peak_gib, read_options, seconds_of, write_numbers
 from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
@@ -36,7 +31,7 @@ from minivlmrl.kernels.window_attention import Segments, batched_attention, wind
 from minivlmrl.sampling.captured import StaticDecodeAttention
 
 TEMPERATURE = 0.9
-CHECKED = 64  # rows, and ids of the head's gradient
+CHUNK = 1024  # rows whose logits fit in float32
 Call = Callable[[], list[Tensor]]
 
 
@@ -61,36 +56,32 @@ class Run:
         """Milliseconds that the ceilings allow for these bytes and operations."""
         return 1e3 * max(size / self.bytes_per_second, operations / self.operations_per_second)
 
-    def table(self, title: str, ways: dict[str, Call], error: Callable, tolerance: float, allowed_ms: float):
-        """Check and time ways on one set of inputs, and print a line for each.
-
-        Args:
-            error: of what a way returns, how far it is off.
-        """
+    def table(self, title: str, ways: dict[str, Call], expected: list[Tensor], tolerance: float, allowed_ms: float):
+        """Check and time ways on one set of inputs, and print a line for each."""
         print(f"\n{title}; allowed {allowed_ms:.2f} ms")
-        print(f"{'':32} {'error':>8} {'ms':>9} {'share':>6} {'peak MiB':>9}")
+        print(f"{'':32} {'error':>8} {'ms':>9} {'share':>6} {'peak GiB':>9}")
         for way, call in ways.items():
             row = {"table": title, "way": way, "allowed_ms": allowed_ms}
-            row |= self.measure(call, error, tolerance)
+            row |= self.measure(call, expected, tolerance)
             self.rows.append(row)
             show(row)
 
-    def measure(self, call: Call, error: Callable, tolerance: float) -> dict:
+    def measure(self, call: Call, expected: list[Tensor], tolerance: float) -> dict:
         if time.monotonic() > self.deadline:
             return {"skipped": "no time left"}
         try:
             with nan_in_new_memory():
-                difference = error(call())
+                difference = farthest(call(), expected)
             if not difference <= tolerance:
                 return {"error": difference, "skipped": f"wrong: more than {tolerance}"}
-            peak = peak_mib(call)
+            peak = peak_gib(call)
             median = milliseconds(call, self.toy)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"skipped": "out of memory"}
         except Exception as exception:  # the other ways go on
             return {"skipped": f"{type(exception).__name__}: {exception}".splitlines()[0][:100]}
-        return {"error": difference, "ms": median, "peak_mib": peak}
+        return {"error": difference, "ms": median, "peak_gib": peak}
 
 
 def show(row: dict):
@@ -99,21 +90,13 @@ def show(row: dict):
         print(f"{row['way']:32} {error} {row['skipped']}", flush=True)
         return
     share = row["allowed_ms"] / row["ms"]
-    print(f"{row['way']:32} {error} {row['ms']:9.3f} {share:6.2f} {row['peak_mib']:9.0f}", flush=True)
+    print(f"{row['way']:32} {error} {row['ms']:9.3f} {share:6.2f} {row['peak_gib']:9.3f}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="sizes for a CPU, each way once")
-    parser.add_argument("--minutes", type=float, default=8, help="start nothing new after so long")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    options = parser.parse_args()
-    if CARD.type == "cpu" and not options.toy:
-        sys.exit("no GPU here: --toy runs everything once at toy size")
+    options = read_options(__doc__, "--minutes", 8.0, "start nothing new after so long")
     begin = time.monotonic()
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = {"date": date, "card": card(), "versions": versions()}
-    print(json.dumps(about))
+    print(json.dumps(about()))
     run = Run(options.toy, begin + 60 * options.minutes, *measure_ceilings(options.toy))
     copied = run.bytes_per_second / 1e12
     print(f"ceilings: {copied:.2f} TB/s copied, {run.operations_per_second / 1e12:.0f} TFLOP/s in bfloat16")
@@ -121,8 +104,7 @@ def main():
     windows_table(run)
     decode_table(run)
     print(f"\n{time.monotonic() - begin:.0f} s")
-    if options.json:
-        options.json.write_text(json.dumps(about | vars(run), indent=1) + "\n")
+    write_numbers(options.json, vars(run))
 
 
 # ------------------------------------------------------------------------------------------------ hidden states
@@ -142,15 +124,8 @@ def states_table(run: Run):
             "ours": partial(states_step, ours_of_states, *inputs),
             "torch, float32": partial(states_step, naive_states, *inputs),
         }
-        checked_rows = torch.randperm(rows, device=CARD)[:CHECKED]
-        checked_ids = torch.randperm(vocab, device=CARD)[:CHECKED]
-        expected = exact_states(*inputs, checked_rows, checked_ids)
-
-        def error(found, checked=(checked_rows, checked_rows, checked_ids), expected=expected) -> float:
-            return farthest([x[index] for x, index in zip(found, checked, strict=True)], expected)
-
         allowed = run.allowed_ms(0, 6 * rows * vocab * width)
-        run.table(f"states {rows} x {width}, head {vocab}", ways, error, 0.05, allowed)
+        run.table(f"states {rows} x {width}, head {vocab}", ways, expected_states(*inputs), 0.05, allowed)
 
 
 def states_step(function: Callable, hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
@@ -168,23 +143,19 @@ def naive_states(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return log_p.gather(-1, ids[:, None])[:, 0]
 
 
-@torch.no_grad()
-def exact_states(hidden, weight, ids, advantages, checked_rows, checked_ids) -> list[Tensor]:
-    """Of some rows values and dh in float64; of some ids dW, with the rows' sums in float32."""
-    h = hidden[checked_rows].double()
-    w = weight.double()
-    y = ids[checked_rows]
-    log_p = (h @ w.T / TEMPERATURE).log_softmax(-1)
-    logps = log_p.gather(-1, y[:, None])[:, 0]
-    one_hot = F.one_hot(y, len(weight))
-    grad_hidden = (advantages[checked_rows, None] * (one_hot - log_p.exp()) / TEMPERATURE) @ w
+def expected_states(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
+    """What states_step returns, by the naive way in float32, some rows at a time."""
+    wide_weight = weight.detach().float().requires_grad_()
+    logps = []
+    grad_hidden = []
     grad_weight = 0
-    for rows in torch.arange(len(ids), device=CARD).split(1024):
-        p = (hidden[rows].float() @ weight.float().T / TEMPERATURE).softmax(-1)[:, checked_ids].double()
-        chosen = (ids[rows, None] == checked_ids).double()
-        dz = advantages[rows, None] * (chosen - p) / TEMPERATURE
-        grad_weight = grad_weight + dz.T @ hidden[rows].double()
-    return [logps, grad_hidden, grad_weight]
+    for rows in torch.arange(len(ids), device=CARD).split(CHUNK):
+        wide_hidden = hidden[rows].detach().float().requires_grad_()
+        found = states_step(naive_states, wide_hidden, wide_weight, ids[rows], advantages[rows])
+        logps.append(found[0])
+        grad_hidden.append(found[1])
+        grad_weight = grad_weight + found[2]
+    return [torch.cat(logps), torch.cat(grad_hidden), grad_weight]
 
 
 # ------------------------------------------------------------------------------------------------ windows
@@ -208,37 +179,18 @@ def windows_table(run: Run):
             "ours": partial(windows_step, window_attention, inputs, segments, grad),
             "ours, torch path": partial(windows_step, batched_attention, inputs, segments, grad),
         }
-        some_windows = torch.randperm(len(lengths))[: CHECKED // 8].tolist()
-        checked_windows = sorted({0, len(lengths) - 1, *some_windows})
-        rows, expected = exact_windows(inputs, grad, segments.cu_seqlens.tolist(), checked_windows)
-
-        def error(found, rows=rows, expected=expected) -> float:
-            return farthest([x[rows] for x in found], expected)
-
+        wide = [x.detach().float().requires_grad_() for x in inputs]
+        expected = windows_step(batched_attention, wide, segments, grad.float())
         size = q.numel() * q.element_size()
         products = 2 * sum(n * n for n in lengths) * HEADS * HEAD_DIM
         allowed = run.allowed_ms(11 * size, 7 * products)
-        run.table(f"windows {len(lengths)}, {tokens} patches", ways, error, 0.02, allowed)
+        run.table(f"windows {len(lengths)}, {tokens} patches", ways, expected, 0.02, allowed)
 
 
 def windows_step(function: Callable, inputs: list[Tensor], segments: Segments, grad: Tensor) -> list[Tensor]:
     """The result (T, H, D) of function (q, k, v, segments), and the three gradients."""
     out = function(*inputs, segments)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-
-
-def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], windows: list[int]):
-    """The rows of some windows, and result and gradients there in float64, by the formula."""
-    rows = []
-    results = []
-    for i in windows:
-        index = torch.arange(ends[i], ends[i + 1], device=grad.device)
-        q, k, v = (x.detach()[index].double().transpose(0, 1).requires_grad_() for x in inputs)  # (H, L, D)
-        out = (q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v
-        gradients = torch.autograd.grad(out, (q, k, v), grad[index].double().transpose(0, 1))
-        rows.append(index)
-        results.append([x.transpose(0, 1) for x in (out.detach(), *gradients)])
-    return torch.cat(rows), [torch.cat(column) for column in zip(*results, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ decoding
@@ -252,19 +204,14 @@ def decode_table(run: Run):
         R = prompts * rows_of_each
         torch.manual_seed(R)
         static, q, new_keys = decode_case(prompts, rows_of_each, *sizes)
-        checked = torch.randperm(R)[:CHECKED].to(CARD)
-        expected = exact_decode(static, q, new_keys, done, checked)
         ways = {
             "ours": partial(decode_step, StaticDecodeAttention.__call__, static, q, new_keys),
             "ours, torch path": partial(decode_step, DecodeAttention.__call__, static, q, new_keys),
         }
 
-        def error(found, checked=checked, expected=expected) -> float:
-            return farthest([found[0][checked]], [expected])
-
         numbers = 2 * K * D * (prompts * P + R * (done + 1)) + 2 * q.numel()
         title = f"decode {prompts} x {rows_of_each} rows, {P} + {done + 1} keys"
-        run.table(title, ways, error, 0.02, run.allowed_ms(q.element_size() * numbers, 0))
+        run.table(title, ways, ways["ours, torch path"](), 0.02, run.allowed_ms(q.element_size() * numbers, 0))
 
 
 def decode_case(prompts: int, rows_of_each: int, P: int, C: int, done: int, H: int, K: int, D: int):
@@ -275,23 +222,10 @@ def decode_case(prompts: int, rows_of_each: int, P: int, C: int, done: int, H: i
     prefill.keys.append([q.new_empty(prompts * P, K, D).normal_() for _ in range(2)])
     start = torch.zeros(prompts, dtype=torch.long, device=CARD)
     static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(rows_of_each), C, start)
+    static.advance(done + 1, growth=done + 1)
     for x in static.row_kv[0]:
-        x[:, :, :done] = torch.randn_like(x[:, :, :done])
-    static.newest.fill_(done)
-    static.row_bias[..., done + 1 :] = float("-inf")
+        x[:, :, :done].normal_()
     return static, q, (new_k, new_v)
-
-
-def exact_decode(static: StaticDecodeAttention, q: Tensor, new_keys: tuple, done: int, checked: Tensor) -> Tensor:
-    """Of some rows the result in float64, each with keys of its own, as where prompts are not shared."""
-    keys = []
-    for of_prompts, of_rows, new in zip(static.prompt_kv[0], static.row_kv[0], new_keys, strict=True):
-        x = torch.cat([static.slots.spread(of_prompts), of_rows], 2)
-        x[:, :, of_prompts.shape[2] + done] = new
-        keys.append(x[checked].double())
-    mask = torch.cat([static.prompt_bias[:1], static.row_bias[0, 0]], 1).double()
-    queries = q[checked, :, None].double()
-    return F.scaled_dot_product_attention(queries, *keys, mask, enable_gqa=True)[:, :, 0]
 
 
 @torch.no_grad()
@@ -304,7 +238,7 @@ def decode_step(call: Callable, static: StaticDecodeAttention, q: Tensor, new_ke
 
 def farthest(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference of a tensor, relative to its norm; NaN where one is NaN."""
-    differences = [(a.double() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    differences = [(a.float() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
     return torch.stack(differences).max().item()
 
 
@@ -323,22 +257,8 @@ def nan_in_new_memory():
 def milliseconds(call: Callable, once: bool) -> float:
     """The median."""
     if once:
-        begin = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin)
+        return 1e3 * seconds_of(call)
     return triton.testing.do_bench(call, warmup=50, rep=300, return_mode="median")
-
-
-def peak_mib(call: Callable) -> float:
-    """0 without a GPU."""
-    if CARD.type != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure_ceilings(toy: bool) -> tuple[float, float]:

@@ -72,18 +72,10 @@ class Case:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way; a rollout gets half as many")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    options = parser.parse_args()
-    if CARD.type == "cpu" and not options.toy:
-        sys.exit("no GPU here: --toy runs everything at toy size")
+    options = read_options(__doc__, "--repeats", 5, "timed calls of each way; a rollout gets half as many")
     # or the float32 comparison would be one of ten bits, in transformers' Conv3d
     torch.backends.cudnn.allow_tf32 = False
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = {"date": date, "card": card(), "versions": versions()}
-    print(json.dumps(about))
+    print(json.dumps(about()))
     case = make_case(options.toy)
     shallow_case = dataclasses.replace(case, config=shallow(case.config))
     model = build(shallow_case.config, torch.float32)
@@ -95,9 +87,8 @@ def main():
     theirs = twin(model)
     differences = compare(str(dtype), model, theirs, case)
     rows = measure(model, theirs, case, options.repeats)
-    if options.json:
-        found = {"rows": rows, "differences": differences, "shallow_differences": shallow_differences}
-        options.json.write_text(json.dumps(found | about, indent=2) + "\n")
+    found = {"rows": rows, "differences": differences, "shallow_differences": shallow_differences}
+    write_numbers(options.json, found)
 
 
 def make_case(toy: bool) -> Case:
@@ -305,11 +296,7 @@ def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
             results[way] = {"skipped": "out of memory"}
     for _ in range(repeats):
         for way, spent in seconds.items():
-            synchronize()
-            begin = time.perf_counter()
-            ways[way]()
-            synchronize()
-            spent.append(time.perf_counter() - begin)
+            spent.append(seconds_of(ways[way]))
     for way, spent in seconds.items():
         results[way].update(seconds=statistics.median(spent), shortest=min(spent), longest=max(spent))
     return results
@@ -319,15 +306,23 @@ def line(numbers: dict, base: float | None) -> str:
     if "skipped" in numbers:
         return f"{numbers['skipped']} | | | |"
     times = f"{numbers['seconds'] / base:.2f}" if base else ""
-    peak = "" if numbers["peak_gib"] is None else f"{numbers['peak_gib']:.1f}"
-    return f"{numbers['seconds']:.3f} | {numbers['shortest']:.3f} | {numbers['longest']:.3f} | {times} | {peak}"
+    spent = f"{numbers['seconds']:.3f} | {numbers['shortest']:.3f} | {numbers['longest']:.3f}"
+    return f"{spent} | {times} | {numbers['peak_gib']:.1f}"
 
 
-def peak_gib(call: Callable) -> float | None:
-    """Most memory of a call over what is held before it; None without a GPU."""
+def seconds_of(call: Callable) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def peak_gib(call: Callable) -> float:
+    """Most memory of a call over what is held before it; 0 without a GPU."""
     if CARD.type == "cpu":
         call()
-        return None
+        return 0.0
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     call()
@@ -340,18 +335,34 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def card() -> str:
-    return torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
+def read_options(description: str, number: str, default: float, help: str) -> argparse.Namespace:
+    """The options of a script that needs a GPU, or toy sizes: one number, --toy and --json."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument(number, type=type(default), default=default, help=help)
+    options = parser.parse_args()
+    if CARD.type == "cpu" and not options.toy:
+        sys.exit("no GPU here: --toy runs everything at toy size")
+    return options
 
 
-def versions() -> dict[str, str]:
-    found = {}
+def about() -> dict:
+    """Where and with what something is measured."""
+    versions = {}
     for name in ("torch", "triton", "transformers"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
+    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "card": card, "versions": versions}
+
+
+def write_numbers(path: Path | None, numbers: dict):
+    """Write them, and where they were measured, if there is a path."""
+    if path:
+        path.write_text(json.dumps(about() | numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":

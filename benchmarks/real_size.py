@@ -22,15 +22,14 @@ from resource import RUSAGE_CHILDREN, getrusage
 import grpo_step
 import PIL.Image
 import torch
-from sizes import HUB
+from sizes import HUB, small_model
 
 from minivlmrl.hub.folder import INDEX, read_json, read_lines, save_tensors, write_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.completions import Logged
 from minivlmrl.run.config import load_config
 from minivlmrl.run.memory import RESERVE, Costs, peak_bytes, plan
-from minivlmrl.scale.checkpoint import plain_weights, random_model, save_model
-from minivlmrl.tasks import shapes
+from minivlmrl.scale.checkpoint import plain_weights, save_model
 
 SHARD = 5 * 10**8  # weights of one file, about
 # pixels; of a prompt's text and picture
@@ -133,16 +132,11 @@ def minivlmrl(*arguments: str):
 @torch.no_grad()
 def write_folder(folder: Path, values: dict):
     """Write what the hub's folders have: a tokenizer for another size of vocabulary, and random weights in bfloat16."""
-    (folder.parent / "toy.json").write_text(json.dumps(HUB["toy"]))
-    small, processor = random_model(folder.parent / "toy.json", shapes.tokenizer(), seed=0)
+    small, processor, token_ids = small_model(folder.parent)
     save_model(folder, small, processor)
     (folder / "model.safetensors").unlink()
-    config = dict(values)
-    for name, value in vars(small.config).items():
-        if name.endswith("_token_id"):
-            config[name] = value
-    config["vocab_size"] = max(values["vocab_size"], small.config.vocab_size)
-    config["torch_dtype"] = "bfloat16"
+    vocab_size = max(values["vocab_size"], small.config.vocab_size)
+    config = values | token_ids | {"vocab_size": vocab_size, "torch_dtype": "bfloat16"}
     write_json(folder / "config.json", config)
     generator = torch.Generator().manual_seed(0)
     shards = [[]]

@@ -1,6 +1,11 @@
 """Models as numbers: the hub's Qwen2.5-VL and one that a CPU runs in seconds."""
 
+import json
+from pathlib import Path
+
 from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.scale.checkpoint import random_model
+from minivlmrl.tasks import shapes
 
 TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
 HUB = {
@@ -30,3 +35,12 @@ HUB = {
 def config_of(size: str) -> ModelConfig:
     """Read one of HUB."""
     return ModelConfig.from_dict(HUB[size])
+
+
+def small_model(folder: Path):
+    """The model of toy size and its processor, and by the config's names the ids of its special tokens."""
+    path = folder / "toy.json"
+    path.write_text(json.dumps(HUB["toy"]))
+    model, processor = random_model(path, shapes.tokenizer(), seed=0)
+    token_ids = {name: value for name, value in vars(model.config).items() if name.endswith("_token_id")}
+    return model, processor, token_ids
