@@ -246,11 +246,13 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
         ]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    expected_target = (
+    require(
+        target_names,
+        "target",
+        target,
         "language, vision, merger or a regular expression of layers' whole names, "
-        f"such as {linear_names[-1]}"
+        f"such as {linear_names[-1]}",
     )
-    require(target_names, "target", target, expected_target)
     return target_names
 
 

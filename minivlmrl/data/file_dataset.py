@@ -153,8 +153,12 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
     prompt_template = options.prompt_template
     if "{problem}" not in prompt_template:
         question_columns = [name for name in PROMPTS if columns.get(name) is not None]
-        expected = f"a text with {{problem}} in it, as the row has {question_columns}"
-        require(not question_columns, "data.prompt_template", prompt_template, expected)
+        require(
+            not question_columns,
+            "data.prompt_template",
+            prompt_template,
+            f"a text with {{problem}} in it, as the row has {question_columns}",
+        )
         columns = columns | {"problem": prompt_template}
         prompt_template = "{problem}"
     media = []

@@ -41,9 +41,8 @@ class DataSection(RowOptions):
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
     eval_blind: bool = False  # on grey pictures and those of other rows too: docs/metrics.md
-    min_pixels: MinPixels | None = (
-        None  # bounds of an image's area; None: as the model's folder says
-    )
+    # bounds of an image's area; None: as the model's folder says
+    min_pixels: MinPixels | None = None
     max_pixels: Count | None = None  # upper bound of the area
     image_workers: Annotated[int, "[0, 64]"] = 2  # threads that prepare prompts; 0: steps wait
     skip_unreadable: bool = False  # leave out training rows whose image is broken, and count them
