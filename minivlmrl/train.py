@@ -83,8 +83,8 @@ def train(algorithm: Algorithm, rows, results, log, states, progress, before_ste
     for number in range(progress.step, config.max_steps):
         try:
             with states.saved_on_error(progress, log):
-                # Evaluation and saving after `number` steps come before the next step, so that a run
-                # that was killed between state and evaluation does them when it is resumed.
+                # Evaluation and saving after `number` steps come before the next step, so that a
+                # run that was killed between state and evaluation does them when it is resumed.
                 results.after_step(algorithm, number)
                 step = next(steps)
             before_step(algorithm, optimizer, step, number, batches)
