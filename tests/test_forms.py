@@ -12,6 +12,7 @@ from talk import assistant, system, user
 
 from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.forms import to_columns
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|$", PAGE.split("## Rows of other projects")[1], re.MULTILINE))
@@ -179,3 +180,9 @@ WRONG = [  # a row, and what its error says after the file and line
 def test_a_wrong_row_is_named(read, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
         read(row).prompt(lambda messages, images, videos: images[0])
+
+
+def test_a_path_in_an_img_tag_may_have_quotes_and_backslashes():
+    path = r'a "cat"\1.jpg'
+    row = to_columns({"problem": f"<img>{path}</img>How many?"}, {})
+    assert row["images"] == [path] and row["problem"] == "<image>How many?"
