@@ -59,7 +59,19 @@ BUDGETS = {
     },
 }
 # What an issue granted on top of a version's budget: {"0.3.0": {"the issue's title": {"tokens: core": 1800}}}
-GRANTED = {"0.2.0": {}, "0.3.0": {}}
+GRANTED = {
+    "0.2.0": {},
+    "0.3.0": {
+        "the mission's own rows": {
+            "tokens: core": 1_800,
+            "tokens: recipes": 2_000,
+            "tokens: tests": 9_000,
+            "fields of a recipe": 13,
+            "words of README and docs": 1_400,
+        },
+        "what strangers found": {"tokens: core": 1_000, "tokens: audit": 460, "tokens: tests": 9_000},
+    },
+}
 # Two lists that may only get shorter: files of core, audit and recipes with lines that pack several things into one,
 # and how many, see plain.packings ...
 PACKED_LINES = {}
