@@ -75,6 +75,8 @@ OPTIONS = [  # field, another value, base
     ("ppo.cliprange", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
     ("ppo.vf_coef", 1.0, PPO),
     ("ppo.kl_coef", 0.0, PPO_KL),
+    ("ppo.kl_estimator", "k3", PPO_KL),
+    ("ppo.missing_eos_penalty", 1.0, PPO),
     ("ppo.gamma", 0.5, PPO),
     ("ppo.lam", 0.5, PPO),
     ("sampling.temperature", 0.5, GRPO),

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from minivlmrl.logprobs import completion_states, per_token_logps
@@ -24,11 +25,13 @@ def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, sa
     assert lines[0]["clip_ratio/policy"] == lines[0]["clip_ratio/value"] == 0
 
 
-def test_advantages_and_returns_by_hand(stage, samples):
+@pytest.mark.parametrize(("kl_estimator", "penalty"), [("k1", None), ("k3", 0.7)])
+def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
     """Of every completion by itself: KL penalty, score at the end; then GAE and whitening over the rollout."""
     run = stage(
         "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
-        "--sampling.temperature=1.5",
+        "--sampling.temperature=1.5", f"--ppo.kl_estimator={kl_estimator}",
+        f"--ppo.missing_eos_penalty={'null' if penalty is None else penalty}",
     )  # fmt: skip
     run.go(2)
     policy, reference = run.model, run.algorithm.reference.model
@@ -39,8 +42,10 @@ def test_advantages_and_returns_by_hand(stage, samples):
         logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
         values = alone.pad(run.algorithm.critic(completion_states(policy, alone))[:, 0])
     mask, scores = alone.completion_mask, earned(run.algorithm, samples[-1])
-    assert values.abs().max() > 1e-3
-    rewards = baselines.token_rewards(scores.double(), logps, ref, mask, 0.2)
+    assert values.abs().max() > 1e-3 and {c.stopped for c in completions} == {True, False}
+    if penalty:  # TRL 1.12: scores[~contain_eos_token] -= missing_eos_penalty
+        scores[[not c.stopped for c in completions]] -= penalty
+    rewards = baselines.token_rewards(scores.double(), logps, ref, mask, 0.2, kl_estimator)
     advantages, returns = baselines.gae(rewards, values, 0.9, 0.8)
     [advantages] = baselines.whiten([advantages], [mask])
     for name, expected in (("advantages", advantages), ("returns", returns)):

@@ -6,7 +6,7 @@ the policy's own backbone. Left out: a critic of its own, adaptive KL, entropy b
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
     kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of a token's KL; 0: no reference model
+    kl_estimator: Literal["k1", "k3"] = "k1"  # of that KL, see token_rewards
+    # taken from the score of a completion without an end token, as TRL's; None: nothing
+    missing_eos_penalty: float | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
 
@@ -89,6 +92,9 @@ class PPO(GRPOStage):
         total = combine(rewards, self.reward_weights)
         rollout.metrics = self.metrics(rollout, rewards, total)
         scores = self.world.local(total).nan_to_num(0.0)  # (n,)
+        if self.config.missing_eos_penalty is not None:
+            is_cut = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
+            scores = scores - self.config.missing_eos_penalty * is_cut
         batches = list(chain(*steps))
         for batch in batches:
             self.estimate_advantages(batch, scores[batch.completion_index])
@@ -105,7 +111,8 @@ class PPO(GRPOStage):
         ref_logps = batch.ref_per_token_logps if self.reference is not None else old_logps
         scores = scores.to(old_logps.device)
         mask = batch.group.completion_mask
-        rewards = token_rewards(scores, old_logps, ref_logps, mask, config.kl_coef)
+        kl_options = config.kl_coef, config.kl_estimator
+        rewards = token_rewards(scores, old_logps, ref_logps, mask, *kl_options)
         batch.advantages, batch.returns = gae(rewards, batch.old_values, config.gamma, config.lam)
 
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
