@@ -24,8 +24,11 @@ PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
 PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
 
 
+GIVEN = ("log_sum_sq_probs", "ref_per_token_logps", "ref_logps")
+
+
 def pair_loss(loss_type, **options):
-    tensors = {name: options.pop(name) for name in ("log_sum_sq_probs", "ref_per_token_logps") if name in options}
+    tensors = {name: options.pop(name) for name in GIVEN if name in options}
     options = DPOLoss(**{"loss_type": loss_type, "beta": 0.5, **options})
     return dpo_loss(PAIR, PAIR_MASK, options, **{"ref_per_token_logps": PAIR_REF, **tensors})[0].item()
 
@@ -41,10 +44,24 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
-    loss, _ = dpo_loss(
-        logps, options=DPOLoss(f_divergence_type="alpha_divergence"), f_alpha_divergence_coef=3.0, **batch
-    )
+    options = DPOLoss(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
+    loss, _ = dpo_loss(logps, options=options, **batch)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
+
+
+def test_label_smoothing_of_sigmoid_is_cdpo():
+    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75), the loss of labels of which one in ten is flipped."""
+    expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
+    assert pair_loss("sigmoid", label_smoothing=0.1) == near(expected)
+
+
+def test_reference_sums_stand_for_those_of_tokens():
+    """-1.5 and -2 of the references of PAIR; with ld_alpha 0.5 the second token of the rejected answer counts half."""
+    for ld_alpha, rejected in ((None, -2.0), (0.5, -1.5)):
+        sums = losses.answer_logps(PAIR_REF, PAIR_MASK, ld_alpha)
+        assert sums.tolist() == [[-1.5, rejected]]
+        given = {"ref_per_token_logps": None, "ref_logps": sums}
+        assert pair_loss("ipo", ld_alpha=ld_alpha, **given) == pair_loss("ipo", ld_alpha=ld_alpha)
 
 
 def test_kto_kl():
@@ -71,6 +88,11 @@ def test_docstring_examples():
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one for each"),
     ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0"),
     ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
+    ({"loss_type": ["hinge", "sft"], "label_smoothing": 0.1},
+     r"no effect on \['hinge', 'sft'\]; it is for sigmoid, exo_pair, robust, aot, aot_unpaired"),
+    ({"loss_type": "sft", "f_divergence_type": "js_divergence"}, "no effect on loss_type sft alone; leave it out"),
+    ({"f_alpha_divergence_coef": 0.3}, "f_alpha_divergence_coef needs f_divergence_type alpha_divergence"),
+    ({"ref_per_token_logps": None}, "dpo_loss needs ref_per_token_logps or ref_logps"),
     ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
      "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.F_LOSSES)),

@@ -23,9 +23,8 @@ class PolicyOptions(FamilyLoss):
 
 @dataclass
 class DPOOptions(DPOLoss):
-    """DPOLoss, and what dpo_loss takes as arguments."""
+    """DPOLoss, and what dpo_loss takes as an argument."""
 
-    f_alpha_divergence_coef: float = 0.5
     discopop_tau: float = 0.05
 
 

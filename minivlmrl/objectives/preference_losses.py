@@ -21,8 +21,9 @@ KTOType = Literal["kto", "apo_zero_unpaired"]
 SFTType = Literal["nll", "dft"]
 KTO_LOSS_TYPES = get_args(KTOType)
 SFT_LOSS_TYPES = get_args(SFTType)
-# of DPO_LOSSES, those that are defined for every divergence
+# of DPO_LOSSES, those that are defined for every divergence; sft is the same for all
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # those with label_smoothing
 
 
 @dataclass
@@ -32,8 +33,10 @@ class DPOLoss:
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES
     loss_weights: list[float] | None = None  # None: 1 each; of MPO [0.8, 0.2, 1.0]
     beta: Annotated[float, "> 0"] = 0.1  # weight of a log ratio; large: near the reference
-    label_smoothing: float = 0.0  # share of wrong labels, for exo_pair, robust, aot, aot_unpaired
+    # share of wrong labels, for sigmoid, exo_pair, robust, aot, aot_unpaired
+    label_smoothing: float = 0.0
     f_divergence_type: Divergence = "reverse_kl"  # what is bounded, see f_score
+    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight beyond the shorter answer
     use_weighting: bool = False  # WPO: weight pairs by the policy's own probability of them
 
@@ -58,6 +61,15 @@ class DPOLoss:
             raise ValueError("loss_type exo_pair takes log(label_smoothing): give one over 0")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing is {self.label_smoothing}, it must be in [0, 0.5)")
+        if self.label_smoothing and not set(names) & set(SMOOTHED):
+            raise ValueError(
+                f"label_smoothing has no effect on {names}; it is for {', '.join(SMOOTHED)}"
+            )
+        if divergence != "reverse_kl" and names == ["sft"]:
+            raise ValueError("f_divergence_type has no effect on loss_type sft alone; leave it out")
+        is_default = self.f_alpha_divergence_coef == DPOLoss.f_alpha_divergence_coef
+        if not is_default and divergence != "alpha_divergence":
+            raise ValueError("f_alpha_divergence_coef needs f_divergence_type alpha_divergence")
 
 
 @dataclass
@@ -78,8 +90,9 @@ class Pairs:
 
 # name: Pairs -> (B,); s is the sigmoid, b beta, e label_smoothing
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # -log s(b d). DPO eq. 7 (arXiv 2305.18290)
-    "sigmoid": lambda pairs: -logsigmoid(pairs.z),
+    # -log s(b d). DPO eq. 7 (arXiv 2305.18290); for a share e of flipped labels -log s(-b d): cDPO,
+    # eq. 3 of E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL has ignored e here since 0.29
+    "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
     # (d - 1 / (2 b))^2, d per token. IPO eq. 17 (2310.12036), length-normalised by its authors
@@ -137,9 +150,9 @@ def dpo_loss(
     mask: Tensor,
     options: DPOLoss | None = None,
     *,
-    ref_per_token_logps: Tensor,
+    ref_per_token_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
     log_sum_sq_probs: Tensor | None = None,
-    f_alpha_divergence_coef: float = 0.5,
     discopop_tau: float = 0.05,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -151,9 +164,9 @@ def dpo_loss(
         per_token_logps: (B, 2, T) float, nats.
         mask: (B, 2, T), 1 for tokens of the answers.
         ref_per_token_logps: (B, 2, T), a constant.
+        ref_logps: (B, 2), instead: the answer_logps of ref_per_token_logps.
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for
             use_weighting.
-        f_alpha_divergence_coef: alpha of alpha_divergence.
         discopop_tau: temperature of discopop, over 0.
         counts: `tokens` are the chosen ones, for sft.
     Returns:
@@ -161,9 +174,11 @@ def dpo_loss(
         rewards/margins, rewards/accuracies (share of pairs with a positive margin), logps/chosen,
         logps/rejected.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
-        equals DPOTrainer._compute_loss of TRL 1.16.
+        equals DPOTrainer._compute_loss of TRL 1.16, but for label_smoothing of sigmoid.
     """
     options = options or DPOLoss()
+    if ref_logps is None and ref_per_token_logps is None:
+        raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps")
     if log_sum_sq_probs is None and options.use_weighting:
         raise ValueError("use_weighting needs log_sum_sq_probs")
     lengths = mask.sum(-1)  # (B, 2)
@@ -175,11 +190,12 @@ def dpo_loss(
     if counts is not None:
         num_pairs = counts.sequences / 2
         num_tokens = counts.tokens
-    counted = mask if options.ld_alpha is None else ld_weights(mask, options.ld_alpha)
-    logps = (per_token_logps * counted).sum(-1)  # (B, 2)
-    ref_logps = (ref_per_token_logps * counted).sum(-1)
-    u, v = (logps - ref_logps).unbind(1)
-    scores = f_score(logps - ref_logps, options.f_divergence_type, f_alpha_divergence_coef)
+    logps = answer_logps(per_token_logps, mask, options.ld_alpha)
+    if ref_logps is None:
+        ref_logps = answer_logps(ref_per_token_logps, mask, options.ld_alpha)
+    log_ratio = logps - ref_logps  # (B, 2)
+    u, v = log_ratio.unbind(1)
+    scores = f_score(log_ratio, options.f_divergence_type, options.f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
     # summed over pairs and divided by num_pairs this is -sum(logps of chosen tokens) / num_tokens
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
@@ -209,11 +225,18 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
     return aligned.sum(-1).exp()
 
 
-def ld_weights(mask: Tensor, ld_alpha: float) -> Tensor:
-    """Weigh tokens (B, 2, T) by 1 up to the length of the shorter answer, by ld_alpha beyond."""
-    shorter = mask.sum(-1).amin(1)  # (B,)
-    shared = mask.cumsum(-1) <= shorter[:, None, None]
-    return torch.where(shared, mask, ld_alpha * mask)
+def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
+    """Sum log-probabilities (B, 2, T) over the tokens of each answer: (B, 2), nats.
+
+    Tokens beyond the length of the pair's shorter answer count ld_alpha times.
+    Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs of TRL 1.16.
+    """
+    weights = mask
+    if ld_alpha is not None:
+        shorter = mask.sum(-1).amin(1)  # (B,)
+        shared = mask.cumsum(-1) <= shorter[:, None, None]
+        weights = torch.where(shared, mask, ld_alpha * mask)
+    return (per_token_logps * weights).sum(-1)
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:

@@ -24,7 +24,8 @@ def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str,
 def dpo_cell(q: Question) -> Cell:
     """DPOTrainer._compute_loss.
 
-    In TRL alpha_divergence knows no float64 (so the batch is float32), and exo_pair's label_smoothing is float32.
+    In TRL alpha_divergence knows no float64 (so the batch is float32), and exo_pair's label_smoothing is float32. It
+    ignores that of sigmoid: a share e of pairs is exchanged for it.
     """
     single, given = q.options.get("f_divergence_type") == "alpha_divergence", {}
     batch = preference_batch(q.seed, torch.float32 if single else torch.float64)
@@ -35,12 +36,21 @@ def dpo_cell(q: Question) -> Cell:
 
     def ours(batch: dict):
         options = dict(q.options)
-        keywords = {name: options.pop(name) for name in ("f_alpha_divergence_coef", "discopop_tau") if name in options}
+        keywords = {name: options.pop(name) for name in ("discopop_tau",) if name in options}
         return preference.dpo_loss(**batch, **given, **keywords, options=preference.DPOLoss(**options))
 
     names = [q.options["loss_type"]] if isinstance(q.options["loss_type"], str) else q.options["loss_type"]
     theirs = partial(trl, "dpo_loss", **{"loss_weights": None, "use_weighting": False, **q.options, "loss_type": names})
-    return loss_cell(q, batch, ours, theirs, tolerance=1e-6 if single or "exo_pair" in names else 1e-10)
+
+    def exchanged(batch: dict):
+        e = q.options["label_smoothing"]
+        loss, metrics = theirs(batch)
+        other_loss, _ = theirs({name: pairs.flip(1) for name, pairs in batch.items()})
+        return (1 - e) * loss + e * other_loss, metrics
+
+    is_cdpo = names == ["sigmoid"] and "label_smoothing" in q.options
+    tolerance = 1e-6 if single or "exo_pair" in names else 1e-10
+    return loss_cell(q, batch, ours, exchanged if is_cdpo else theirs, tolerance=tolerance)
 
 
 def kto_cell(q: Question) -> Cell:
