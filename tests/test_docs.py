@@ -160,6 +160,15 @@ def test_options_of_trl_are_trls_and_same_is_same(row):
         assert defaults == (here if len(here) == len(theirs) else list(*here))
 
 
+def test_the_changelog_names_what_a_recipe_could_once_set():
+    """Every option since 0.1.0 (recorded) is there, is back, or has a row that says what to do instead."""
+    page = PAGES["docs/changelog.md"]
+    gone = [name for names, _ in rows_of(page, "Options that went") for name in re.findall("`([^`]+)`", names)]
+    back = re.findall("`([^`]+)`", page.split("\nBack")[1].split("\n\n")[0])
+    recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
+    assert {*recorded} - {*option_paths(RunConfig)} - {*back} == {*gone}
+
+
 def test_every_metric_is_explained(run, plain):
     """By its name, or by what follows its group; a reward's is under NAME."""
     folder = run("--stages=[sft, dpo, kto, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
