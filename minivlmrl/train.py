@@ -124,4 +124,5 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
+    algorithm.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}

@@ -116,7 +116,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused(stage, teacher, t
     words = content["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"2 tokens of the student are others here, such as '[ab]'; a teacher has"):
+    with pytest.raises(ValueError, match=r"2 tokens of the policy are others here, such as '[ab]'; take a model with"):
         stage("distill", option)
 
 

@@ -5,7 +5,15 @@ import copy
 import pytest
 import torch
 
-from minivlmrl.adapters.lora import AdapterCopy, LoRAConfig, LoRALinear, adapter_parameters, adapters, draw_adapters
+from minivlmrl.adapters.lora import (
+    LoRAConfig,
+    LoRALinear,
+    ParameterCopy,
+    adapter_parameters,
+    adapters,
+    draw_adapters,
+    is_adapter,
+)
 from minivlmrl.logprobs import per_token_logps
 
 import tiny
@@ -92,7 +100,7 @@ def test_a_copy_of_adapters_computes_as_they_were():
     """As often as it is asked; the model has its own back afterwards, also after an error; older graphs stay."""
     model = adapted()
     before = loss(model).detach()
-    kept = AdapterCopy(model)
+    kept = ParameterCopy(model, [name for name, _ in model.named_parameters() if is_adapter(name)])
     assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # the base is no part of it
     assert not any(parameter.requires_grad for parameter in kept.parameters())
     for layer in adapters(model).values():

@@ -167,18 +167,28 @@ def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
     return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
 
 
-class AdapterCopy(nn.Module):
-    """The adapters of a model as they are now."""
+class ParameterCopy(nn.Module):
+    """Some parameters of a model as they are now; the model itself has all others.
 
-    def __init__(self, model: nn.Module):
+    Args:
+        names: of these parameters, such as those of its adapters.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]):
         super().__init__()
-        self.models = [model]  # in a list: its base is no part of this
-        copies = [p.detach().clone() for p in adapter_parameters(model)]
+        self.models = [model]  # in a list: its parameters are no part of this
+        self.names = names
+        copies = [parameter.detach().clone() for parameter in self.originals()]
         self.copies = nn.ParameterList(copies).requires_grad_(False)
+
+    def originals(self) -> list[nn.Parameter]:
+        """List the model's own parameters of these names; a sharded one must not be gathered."""
+        parameters = dict(self.models[0].named_parameters())
+        return [parameters[name] for name in self.names]
 
     @contextmanager
     def computing(self) -> Iterator[nn.Module]:
-        """Yield the model with these adapters; a sharded one must not be gathered at the ends."""
+        """Yield the model with these values; a sharded one must not be gathered at the ends."""
         self._exchange()
         try:
             yield self.models[0]
@@ -187,8 +197,7 @@ class AdapterCopy(nn.Module):
 
     def _exchange(self):
         # .data is unseen by autograd: what an older graph has saved is there again when it is used
-        parameters = adapter_parameters(self.models[0])
-        for kept_copy, parameter in zip(self.copies, parameters, strict=True):
+        for kept_copy, parameter in zip(self.copies, self.originals(), strict=True):
             old_value = parameter.detach().clone()
             parameter.data.copy_(kept_copy)
             kept_copy.data.copy_(old_value)

@@ -45,7 +45,9 @@ class Algorithm:
         self.trained = model
         self.processor = processor
         select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
-        self.reference = Reference(model) if self.has_reference(self.config) else None
+        self.reference = None
+        if self.has_reference(self.config):
+            self.reference = Reference(model, run.reference, processor, world)
 
     @staticmethod
     def check(run):
@@ -67,6 +69,11 @@ class Algorithm:
         if self.reference is not None:
             modules["reference"] = self.reference.model
         return modules
+
+    def after_step(self, steps: int):
+        """Do what follows an update; steps: optimizer steps of this stage so far."""
+        if self.reference is not None:
+            self.reference.after_step(steps)
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""

@@ -12,21 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import AdapterCopy
+from minivlmrl.adapters.lora import ParameterCopy
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.reference import computing
+from minivlmrl.algorithms.reference import computing, load_frozen
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.code_names import load_name
-from minivlmrl.hub.folder import find_folder
 from minivlmrl.hub.recipe_values import Code, FilePath, require
-from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Processor, Prompt, Row
-from minivlmrl.scale.checkpoint import load_model
 
 
 @dataclass
@@ -73,7 +70,7 @@ class Distill(GRPOStage):
             self.teacher = load_teacher(run.reference.teacher, model, processor, world)
             self.reference = None
         # whose config and head the teacher has: copied adapters compute on the policy's
-        self.teacher_base = model if isinstance(self.teacher, AdapterCopy) else self.teacher
+        self.teacher_base = model if isinstance(self.teacher, ParameterCopy) else self.teacher
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
@@ -128,18 +125,8 @@ class Distill(GRPOStage):
 
 
 def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> nn.Module:
-    """Load a model with the student's tokenizer (ValueError: it has another), without gradient."""
-    dtype = student.lm_head.weight.dtype
-    sharding = getattr(student, "sharding", None)
-    teacher = load_model(path, dtype, world.device, sharding).requires_grad_(False)
-    ids = processor.tokenizer.backend.get_vocab()
-    teacher_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
-    differing = [token for token in ids if teacher_ids.get(token) != ids[token]]
-    if differing:
-        raise ValueError(
-            f"{path}: {len(differing)} tokens of the student are others here, "
-            f"such as {differing[0]!r}; a teacher has the student's tokenizer"
-        )
+    """Load a model with a row of its head for each of the student's (ValueError: it has fewer)."""
+    teacher = load_frozen(path, student, processor, world)
     size = teacher.config.vocab_size
     student_size = student.config.vocab_size
     require(

@@ -45,8 +45,8 @@ class GRPOStage(Algorithm, GRPO):
     def __init__(self, run, model, processor, world):
         Algorithm.__init__(self, run, model, processor, world)
         has_reward_model = FOLDER in run.rewards
-        # the reference's tower is the policy's then; a reward model reads prompts with its own
-        frozen = not trained_parameters(model.visual)
+        # a reward model reads prompts with a tower of its own, and so does a reference of a folder
+        frozen = not trained_parameters(model.visual) and run.reference.path is None
         build = build_sampler if run.sampling.engine == "own" else load_name(VLLM)
         sample = build(
             model,

@@ -21,6 +21,7 @@ from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
+from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
 from minivlmrl.hub.folder import json_text
@@ -86,6 +87,11 @@ class GRPOSection(FamilyConfig, PiecesConfig, TrainingConfig):
 
 
 @dataclass
+class ReferenceSection(ReferenceConfig, TeacherSection):
+    """What the policy is held near, or learns from."""
+
+
+@dataclass
 class RunConfig:
     """A whole run."""
 
@@ -118,7 +124,7 @@ class RunConfig:
     # name -> weight
     rewards: Weights = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    reference: TeacherSection = field(default_factory=TeacherSection)
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
