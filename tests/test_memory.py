@@ -62,7 +62,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     planned = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
-    model = Costs(config).build(run).to_empty(device="cpu")
+    model = Costs(config).build(run, "grpo").to_empty(device="cpu")
     if config.tie_word_embeddings:  # each of the two has got memory of its own
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
@@ -110,6 +110,17 @@ def test_what_an_option_saves():
     assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
+
+
+@pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.num_shared_layers=1", "reference.path"])
+def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
+    """Besides the policy; what both share has no gradients."""
+    option = f"reference.path={checkpoint}" if "path" in option else option
+    run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
+    planned = plan(run.algorithm.run, "dpo", Costs(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    found = {"reference": run.algorithm.reference.model.parameters(), "gradients": trained}
+    assert {name: planned[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
 
 
 def test_an_optimizer_without_moments_is_planned_without_them(monkeypatch):

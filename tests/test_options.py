@@ -34,8 +34,14 @@ STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
     "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5,
     "warmup_steps": 2, "adam_beta2": 0.5,
 }  # fmt: skip
+MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
 TEACHER = "--reference.teacher_prompt=teachers:hint"
 OPTIONS = [  # field, another value, base
+    ("reference.sync_ref_model", "true", [*DPO, "--reference.ref_model_sync_steps=1"]),
+    ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
+    ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
+    ("reference.num_shared_layers", 1, DPO),
+    ("reference.pattern", "visual.blocks.{layer}", [*DPO, "--reference.num_shared_layers=1"]),
     ("reference.teacher_beta", 1.0, ["--stages=distill", LETTERS, TEACHER]),
     *[
         (f"{stage}.{name}", value, [*BASES[stage], f"--{stage}.max_steps=3"])
@@ -141,11 +147,12 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # (micro_batch_size), test_reward_model.py (path),
 # test_results.py (evaluations, checkpoints), test_metrics.py (report_to),
 # test_train.py (files and folders), test_template.py (template), test_resume.py (states, resume, timeout),
-# test_tool_sampler.py (environment), test_distill.py (teachers), test_sharding.py or test_ranks.py.
+# test_tool_sampler.py (environment), test_distill.py (teachers), test_reference.py (path),
+# test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "max_epochs", "data.files"),
-    *("reward_model.path", "reference.teacher", "reference.teacher_prompt"),
+    *("reward_model.path", "reference.path", "reference.teacher", "reference.teacher_prompt"),
     *("output_dir", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.resize", "data.template"),

@@ -148,7 +148,10 @@ def evaluation(folder, overrides, world):
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
+MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
+SHARING = [*MOVING, "--reference.num_shared_layers=1"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
+BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # the second of two layers
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
 # the policy's adapters, the head of a critic, of which one rank has no row, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
@@ -161,6 +164,8 @@ QUICK = {
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "dropout": [*ADAPTED, *DROPOUT],
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
+    "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
+    "sharing, sharded": [*SHARING, *SHARDED], "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
 }  # fmt: skip
 NF4_WAYS = {"NF4, layer by layer": [*ADAPTED, NF4, *ONE_BY_ONE]}
 
@@ -175,7 +180,7 @@ def quick_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
     alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
-    alone |= {"adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
+    alone |= {"moving": MOVING, "sharing": SHARING, "adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
@@ -185,6 +190,22 @@ def test_two_ranks_equal_one(quick_results, way):
     alone, ranks = quick_results
     for rank in ranks:
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("way", ["moving, compute_dtype", "sharing, sharded", "sharing, layer by layer"])
+def test_two_ranks_keep_the_reference_of_one(quick_results, way):
+    """It moves after each step. Each rank has its rows of what is trained once more, and of nothing that is shared."""
+    alone, ranks = quick_results
+    expected = alone[way.partition(",")[0]]
+    for rank in ranks:
+        assert_equal(rank[way], expected, 1e-12, 1e-12)
+    first, second = (rank[way].reference for rank in ranks)
+    if "compute" in way:  # each has all rows
+        first, second = first, [rows[:0] for rows in second]
+    joined = [torch.cat(parts) for parts in zip(first, second, strict=True)]
+    torch.testing.assert_close(joined, expected.reference, rtol=0, atol=1e-12)
+    trained = [name for name in expected.weights if not name.startswith(BELOW) or way.startswith("moving")]
+    assert [len(rows) for rows in joined] == [len(expected.weights[name]) for name in trained]
 
 
 def test_two_ranks_with_tools_equal_one(quick_results):

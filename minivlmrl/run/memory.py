@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.lora import adapter_parameters, dropout
 from minivlmrl.adapters.trained import select_trained, trained_parameters
+from minivlmrl.algorithms.reference import freeze_shared
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import draw_by, make_choose
@@ -115,16 +116,18 @@ class Costs:
         head = 0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
         self.backbone = self.parameters - head
 
-    def build(self, run: RunConfig) -> nn.Module:
-        """Make the model of a run on the meta device."""
+    def build(self, run: RunConfig, stage: str) -> nn.Module:
+        """Make the model that a stage of a run trains on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         run.adapter.place(model)
         select_trained(model, run.model.freeze)
+        if has_reference(run, stage):
+            freeze_shared(model, run.reference)
         return model
 
-    def activations(self, run: RunConfig, work: Work, train: bool) -> int:
+    def activations(self, run: RunConfig, model: nn.Module, work: Work, train: bool) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
-        model = self.build(run)
+        model = copy.deepcopy(model)
         batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
             model = model.to(DTYPES[run.model.compute_dtype])
@@ -198,7 +201,7 @@ def plan(
         text_tokens, image_tokens, frames: of a prompt, see Work.
     """
     algorithm = find_algorithm(stage, run)
-    model = costs.build(run)
+    model = costs.build(run, stage)
     shards = num_shards(run.sharding, gpus)
     share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
     micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
@@ -209,8 +212,8 @@ def plan(
     phases = {}
     if samples:
         phases["rollout"] = rollout_items(run, costs, model, drawn, gathered)
-    if samples or algorithm.has_reference(getattr(run, stage)):
-        forward = costs.activations(run, micro_batch, train=False)
+    if samples or has_reference(run, stage):
+        forward = costs.activations(run, model, micro_batch, train=False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
     gradients = bytes_of(trained_parameters(model)) * share
     if gpus > 1 and not run.uses_fsdp:
@@ -218,7 +221,7 @@ def plan(
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": gradients,
-        "forward and backward": costs.activations(run, micro_batch, train=True),
+        "forward and backward": costs.activations(run, model, micro_batch, train=True),
         "logits": logits,
     }
     always = {name: size * share for name, size in held(run, stage, model, costs).items()}
@@ -274,7 +277,7 @@ def rollout_items(
     items = {
         "gathered": gathered,
         "keys and values": costs.keys_and_values(dtype, drawn),
-        "prompts' forward": costs.activations(run, prompts_alone, train=False),
+        "prompts' forward": costs.activations(run, model, prompts_alone, train=False),
         "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
     }
     if run.sampling.engine != "own":  # it sleeps in the other phases
@@ -286,17 +289,32 @@ def rollout_items(
 def held(run: RunConfig, stage: str, model: nn.Module, costs: Costs) -> dict[str, float]:
     """Bytes of what is there all the time, before sharding."""
     algorithm = find_algorithm(stage, run)
-    dtype = DTYPES[run.model.dtype]
     weights = bytes_of([*model.parameters(), *model.buffers()])
     adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
     items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, model)}
-    if algorithm.has_reference(getattr(run, stage)):
-        items["reference"] = adapters or weights * compute_dtype(run).itemsize / dtype.itemsize
+    if has_reference(run, stage):
+        items["reference"] = reference_bytes(run, model)
     if not algorithm.trains_policy:  # in addition to the copy that is trained
         items["policy"] = adapters or weights
     if not algorithm.answers and "reward_model" in run.rewards:
-        items["reward model"] = costs.backbone * dtype.itemsize
+        items["reward model"] = costs.backbone * DTYPES[run.model.dtype].itemsize
     return items
+
+
+def has_reference(run: RunConfig, stage: str) -> bool:
+    return find_algorithm(stage, run).has_reference(getattr(run, stage))
+
+
+def reference_bytes(run: RunConfig, model: nn.Module) -> int:
+    """Bytes of what a reference adds to its policy, before sharding."""
+    reference = run.reference
+    dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
+    if reference.path is not None:
+        costs = Costs(read_config(find_folder(reference.path)))
+        return costs.parameters * dtype.itemsize
+    if run.adapter.r or reference.num_shared_layers is not None:
+        return bytes_of(trained_parameters(model))
+    return computed_bytes(model, dtype)
 
 
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
@@ -316,7 +334,7 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 
 def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
     """Bytes of a state on the disk."""
-    model = costs.build(run)
+    model = costs.build(run, stage)
     items = held(run, stage, model, costs)
     items["weights"] = bytes_of(adapter_parameters(model)) or items["weights"]
     return sum(items.get(name, 0) for name in ("weights", "optimizer", "reference", "policy"))

@@ -30,6 +30,7 @@ from minivlmrl.run.batches import Batches, DataSection
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.run.state_files import local_rows
 from minivlmrl.scale import ranks
 from minivlmrl.scale.sharding import is_sharded, reshard
 from minivlmrl.tasks import shapes
@@ -97,6 +98,7 @@ class Result:
     weights: dict = field(default_factory=dict)  # full, after the last step
     evaluation: dict = field(default_factory=dict)  # what the algorithm says of held-out rows
     texts: list[tuple[str, list[str]]] = field(default_factory=list)  # of each rollout: what was drawn for each key
+    reference: list = field(default_factory=list)  # what this rank holds of its reference, and of no other model
 
 
 class Eye:
@@ -147,6 +149,8 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     for name, parameter in algorithm.trained.named_parameters():
         weight = parameter.full_tensor() if config.uses_fsdp else parameter
         result.weights[name] = weight.detach().clone()
+    if algorithm.reference is not None:
+        result.reference = [local_rows(p)[0].clone() for p in algorithm.reference.model.parameters()]
     return result
 
 
