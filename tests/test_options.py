@@ -41,7 +41,7 @@ OPTIONS = [  # field, another value, base
     ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
     ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
     ("reference.num_shared_layers", 1, DPO),
-    ("reference.pattern", "visual.blocks.{layer}", [*DPO, "--reference.num_shared_layers=1"]),
+    ("reference.pattern", "visual.merger", [*DPO, "--reference.num_shared_layers=1"]),
     ("reference.teacher_beta", 1.0, ["--stages=distill", LETTERS, TEACHER]),
     *[
         (f"{stage}.{name}", value, [*BASES[stage], f"--{stage}.max_steps=3"])

@@ -88,7 +88,7 @@ def test_with_mixup_1_it_is_the_policy_of_the_step_before(stage):
 
 @pytest.mark.parametrize("layers, pattern, model", [
     (0, None, "model"), (1, None, "model"), (1, None, "tied"), (1, None, "qwen3_vl"),
-    (1, "visual.blocks.{layer}", "model"),
+    (0, "visual.blocks.{layer}", "model"),
 ])  # fmt: skip
 def test_it_shares_what_trls_does(stage, layers, pattern, model):
     """The same parameters as create_reference_model, in memory once; its scores stay those of TRL's."""
