@@ -1,4 +1,4 @@
-"""NF4 under adapters: bitsandbytes' bits, products and gradients of the weights that they mean, runs, merge."""
+"""NF4 of a frozen decoder: what is packed, bitsandbytes' bits, products and gradients, runs, merge."""
 
 import copy
 
@@ -12,13 +12,24 @@ from torch import nn
 from minivlmrl.__main__ import main
 from minivlmrl.adapters import nf4
 from minivlmrl.adapters.adamw8bit import dynamic_code
-from minivlmrl.adapters.lora import adapters, quantize_base
+from minivlmrl.adapters.lora import (
+    LoRAConfig,
+    adapters,
+    full,
+    packed_layers,
+    part_of,
+    plain_weights,
+    quantize_base,
+)  # fmt: skip
 from minivlmrl.adapters.nf4 import NF4, pack, unpack
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.value_model import ValueModel
+from minivlmrl.hub.family import FAMILIES, hub_name
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl.scale.sharding import copy_model
+
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
@@ -40,18 +51,40 @@ def test_any_shape(shape):
     assert off < 0.16 * weight.abs().max()
 
 
-@pytest.fixture(params=[{}, {"model_type": "qwen3_vl"}], ids=str)
+QV = r"model\..*\.[qv]_proj"  # of the paper of LoRA; QLoRA packs the other layers of the decoder too
+FEW = [QV, "merger"]
+
+
+@pytest.fixture(params=[{}, {"model_type": "qwen3_vl", "target": FEW}, {"target": FEW}], ids=str)
 def pair(request):
     """A quantized model in float64, and one whose weights are plain and the same numbers."""
     model = adapted(**request.param)
-    plain, names = copy.deepcopy(model), list(adapters(model))
-    before = plain.model.layers[0].mlp.up_proj.base.weight.clone()
+    plain = copy.deepcopy(model)
+    before = full(plain_weights(plain)[UP])
     quantize_base(model)
-    for name in names:
-        weight = model.get_submodule(name).base.weight
-        plain.get_submodule(name).base.weight = nn.Parameter(weight, requires_grad=False)
-    assert not torch.equal(before, plain.model.layers[0].mlp.up_proj.base.weight)
+    for name, layer in packed_layers(model).items():
+        plain.get_submodule(name).weight = nn.Parameter(layer.weight, requires_grad=False)
+    assert not torch.equal(before, full(plain_weights(plain)[UP]))
     return model, plain
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
+    """The layers that transformers converts, with and without adapters; the tower, which it converts too, stays."""
+    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    from oracle import saved_pair
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    theirs, model = saved_pair(tmp_path, model_type)
+    names = {hub_name(name) for name, module in theirs.named_modules() if isinstance(module, nn.Linear)}
+    kept = get_keys_to_not_convert(theirs)
+    LoRAConfig(r=2, target=FEW, quantize="nf4").place(model)
+    packed = {name.removesuffix(".base") for name in packed_layers(model)}
+    decoder = {name for name in names if name.startswith("model.") and should_convert_module(name, kept)}
+    assert packed == decoder | {name for name in adapters(model) if part_of(name) == "merger"}
+    assert names - packed == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert len(adapters(model)) < len(packed) and kept == ["lm_head"] and "lm_head" not in packed
 
 
 def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
@@ -64,17 +97,18 @@ def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     assert gradients.keys() == others.keys() and len(gradients) >= 2 * len(adapters(pair[0]))
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, others[name], rtol=1e-10, atol=1e-12)
-    merged, plain = (model.model.layers[0].mlp.up_proj.merged() for model in pair)
-    assert torch.equal(merged, plain) and table(pair[0]) == table(pair[1])
+        torch.testing.assert_close(gradient, others[name], rtol=1e-12, atol=1e-14)
+    merged, plain = (plain_weights(model) for model in pair)
+    assert merged.keys() == plain.keys() and table(pair[0]) == table(pair[1])
+    assert all(torch.equal(full(weight), full(plain[name])) for name, weight in merged.items())
 
 
 def test_a_copy_shares_the_packed_base(pair):
     """A value model of the same base costs adapters and a head."""
     model, _ = pair
     twin = ValueModel(copy_model(model)).backbone
-    name = next(iter(adapters(model)))
-    assert twin.get_submodule(name).base.packed is model.get_submodule(name).base.packed
+    theirs = packed_layers(twin)
+    assert all(theirs[name].packed is layer.packed for name, layer in packed_layers(model).items())
     assert torch.equal(twin(batch(model)), model(batch(model)))
 
 
@@ -82,7 +116,7 @@ NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
 
 
 @pytest.mark.parametrize(("stages", "options"), [
-    ("[sft, grpo]", []), ("[ppo]", []),
+    ("[sft, grpo]", []), ("[ppo]", [f"--adapter.target=['{QV}', merger]"]),
     shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
 ])  # fmt: skip
 def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
@@ -91,8 +125,8 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     model = load_model(checkpoint)
     load_adapter(model, folder / "checkpoint" / "adapter")
     quantize_base(model)
-    written, layers = dict(load_model(folder / "checkpoint").named_parameters()), adapters(model)
-    assert layers and all(torch.equal(written[f"{name}.weight"], layer.merged()) for name, layer in layers.items())
+    written, computed = dict(load_model(folder / "checkpoint").named_parameters()), plain_weights(model)
+    assert adapters(model) and all(torch.equal(written[name], full(weight)) for name, weight in computed.items())
     options = [f"--model={checkpoint}", f"--adapter={folder / 'checkpoint' / 'adapter'}", "--quantize=nf4"]
     assert main(["merge", *options, f"--out={tmp_path / 'merged'}"]) == 0
     merged = dict(load_model(tmp_path / "merged").named_parameters())

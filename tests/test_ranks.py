@@ -157,7 +157,7 @@ COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
            "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3", EIGHT_BITS]  # fmt: skip
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
-NF4 = "--adapter.quantize=nf4"
+NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]  # not all of what it packs
 QUICK = {
     "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
@@ -167,7 +167,7 @@ QUICK = {
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
     "sharing, sharded": [*SHARING, *SHARDED], "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
 }  # fmt: skip
-NF4_WAYS = {"NF4, layer by layer": [*ADAPTED, NF4, *ONE_BY_ONE]}
+NF4_WAYS = {"NF4, layer by layer": [*NF4, *ONE_BY_ONE]}
 
 
 def quick(folder, overrides, world):
@@ -180,7 +180,7 @@ def quick_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
     alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
-    alone |= {"moving": MOVING, "sharing": SHARING, "adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
+    alone |= {"moving": MOVING, "sharing": SHARING, "adapters": ADAPTED, "NF4": NF4}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 

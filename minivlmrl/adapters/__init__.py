@@ -1,1 +1,1 @@
-"""Low-rank adapters, weights packed in 4 bits under them, AdamW with moments of 8 bits."""
+"""Low-rank adapters, frozen weights packed in 4 bits, AdamW with moments of 8 bits."""

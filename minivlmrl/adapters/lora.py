@@ -42,7 +42,7 @@ class LoRAConfig:
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # also vision, merger, or a regex of layers' names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
+    # frozen weights of the decoder, and of what else has adapters, in 4 bits a value (QLoRA)
     quantize: Literal["nf4"] | None = None
 
     def place(self, model: nn.Module):
@@ -93,10 +93,12 @@ class LoRALinear(nn.Module):
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
-def full(tensor: Tensor | LoRALinear) -> Tensor:
-    """Gather a tensor if it is sharded, without gradient; of a layer its merged weight."""
+def full(tensor: Tensor | LoRALinear | NF4Linear) -> Tensor:
+    """Gather a tensor if it is sharded, without gradient; of a layer its merged or unpacked weight."""
     if isinstance(tensor, LoRALinear):
         return tensor.merged()
+    if isinstance(tensor, NF4Linear):
+        return tensor.weight
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach()
@@ -138,19 +140,18 @@ def plain_name(name: str) -> str:
     return name.replace(".base.", ".")
 
 
-def base_weights(model: nn.Module) -> dict[str, nn.Parameter | nn.Module]:
+def base_weights(model: nn.Module) -> dict[str, nn.Parameter | NF4Linear]:
     """Name each weight of the plain model and the parameter or quantized layer that holds it."""
     weights = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
             weights[plain_name(name)] = parameter
-    for name, layer in adapters(model).items():
-        if isinstance(layer.base, NF4Linear):
-            weights[f"{name}.weight"] = layer.base
+    for name, layer in packed_layers(model).items():
+        weights[plain_name(f"{name}.weight")] = layer
     return weights
 
 
-def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear]:
+def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear | NF4Linear]:
     """Name each weight of the plain model and what `full` computes it from."""
     layers = adapters(model)
     return base_weights(model) | {f"{name}.weight": layer for name, layer in layers.items()}
@@ -206,15 +207,34 @@ class ParameterCopy(nn.Module):
 def place_like(model: nn.Module, other: nn.Module):
     """Give a model adapters where another one has some, of the same sizes, on a base as packed."""
     for name, layer in adapters(other).items():
-        twin = wrap(model, name, layer.r, layer.scaling)
-        if isinstance(layer.base, NF4Linear):
-            twin.base = NF4Linear(twin.base)
+        wrap(model, name, layer.r, layer.scaling)
+    for name in packed_layers(other):
+        quantize_layer(model, name)
 
 
 def quantize_base(model: nn.Module):
-    """Pack the weights under a model's adapters, on any device, one after the other."""
-    for layer in adapters(model).values():
-        layer.base = NF4Linear(layer.base)
+    """Pack the linear layers of a frozen decoder, and those under adapters, one after the other.
+
+    Not the head and the embeddings, nor a tower or merger without adapters, on any device.
+    bitsandbytes in transformers 5.23 packs all linear layers but the head, those of the tower too.
+    """
+    names = []
+    for name, module in model.named_modules():
+        in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
+        if isinstance(module, nn.Linear) and in_decoder_or_adapted:
+            names.append(name)
+    for name in names:
+        quantize_layer(model, name)
+
+
+def quantize_layer(model: nn.Module, name: str):
+    """Exchange a linear layer for a packed one."""
+    model.set_submodule(name, NF4Linear(model.get_submodule(name)))
+
+
+def packed_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """List the layers that are packed, by name; one under an adapter is its `base`."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, NF4Linear)}
 
 
 def draw_adapters(model: nn.Module, seed: int):

@@ -1,4 +1,4 @@
-"""Weights under adapters in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
+"""Frozen weights in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
 
 64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of
 a normal. Scales, less their mean, have 8 bits: 4.13 bits a value. Each pass unpacks weights again.
@@ -80,11 +80,15 @@ class NF4Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """A linear layer whose weight is packed; a rank of a sharded one has all scales of it."""
+    """A frozen linear layer whose weight is packed, alone or as the base of a LoRALinear.
+
+    Where it is sharded, each rank has all its scales.
+    """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.shape = linear.weight.shape  # (out_features, in_features)
+        self.shape = linear.weight.shape
+        self.out_features, self.in_features = self.shape
         self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
         self.bias = linear.bias
         self.read(linear.weight)

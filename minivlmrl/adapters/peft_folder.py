@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import LoRALinear, adapters, full, set_parameters, wrap
+from minivlmrl.adapters.nf4 import NF4Linear
 from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
 from minivlmrl.hub.recipe_values import build, naming, require
@@ -122,7 +123,7 @@ def _read_config(file: Path) -> PeftConfig:
 def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
     """Check the tensors of a layer's adapter; its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
-    if not isinstance(layer, nn.Linear | LoRALinear) or name == "lm_head":
+    if not isinstance(layer, nn.Linear | LoRALinear | NF4Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]

@@ -360,7 +360,8 @@ def split_weights(weights: dict[str, object], max_shard_size: int):
     """Share weights out to files of at most so many bytes, or one weight each."""
     shapes = {}
     for name, weight in weights.items():
-        tensor = weight.base.weight if isinstance(weight, LoRALinear) else weight
+        layer = weight.base if isinstance(weight, LoRALinear) else weight
+        tensor = layer if isinstance(layer, Tensor) else layer.weight
         shapes[name] = torch.empty_like(tensor, device="meta")
     return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
 
