@@ -58,7 +58,7 @@ class GRPO:
     """Group relative policy optimization; with sequence-level ratios it is GSPO.
 
     Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics`, `split` and
-    `diagnose`; Family, PPO, Distill `roll_out`, `prepare`, `micro_batches`, `add_logps`, `loss`.
+    `diagnose`; Family and PPO `roll_out`, `prepare`, `micro_batches`, `add_logps`, `loss`.
 
     Args:
         policy: the model that is trained.

@@ -59,8 +59,8 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, befo
         algorithm = None
         if states.resumed is None:
             results.measure("start")
-        for number in range(progress.stage, len(config.stages)):
-            stage = config.stages[number]
+        for number in range(progress.stage, len(config.stage_names)):
+            stage = config.stage_names[number]
             if algorithm is not None:
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved

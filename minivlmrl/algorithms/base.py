@@ -32,6 +32,7 @@ class Algorithm:
     """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
 
     stage: str  # its name, and that of its section in a recipe
+    config_type = TrainingConfig  # the dataclass of that section
     needs = "prompts"  # what its rows must have, see run/batches.py
     answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
     trains_policy = True  # or a model of its own, and the policy stays as it is

@@ -22,6 +22,7 @@ class DPO(PairAlgorithm):
     """Pairs of answers, held against the policy as the stage found it."""
 
     stage = "dpo"
+    config_type = DPOConfig
     counted = slice(0, None, 2)  # the chosen ones: `sft` is a mean over their tokens
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minivlmrl import losses
 from minivlmrl.advantages import combine, group_advantages, group_std
-from minivlmrl.algorithms.grpo_stage import GRPOStage
+from minivlmrl.algorithms.grpo_stage import GRPOStage, GRPOStageConfig
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
 from minivlmrl.objectives.baselines import leave_one_out, normalize_then_sum
@@ -52,6 +52,11 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
             raise ValueError("multi_objective_aggregation: with rloo use sum_then_normalize")
         if self.soft_punish_cache and gdpo:
             raise ValueError("soft_punish_cache is added to the sum of rewards: sum_then_normalize")
+
+
+@dataclass
+class GRPOSection(FamilyConfig, GRPOStageConfig):
+    """GRPO and its family."""
 
 
 def needs_family(config: FamilyConfig) -> bool:
@@ -92,6 +97,7 @@ class Group:
 class Family(GRPOStage):
     """GRPO with every option of FamilyConfig."""
 
+    config_type = GRPOSection
     batch_type = FamilyBatch
 
     def __init__(self, *args):

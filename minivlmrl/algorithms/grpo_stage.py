@@ -1,28 +1,35 @@
 """The book's GRPO as a stage of a recipe: its parts, rewards and logs are those of the recipe."""
 
+from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor
 
 from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.advantages import group_std, nanstd
-from minivlmrl.algorithms.base import Algorithm
+from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
 from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.grpo import GRPO, Rollout
+from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
 from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl.reward_functions.names import recipe_columns
-from minivlmrl.sampling.pieces import pieces
+from minivlmrl.sampling.pieces import PiecesConfig, pieces
 
 VLLM = "minivlmrl.sampling.vllm_sampler:VLLMSampler"  # imported where it is asked for
+
+
+@dataclass
+class GRPOStageConfig(GRPOConfig, PiecesConfig, TrainingConfig):
+    """GRPO with the options that the book has."""
 
 
 class GRPOStage(Algorithm, GRPO):
     """GRPO with the options that the book has; `Family` and PPO are made of it."""
 
     stage = "grpo"
+    config_type = GRPOStageConfig
     compares_groups = True  # it logs how much the rewards of a group differ
 
     @classmethod

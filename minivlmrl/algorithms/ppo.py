@@ -53,6 +53,7 @@ class PPO(GRPOStage):
     """Rollouts as in GRPO; advantages of single tokens, by a critic."""
 
     stage = "ppo"
+    config_type = PPOConfig
     batch_type = PPOBatch
     compares_groups = False
 

@@ -39,6 +39,7 @@ class RewardModel(PairAlgorithm):
     """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
 
     stage = "reward_model"
+    config_type = RewardModelConfig
     trains_policy = False
 
     def __init__(self, *args):
@@ -110,7 +111,7 @@ def check_reward_model(run, stage: str):
     """Refuse a recipe with a reward model that is not there when its stage begins (ValueError)."""
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
-    elif FOLDER not in run.stages[: run.stages.index(stage)]:
+    elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:
         raise ValueError(
             f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to "
             "the folder of one, or put reward_model before it in stages"

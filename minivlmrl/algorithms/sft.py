@@ -26,6 +26,7 @@ class SFT(AnswerAlgorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
 
     stage = "sft"
+    config_type = SFTConfig
     needs = "demonstrations"
     batch_type = MicroBatch
 

@@ -1,34 +1,51 @@
 """The stages that a recipe can name, and the class of each."""
 
 from minivlmrl.algorithms.base import Algorithm
-from minivlmrl.algorithms.distill import Distill
 from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.grpo_family import Family, needs_family
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.kto import KTO
 from minivlmrl.algorithms.ppo import PPO
 from minivlmrl.algorithms.reward_model import RewardModel
 from minivlmrl.algorithms.sft import SFT
+from minivlmrl.hub.code_names import find_named
+from minivlmrl.hub.recipe_values import naming, require
 
-CLASSES = (SFT, DPO, KTO, RewardModel, GRPOStage, PPO, Distill)
+CLASSES = (SFT, DPO, RewardModel, GRPOStage, PPO)
 ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.stage: algorithm for algorithm in CLASSES}
 
 
+def find_class(stage: str) -> type[Algorithm]:
+    """Find the class that an item of `stages` names: of the table, or file.py:Class.
+
+    Raises:
+        ValueError: there is none, or it is no Algorithm with a name.
+    """
+    algorithm, options = find_named("stage", stage, ALGORITHMS)
+    with naming(f"stages: {stage}"):
+        is_algorithm = isinstance(algorithm, type) and issubclass(algorithm, Algorithm)
+        require(is_algorithm, "it", algorithm, "an Algorithm of minivlmrl.algorithms.base")
+        name = getattr(algorithm, "stage", None)
+        require(str(name).isidentifier(), "stage", name, "a name, that of its section")
+        require(not options, "what is in brackets", options, "in its section of the recipe")
+    return algorithm
+
+
 def find_algorithm(stage: str, config) -> type[Algorithm]:
-    """Find the class of a stage (ValueError: there is none).
+    """Find the class of a stage by its name, that of its section (ValueError: there is none).
 
     GRPO with options that the book does not have is Family.
     """
-    if stage not in ALGORITHMS:
-        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
     if stage == "grpo" and needs_family(config.grpo):
         return Family
-    return ALGORITHMS[stage]
+    for algorithm in map(find_class, config.stages):
+        if algorithm.stage == stage:
+            return algorithm
+    return find_class(stage)
 
 
 def find_algorithms(config) -> dict[str, type[Algorithm]]:
     """Find the class of each stage of a recipe, and let it check the recipe (ValueError)."""
-    algorithms = {stage: find_algorithm(stage, config) for stage in config.stages}
+    algorithms = {stage: find_algorithm(stage, config) for stage in config.stage_names}
     for algorithm in algorithms.values():
         algorithm.check(config)
     return algorithms

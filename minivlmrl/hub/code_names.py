@@ -4,14 +4,17 @@ Options may follow: "name(option=1)" is the object `name`, with that option boun
 """
 
 import ast
+import difflib
 import functools
 import importlib
 import inspect
+import os
 import re
-import runpy
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.hub.recipe_values import naming, read_value
@@ -27,7 +30,7 @@ def load_name(target: str) -> Any:
     module, _, name = target.rpartition(":")
     try:
         if module.endswith(".py"):
-            return runpy.run_path(_source_file(module))[name]
+            return getattr(_run_file(_source_file(module)), name)
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise ValueError(
@@ -40,24 +43,45 @@ def _source_file(path: str) -> str:
     folders = [Path(), *Path(__file__).resolve().parents[1:3]]  # of a wheel, of a clone
     for folder in folders:
         if (folder / path).is_file():
-            return str(folder / path)
+            return os.path.abspath(folder / path)
     return path
+
+
+@functools.cache
+def _run_file(path: str) -> ModuleType:
+    """Run a file once, as a module that pickle and inspect find by its name on every rank."""
+    module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))  # a dot is of a package
+    module.__file__ = path
+    sys.modules[module.__name__] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+    return module
+
+
+def split_options(text: str) -> tuple[str, str]:
+    """Split "name(option=value)" into its name and its options: ("name", "option=value")."""
+    name_and_options = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
+    return name_and_options.groups() if name_and_options else (text, "")
 
 
 def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Find what "name(option=value)" says, in a table or a file; and its options, literals.
 
+    Only a name with a colon loads code that is not of the table: run/config.py refuses those of
+    recipes that somebody sent.
+
     Args:
         kind: what is named, for errors: "reward near(0.5): its options must have the form ...".
         table: name -> object, or the "package.module:name" of one.
     """
-    name_and_options = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
-    name, options = name_and_options.groups() if name_and_options else (text, "")
+    name, options = split_options(text)
     target = table.get(name, name)
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            raise ValueError(f"unknown {kind} {name!r}; there are: {names}")
+            message = f"unknown {kind} {name!r}; there are: {names}"
+            for nearest in difflib.get_close_matches(name, table, n=1):
+                message += f"; did you mean {nearest}?"
+            raise ValueError(message)
         with naming(kind):
             target = load_name(target)
     try:

@@ -3,11 +3,12 @@
 import dataclasses
 import os
 import re
+import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,15 +16,15 @@ import yaml
 
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.adapters.trained import Part
-from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.distill import TeacherSection
+from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.algorithms.dpo import DPOConfig
-from minivlmrl.algorithms.grpo_family import FamilyConfig
-from minivlmrl.algorithms.kto import KTOConfig
+from minivlmrl.algorithms.grpo_family import GRPOSection
 from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
+from minivlmrl.algorithms.table import find_class
+from minivlmrl.hub.code_names import split_options
 from minivlmrl.hub.folder import json_text
 from minivlmrl.hub.recipe_values import (
     Code,
@@ -33,12 +34,12 @@ from minivlmrl.hub.recipe_values import (
     build,
     naming,
     parse_yaml,
+    read_value,
 )
 from minivlmrl.reward_functions.names import Reward, get_reward
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import OptimizerSection
 from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 # fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
@@ -82,24 +83,16 @@ class RolloutSection:
 
 
 @dataclass
-class GRPOSection(FamilyConfig, PiecesConfig, TrainingConfig):
-    """GRPO and its family."""
-
-
-@dataclass
-class ReferenceSection(ReferenceConfig, TeacherSection):
-    """What the policy is held near, or learns from."""
-
-
-@dataclass
 class RunConfig:
     """A whole run."""
 
     recipe = ""  # what it was read from: no option
+    unused_sections = ()  # of stages in a file that an override of `stages` leaves out: no option
 
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
-    stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
+    # algorithms, one after the other; also file.py:Class, whose section has the name Class.stage
+    stages: list[Code] = field(default_factory=lambda: ["grpo"])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over rows that end a stage
     num_threads: Annotated[int, "[1, 4096]"] | None = None  # of a rank; None: its share of all
     state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state so often, and after a stage
@@ -124,10 +117,9 @@ class RunConfig:
     # name -> weight
     rewards: Weights = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    reference: ReferenceSection = field(default_factory=ReferenceSection)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
-    kto: KTOConfig = field(default_factory=KTOConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOSection = field(default_factory=GRPOSection)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -148,9 +140,9 @@ class RunConfig:
                 raise ValueError(f"adapter.{name} is {value!r}, it needs adapter.r")
 
     @property
-    def distill(self) -> GRPOSection:
-        """Return the section of the stage `distill`, whose rollouts are GRPO's."""
-        return self.grpo
+    def stage_names(self) -> list[str]:
+        """Name the stages as their sections are: kto for recipes/kto.py:KTO."""
+        return [find_class(stage).stage for stage in self.stages]
 
     @cached_property
     def training_rewards(self) -> list[Reward]:
@@ -168,11 +160,17 @@ class RunConfig:
         return self.sharding.enabled or self.model.compute_dtype is not None
 
 
-def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
-    """Read a recipe, a YAML file with the fields of RunConfig (ValueError: one is not valid).
+def load_config(
+    recipe: str | Path, overrides: list[str] = (), asked_for: list[str] | None = None
+) -> RunConfig:
+    """Read a recipe, a YAML file with the fields of RunConfig and sections of stages in a file.
 
     Args:
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
+        asked_for: for a recipe that somebody sent: code runs only if one of these overrides, which
+            the user wrote, names it; None: the user named the recipe, all of its code may run.
+    Raises:
+        ValueError: it is not valid, or names code that may not run; none of it has run then.
     """
     path = Path(recipe)
     if not path.is_file():  # one of ours by its name, outside of a clone too
@@ -181,83 +179,122 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         raise ValueError(f"{recipe}: no such recipe")
     with naming(recipe):
         values = parse_yaml(path.read_bytes()) or {}
-    build(RunConfig, values, str(recipe))  # names the recipe if that is what is wrong
+    recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
+    stages = recipe_stages
+    for override in overrides:
+        if override.startswith("--stages="):
+            value = _value(RunConfig, "stages", override.removeprefix("--stages="))
+            stages = _stages({"stages": value}, "command line")
+
+    def locate(hint, text: str) -> str:
+        located = _located(hint, text, path.parent, overrides)
+        if asked_for is not None and hint in (Code, RewardName):
+            check_found(recipe, located, asked_for)
+        return located
+
+    files = [locate(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
+    config_class = _with_sections(tuple(find_class(file) for file in files))
+    unused_sections = []
+    if any(":" in stage for stage in set(recipe_stages) - set(stages)):
+        unused_sections = [name for name in values if name not in vars(config_class())]
+        values = {name: value for name, value in values.items() if name not in unused_sections}
+    if asked_for is None:
+        build(config_class, values, str(recipe))  # names the recipe if that is what is wrong
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
-        if not separator and _hint(key) is bool:  # --dpo.use_weighting
+        if not separator and _hint(config_class, key) is bool:  # --dpo.use_weighting
             separator = "="
             text = "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
-        values = _replace(values, key.split("."), _value(key, text))
-    config = build(RunConfig, values, "command line")
+        values = _replace(values, key.split("."), _value(config_class, key, text))
+    config = build(config_class, _map_texts(config_class, values, locate), "command line")
     config.recipe = str(recipe)
-    for section, name, hint in _fields(config):
-        setattr(section, name, _located(hint, getattr(section, name), path.parent, overrides))
+    config.unused_sections = unused_sections
     return config
 
 
-def check_found(recipe: Path, config: RunConfig, overrides: list[str]):
+def _stages(values: dict, where: str | Path) -> list[str]:
+    """Read the field `stages`, which says what other fields there are."""
+    with naming(where):
+        return read_value(list[Code], values.get("stages", []), "stages", json=False)
+
+
+@cache
+def _with_sections(algorithms: tuple[type[Algorithm], ...]) -> type[RunConfig]:
+    """Add a section for each stage of a file (ValueError: there is one of its name)."""
+    sections = {}
+    for algorithm in algorithms:
+        name = algorithm.stage
+        if name in sections or name in dir(RunConfig()):
+            raise ValueError(
+                f"stages: {algorithm.__name__}.stage is {name!r}, of which there is a section; "
+                "give it another name"
+            )
+        sections[name] = algorithm.config_type
+    fields = [(name, cls, field(default_factory=cls)) for name, cls in sections.items()]
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,))
+
+
+def check_found(recipe: str | Path, text: str, overrides: list[str]):
     """Refuse code (ValueError) that a recipe names which the user did not name: somebody sent it.
 
     Args:
+        text: a value of the recipe, a name of code.
         overrides: of the command line; code that one of them says too may run.
     """
-    for section, field_name, hint in _fields(config):
-        if not {Code, RewardName} & _types(hint):
-            continue
-        value = getattr(section, field_name) or ()
-        for name in [value] if isinstance(value, str) else value:
-            short_name = name.removeprefix(os.path.join(os.getcwd(), ""))
-            is_asked_for = any(short_name in override for override in overrides)
-            # a text among its options could be a URL, a file or another name
-            if not is_asked_for and not re.fullmatch(r"\w+(\([^'\"]*\))?", name):
-                raise ValueError(
-                    f"{recipe}: it was found, not asked for, and names code, {name}; read it; "
-                    f"--recipe={recipe} says that it may run"
-                )
+    name, options = split_options(text)
+    # Names without a colon are of tables. A text among options could be a URL, a file or a name.
+    is_harmless = ":" not in name and not re.search("['\"]", options)
+    short_text = text.removeprefix(os.path.join(os.getcwd(), ""))
+    if not is_harmless and not _is_in(overrides, short_text):
+        raise ValueError(
+            f"{recipe}: it was found, not asked for, and names code, {text}; read it; "
+            f"--recipe={recipe} says that it may run"
+        )
 
 
-def _fields(section) -> Iterator[tuple[object, str, object]]:
-    """Yield each field of a config: its section, its name there, its type."""
-    for name, hint in typing.get_type_hints(type(section)).items():
-        value = getattr(section, name)
-        for inside in value if isinstance(value, list) else [value]:
-            if dataclasses.is_dataclass(inside):
-                yield from _fields(inside)
-        yield section, name, hint
+def _is_in(overrides: list[str], text: str) -> bool:
+    """Say whether the command line names a file or code, and not one whose name ends alike."""
+    pattern = rf"(?<![\w./-]){re.escape(text)}(?!\w)"
+    return any(re.search(pattern, override) for override in overrides)
 
 
-def _types(hint) -> set:
-    """Collect the types of a value: str | None -> {str, None}, dict[str, int] -> {str, int}."""
-    return {*(typing.get_args(hint) or [hint])}
-
-
-def _located(hint, value, beside: Path, overrides: list[str]):
-    """Make the paths in a value absolute; a repository's id, and what is not there, stay."""
-    item_hints = typing.get_args(hint)
-    if isinstance(value, dict) and item_hints:
-        key_hint, value_hint = item_hints
-        located = {}
-        for key, item in value.items():
-            located_key = _located(key_hint, key, beside, overrides)
-            located[located_key] = _located(value_hint, item, beside, overrides)
-        return located
-    if isinstance(value, list):
-        return [_located(item_hints[0], item, beside, overrides) for item in value]
-    if not isinstance(value, str):
+def _map_texts(hint, value, change: Callable[[object, str], str]):
+    """Change the texts in a value by their types; one of another type than `hint` stays."""
+    inside = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for choice in inside:
+            value = _map_texts(choice, value, change)
         return value
-    types = _types(hint)
-    file, suffix, name = re.fullmatch(r"(.*?)(?:(\.py)(:.*))?", value, re.DOTALL).groups("")
-    if RecipePath in types or (suffix and types & {Code, RewardName}):
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints = typing.get_type_hints(hint)
+        return {key: _map_texts(hints.get(key), item, change) for key, item in value.items()}
+    if origin is dict and isinstance(value, dict):
+        changed = {}
+        for key, item in value.items():
+            changed[_map_texts(inside[0], key, change)] = _map_texts(inside[1], item, change)
+        return changed
+    if origin in (list, tuple) and isinstance(value, list):
+        return [_map_texts(inside[0], item, change) for item in value]
+    if isinstance(value, str):
+        return change(inside[0] if origin is list else hint, value)
+    return value
+
+
+def _located(hint, text: str, beside: Path, overrides: list[str]) -> str:
+    """Make a path in a text absolute; a repository's id, and what is not there, stay."""
+    file, suffix, name = re.fullmatch(r"(.*?)(?:(\.py)(:.*))?", text, re.DOTALL).groups("")
+    if hint is RecipePath or (suffix and hint in (Code, RewardName)):
         path = _located_file(file + suffix, beside, overrides)
-        if RewardName in types and not os.path.isabs(file):  # metrics have its name: a short one
+        if hint is RewardName and not os.path.isabs(file):  # metrics have its name: a short one
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
         return path + name
-    if FilePath in types and os.path.exists(value):
-        return str(Path(value).resolve())
-    return value
+    if hint is FilePath and os.path.exists(text):
+        return str(Path(text).resolve())
+    return text
 
 
 def _located_file(file: str, beside: Path, overrides: list[str]) -> str:
@@ -266,25 +303,24 @@ def _located_file(file: str, beside: Path, overrides: list[str]) -> str:
     One that the command line names the other way round.
     """
     folders = [beside, Path()]
-    pattern = rf"(?<![\w./-]){re.escape(file)}"
-    if any(re.search(pattern, override) for override in overrides):
+    if _is_in(overrides, file):
         folders = [Path(), beside]
     shipped = recipes_folder().parent  # of a wheel: recipes/answers.py
     existing = [folder for folder in (*folders, shipped) if os.path.exists(folder / file)]
     return os.path.abspath((existing or folders)[0] / file)
 
 
-def _hint(key: str):
+def _hint(config_class: type[RunConfig], key: str):
     """Find the type of a field, "section.name"; None: there is no such field."""
-    hint = RunConfig
+    hint = config_class
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
     return hint
 
 
-def _value(key: str, text: str):
+def _value(config_class: type[RunConfig], key: str, text: str):
     """Read a field's value on the command line: YAML, or text as it is where the field is one."""
-    hint = _hint(key)
+    hint = _hint(config_class, key)
     is_text = any(hint in (text, text | None) for text in TEXTS)
     with suppress(ValueError) if is_text else naming(f"command line: quote the value of {key}"):
         value = parse_yaml(text)

@@ -362,7 +362,7 @@ def check_memory(run: RunConfig, world: World):
     if not run.check_memory or not run.model.path:
         return
     costs = Costs(read_config(find_folder(run.model.path)))
-    for stage in run.stages:
+    for stage in run.stage_names:
         check_disk(run, stage, costs)
     if world.device.type != "cuda":
         return
@@ -372,7 +372,7 @@ def check_memory(run: RunConfig, world: World):
     image_tokens = IMAGE_TOKENS
     if run.data.max_pixels:
         image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
-    for stage in run.stages:
+    for stage in run.stage_names:
         needed_bytes = peak_bytes(plan(run, stage, costs, world.size, TEXT_TOKENS, image_tokens))
         if needed_bytes > gpu_bytes:
             raise ValueError(

@@ -85,7 +85,7 @@ class Results:
             values = evaluate(self.model, self.processor, self.held_out, config, self.world)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
-        stage = config.stages[0] if config.stages else name
+        stage = config.stage_names[0] if config.stages else name
         if algorithm is not None:
             stage = algorithm.stage
             values |= algorithm.evaluate(self.held_out)

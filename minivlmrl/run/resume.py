@@ -229,7 +229,7 @@ class States:
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
         config = self.config
-        new_progress = Progress(config.seed, config.stages, recipe=recipe_values(config))
+        new_progress = Progress(config.seed, config.stage_names, recipe=recipe_values(config))
         progress = self.choose()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
@@ -237,26 +237,26 @@ class States:
         if progress is None:
             return new_progress
         num_begun = progress.stage + 1
-        same_stages = progress.stages[:num_begun] == config.stages[:num_begun]
+        same_stages = progress.stages[:num_begun] == config.stage_names[:num_begun]
         if not same_stages or progress.seed != config.seed:
             raise ValueError(
                 f"resume: {self.resumed} is of a run with stages {progress.stages} "
                 f"and seed {progress.seed}; keep them"
             )
         if self.world.is_main:
-            stage = config.stages[progress.stage]
+            stage = config.stage_names[progress.stage]
             print(
                 f"resumes from {self.resumed}: {progress.step} steps of {stage} are done",
                 flush=True,
             )
         self.compare(progress, new_progress.recipe)
         progress.recipe = new_progress.recipe
-        progress.stages = config.stages
+        progress.stages = config.stage_names
         return progress
 
     def compare(self, progress: Progress, recipe: dict[str, object]):
         """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
-        stage = self.config.stages[progress.stage]
+        stage = self.config.stage_names[progress.stage]
         same_rows = self.config.resume == "auto"  # who names a state may take other rows
         if not same_rows:
             progress.rows = 0

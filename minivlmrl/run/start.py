@@ -27,7 +27,7 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     In this order: what takes the least time to refuse comes first.
     """
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
-    for stage in config.stages:
+    for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     reward_columns = columns_of(config.training_rewards)
     eval_columns = columns_of(config.held_out_rewards)
@@ -111,7 +111,9 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Say what of a recipe has no effect, or another one than was probably meant."""
     if not config.stages:
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
-    used_sections = [id(getattr(config, stage)) for stage in config.stages]
+    for name in config.unused_sections:
+        yield f"{name}: no effect, stages does not name it"
+    used_sections = [id(getattr(config, stage)) for stage in config.stage_names]
     for name, section in vars(config).items():
         if not isinstance(section, TrainingConfig) or id(section) in used_sections:
             continue
@@ -129,7 +131,7 @@ def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
     dtype = DTYPES[config.model.dtype]
     # neither adapters in float32 nor Kahan's sum lose any
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
-    for stage in config.stages:
+    for stage in config.stage_names:
         held_out = datasets.get("eval")
         count = count_trained_on(held_out, datasets.get(stage))
         if count:
@@ -181,7 +183,7 @@ def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict
 def stage_lengths(config, datasets: dict[str, Dataset]) -> dict[str, int]:
     """Optimizer steps of each stage: max_steps, or fewer if max_epochs ends it before."""
     lengths = {}
-    for stage in config.stages:
+    for stage in config.stage_names:
         section = getattr(config, stage)
         lengths[stage] = section.max_steps
         if config.max_epochs is not None:

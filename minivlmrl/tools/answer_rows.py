@@ -24,7 +24,7 @@ from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
-from minivlmrl.run.config import RunConfig, as_overrides, check_found, load_config, recipes_folder
+from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_folder
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
 from minivlmrl.scale import ranks
@@ -105,16 +105,14 @@ def read_config(options: argparse.Namespace, overrides: list[str], judges: bool)
         "model.config": None,
         "data.task": None,
         "data.train": [],
-        "reference": {},
+        "stages": [],
     }
     if not judges:
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", "--rewards={}", *overrides, *as_overrides(fields)]
-    config = load_config(recipe, overridden)
+    config = load_config(recipe, overridden, None if options.recipe else overrides)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
-    if not options.recipe:
-        check_found(recipe, config, overrides)
     return config
 
 

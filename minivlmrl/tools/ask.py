@@ -61,7 +61,7 @@ def data_section(file: Path) -> DataSection:
     """Read how the run that trained a model asked it, or take the defaults."""
     if not file.is_file():
         return DataSection()
-    data = load_config(file).data
+    data = load_config(file, ["--stages=[]"]).data
     print(f"asked as {file} says: {data.prompt_template!r:.80}", file=sys.stderr)
     return data
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.advantages import combine, group_std, nanstd
-from minivlmrl.algorithms.table import find_algorithms
+from minivlmrl.algorithms.table import find_algorithms, find_class
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
@@ -88,7 +88,9 @@ def check(config) -> Iterator[str]:
         yield from check_held_out(spread(datasets.get("eval", ())), rows)
         if (weights > 0).any():
             yield from check_rewards(rewards, weights, rows, processor)
-        if config.model.path and config.stages[0] in online:  # else the model is another by then
+        if (
+            config.model.path and config.stage_names[0] in online
+        ):  # else the model is another by then
             gather_weights = config.rollout.gather_weights
             sample = build_sampler(model, processor, config.sampling, world, gather_weights)
             num_generations = getattr(config, online[0]).num_generations
@@ -259,7 +261,7 @@ def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> I
     """Answers to learn from that are alike, do not end, or are longer than what is drawn later."""
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
-    draws_later = {"grpo", "ppo"} & set(config.stages)
+    draws_later = not all(algorithm.answers for algorithm in map(find_class, config.stages))
     for name in names:
         answers = [encode_completion(processor, row.messages, getattr(row, name)) for row in rows]
         id_lists = [answer.ids for answer in answers]

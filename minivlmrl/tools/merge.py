@@ -36,6 +36,8 @@ def main(arguments: list[str]):
     if options.quantize:
         quantize_base(model)
     if (adapter / ASKED).is_file():
-        processor.tokenizer.files[ASKED] = asked_yaml(load_config(adapter / ASKED)).encode()
+        processor.tokenizer.files[ASKED] = asked_yaml(
+            load_config(adapter / ASKED, ["--stages=[]"])
+        ).encode()
     save_model(options.out, model, processor, base=options.model)
     print(f"written: {options.out}")

@@ -26,7 +26,7 @@ def main(arguments: list[str]):
     gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
     print(f"{options.model}: {costs.parameters:,} parameters; {gpu_text}")
     run = load_config(recipe, overrides)
-    for stage in run.stages:
+    for stage in run.stage_names:
         phases = plan(
             run,
             stage,

@@ -25,7 +25,7 @@ from minivlmrl.hub.folder import json_text, parse_json, read_lines
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged, groups, is_past
-from minivlmrl.run.config import check_found, load_config
+from minivlmrl.run.config import load_config
 from minivlmrl.run.resume import read_progress, state_folders
 from minivlmrl.scale import ranks
 from minivlmrl.tools.lines import Film
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
                 f"{folder}: a run is replayed as it was; only a recipe takes {override}"
             )
     config = run_config(folder, options.recipe, overrides)
-    stage = options.stage or ["none", *config.stages][-1]
+    stage = options.stage or ["none", *config.stage_names][-1]
     film = None
     if options.lines:
         page, *names = options.lines.split(",")
@@ -93,10 +93,8 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]):
     if not folder.is_dir():
         return load_config(folder, overrides)
     given = recipe or folder / "config.yaml"
-    config = load_config(given, [f"--output_dir={folder}", *overrides])
-    if not recipe:
-        check_found(given, config, overrides)
-    return config
+    asked_for = None if recipe else overrides
+    return load_config(given, [f"--output_dir={folder}", *overrides], asked_for)
 
 
 class Reached(Exception):
@@ -108,13 +106,13 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
 
     A copy of the run, cut back to its nearest state before the step, is resumed by train itself.
     """
-    if stage not in config.stages:
-        raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
+    if stage not in config.stage_names:
+        raise ValueError(f"--stage {stage}: the run has {', '.join(config.stage_names)}")
     max_steps = getattr(config, stage).max_steps
     if not 0 <= number < max_steps:
         raise ValueError(f"--step {number}: {stage} has the steps 0 to {max_steps - 1}")
     state = None
-    wanted_step = config.stages.index(stage), number
+    wanted_step = config.stage_names.index(stage), number
     for path in state_folders(Path(config.output_dir) / "states"):
         progress = read_progress(path)
         if (progress.stage, progress.step) <= wanted_step:

@@ -2,8 +2,19 @@
 
 The teacher may read a prompt of its own: a larger picture, an uncut one, a hint. At every position
 it gives the distribution of the next token, so no reward is needed; a recipe's are metrics.
+
+In a recipe beside this file, as shapes_distill.yaml:
+    stages: [sft, distill.py:Distill]
+    distill: {max_steps: 200, teacher_prompt: my_teacher.py:hint}
+
+Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m = b q + (1 - b) p:
+
+    b = 0  D = KL(q || p)                         dD/dz = (p - q) / T
+    b = 1  D = KL(p || q)                         dD/dz = p (log p - log q - D) / T
+    else   D = b KL(q || m) + (1 - b) KL(p || m)  dD/dz = (1 - b) p (log p - log m - KL(p || m)) / T
 """
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated
@@ -14,22 +25,28 @@ from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import ParameterCopy
 from minivlmrl.advantages import combine
+from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import computing, load_frozen
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.recipe_values import Code, FilePath, require
-from minivlmrl.kernels.linear_divergence import LinearDivergence
+from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
 from minivlmrl.logprobs import completion_states
 from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Processor, Prompt, Row
+from minivlmrl.sampling.pieces import PiecesConfig
 
 
 @dataclass
-class TeacherSection:
-    """The section `reference`: who teaches in the stage distill."""
+class DistillConfig(PiecesConfig, TrainingConfig):
+    """On-policy distillation; its rollouts are GRPO's."""
 
+    num_generations: Annotated[int, ">= 1"] = 8  # completions of each prompt
+    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
+    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
     teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
     teacher_prompt: Code | None = None  # "file.py:function", what the teacher sees of a Row
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0: KL(teacher || student), 1: the other one
@@ -41,19 +58,20 @@ class DistillBatch(MicroBatch):
 
 
 class Distill(GRPOStage):
-    """GRPO's rollouts, by the section `grpo`; in place of advantages a divergence from the teacher.
+    """GRPO's rollouts; in place of advantages a divergence from the teacher.
 
     The teacher is a folder, or the reference.
     """
 
     stage = "distill"
+    config_type = DistillConfig
     batch_type = DistillBatch
     compares_groups = False
 
     @classmethod
     def check(cls, run):
-        if not run.reference.teacher and not run.reference.teacher_prompt:
-            raise ValueError("distill needs reference.teacher or reference.teacher_prompt, or both")
+        if not run.distill.teacher and not run.distill.teacher_prompt:
+            raise ValueError("distill needs distill.teacher or distill.teacher_prompt, or both")
         super().check(run)
 
     @staticmethod
@@ -63,11 +81,11 @@ class Distill(GRPOStage):
     def __init__(self, run, model, processor, world):
         super().__init__(run, model, processor, world)
         self.show = lambda row: row
-        if run.reference.teacher_prompt:
-            self.show = load_name(run.reference.teacher_prompt)
+        if self.config.teacher_prompt:
+            self.show = load_name(self.config.teacher_prompt)
         self.teacher = self.reference.model
-        if run.reference.teacher is not None:
-            self.teacher = load_teacher(run.reference.teacher, model, processor, world)
+        if self.config.teacher is not None:
+            self.teacher = load_teacher(self.config.teacher, model, processor, world)
             self.reference = None
         # whose config and head the teacher has: copied adapters compute on the policy's
         self.teacher_base = model if isinstance(self.teacher, ParameterCopy) else self.teacher
@@ -94,8 +112,8 @@ class Distill(GRPOStage):
             states = completion_states(teacher, group)
             logits = F.linear(states[:1], teacher.lm_head.weight)
         if not (states.isfinite().all() and logits.isfinite().all()):
-            path = self.run.reference.teacher
-            raise ValueError(f"reference.teacher: {path} computes numbers that are not finite")
+            path = self.config.teacher
+            raise ValueError(f"distill.teacher: {path} computes numbers that are not finite")
         batch.teacher_states = states
         batch.advantages = torch.zeros(len(batch.completion_index), device=self.world.device)
 
@@ -118,7 +136,7 @@ class Distill(GRPOStage):
             batch.teacher_states,
             teacher_head,
             weights / batch.counts.tokens,
-            self.run.reference.teacher_beta,
+            self.config.teacher_beta,
             self.temperature,
         )
         return loss, {"divergence": batch.mean(divergences)}
@@ -129,7 +147,56 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
     teacher = load_frozen(path, student, processor, world)
     size = teacher.config.vocab_size
     student_size = student.config.vocab_size
-    require(
-        size >= student_size, f"{path}: vocab_size", size, f"the student's {student_size} or more"
-    )
+    require(size >= student_size, f"{path}: vocab_size", size, f"the student's {student_size} or more")
     return teacher
+
+
+class LinearDivergence(torch.autograd.Function):
+    """Weighted sum of divergences, differentiable in the student, and each of them (M,), in nats.
+
+    apply() takes the student's states h (M, D) and head w (V, D), those of the teacher, whose D may
+    be another, weights (M,) in float32 (float64 of float64), b and the temperature. A few rows at a
+    time are multiplied, with their gradient at once.
+
+    Source: TRL's GKDTrainer.generalized_jsd_loss; arXiv 2306.13649 eq. 1.
+    """
+
+    @staticmethod
+    def forward(ctx, h, w, teacher_h, teacher_w, weights, beta, temperature):
+        grad_h = torch.zeros_like(h, dtype=weights.dtype)
+        grad_w = torch.zeros_like(w, dtype=weights.dtype)
+        values = torch.zeros_like(weights)
+        size = rows_of_piece(len(h), len(w), h.device.type)
+        for start in range(0, len(h), size):
+            rows = slice(start, start + size)
+            log_p = (float32_matmul(h[rows], w.T) / temperature).log_softmax(-1)
+            log_q = (float32_matmul(teacher_h[rows], teacher_w.T) / temperature).log_softmax(-1)
+            values[rows], dz = divergence(log_p, log_q, beta)
+            dz = (dz * (weights[rows, None] / temperature)).to(h.dtype)
+            accumulate_(grad_h[rows], dz, w)
+            if ctx.needs_input_grad[1]:
+                accumulate_(grad_w, dz.T, h[rows])
+        ctx.save_for_backward(grad_h.to(h.dtype), grad_w.to(w.dtype))
+        ctx.mark_non_differentiable(values)
+        return (values * weights).sum(), values
+
+    @staticmethod
+    def backward(ctx, g, _):
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_h * g, grad_w * g, None, None, None, None, None
+
+
+def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """(m,) divergences of log-probabilities (m, V), and (m, V) their gradient to z / T."""
+    p = log_p.exp()
+    q = log_q.exp()
+    if beta == 0:
+        return (q * (log_q - log_p)).sum(-1), p - q
+    if beta == 1:
+        value = (p * (log_p - log_q)).sum(-1)
+        return value, p * (log_p - log_q - value[:, None])
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    student = (p * (log_p - log_m)).sum(-1)  # KL(p || m)
+    teacher = (q * (log_q - log_m)).sum(-1)  # KL(q || m)
+    gradient = (1 - beta) * p * (log_p - log_m - student[:, None])
+    return beta * teacher + (1 - beta) * student, gradient

@@ -1,4 +1,9 @@
-"""KTO (arXiv 2402.01306): learn from single answers with a label, good or bad, instead of pairs."""
+"""KTO (arXiv 2402.01306): learn from single answers with a label, good or bad, instead of pairs.
+
+In a recipe beside this file, as shapes_kto.yaml:
+    stages: [sft, kto.py:KTO]
+    kto: {max_steps: 150, beta: 1.0}
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,12 +38,14 @@ class KTO(AnswerAlgorithm):
     """
 
     stage = "kto"
+    config_type = KTOConfig
     needs = "labels"
     batch_type = KTOBatch
 
     @staticmethod
     def check(run):
-        if run.kto.loss_type == "kto" and run.kto.prompts_per_step < 2:
+        config = run.kto
+        if config.loss_type == "kto" and config.prompts_per_step < 2:
             raise ValueError("kto.prompts_per_step is 1, it must be 2 or more, for the KL")
 
     @staticmethod
