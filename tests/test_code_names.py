@@ -1,6 +1,8 @@
 """Names of code, with options or without."""
 
+import inspect
 import json
+import pickle
 from typing import Annotated
 
 import pytest
@@ -16,11 +18,13 @@ def test_a_module_and_a_file(tmp_path):
     assert load_name(f"{file}:WRITE") is json.dumps
     assert load_name(f"{file}:double")(4) == 8
     assert load_name(f"{file}:double") is load_name(f"{file}:double")
+    assert pickle.loads(pickle.dumps(load_name(f"{file}:double"))) is load_name(f"{file}:double")
+    assert inspect.getsource(load_name(f"{file}:double")).startswith("def double")
 
 
 @pytest.mark.parametrize(("target", "cause"), [
     ("json:dumpz", "AttributeError"), ("jsonn:dumps", "ModuleNotFoundError"), ("gone.py:f", "FileNotFoundError"),
-    ("FILE:other", "KeyError"), ("no name", "ValueError"),
+    ("FILE:other", "AttributeError"), ("no name", "ValueError"),
 ])  # fmt: skip
 def test_what_is_not_there_is_named(tmp_path, target, cause):
     (tmp_path / "own.py").write_text("")
@@ -48,6 +52,7 @@ def test_a_name_with_options(text, expected):
     ("rows(seed=1)", r"^there is no option 'seed'; there are: pairs, share, kind$"),
     ("rows(pairs=0)", "^pairs is 0, it must be 1 or more$"),
     ("lines(pairs=2)", "^unknown task 'lines'; there are: rows, file.py:name$"),
+    ("row", "^unknown task 'row'; there are: rows, file.py:name; did you mean rows\\?$"),
 ])  # fmt: skip
 def test_options_that_are_refused(text, error):
     with pytest.raises(ValueError, match=error):

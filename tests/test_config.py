@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import typing
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import yaml
 from links import ROOT
 
-from minivlmrl.run.config import GRPOSection, RunConfig, check_found, load_config, to_yaml
+from minivlmrl.algorithms.sft import SFTConfig
+from minivlmrl.run.config import GRPOSection, RunConfig, load_config, to_yaml
+from minivlmrl.tools.replay import run_config
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -143,20 +146,119 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
         assert config.sampling.environment == f"{path}.py:f(a='../b')"
 
 
-def test_code_that_a_recipe_names_is_found_in_every_field_that_can_name_it(write, tmp_path):
-    """Else it would run unread where a recipe was found, not asked for."""
-    rewards = {"data": {"eval_rewards": ["own.py:f", "format"]}}, {"rewards": {"own.py:f": 1.0}}
-    fields = {"data": {"task": "own.py:f"}}, {"reference": {"teacher_prompt": "own.py:f"}}
-    for name in (r"judge(url='http\x3a//127.0.0.1/v1')", "cls(classes='/etc/passwd')"):
-        with pytest.raises(ValueError, match=r"names code, .*\('?.*'\); read it; --recipe="):
-            check_found(tmp_path / "recipe.yaml", load_config(write({"rewards": {name: 1.0}})), [])
-    for values in (*rewards, *fields, {"sampling": {"environment": "own.py:f"}}):
-        config = load_config(write(values))
-        with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it; --recipe="):
-            check_found(tmp_path / "recipe.yaml", config, [])
-        check_found(tmp_path / "recipe.yaml", config, [f"--x={tmp_path}/own.py:f", "--x=own.py:f"])
+EVIL = "from pathlib import Path\n\nPath('ran').touch()\nraise SystemExit\n"
+ATTACKS = [  # the run's folder, where the command runs, the recipe
+    ("run(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
+    ("format(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
+    ("ck(7b)", ".", {"data": {"eval_rewards": ["evil.py:f()"]}}),
+    ("run", ".", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
+    ("run", "run", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
+    ("run", "run", {"rewards": {"format(x=1)/../a(1)/evil.py:f()": 1.0}}),
+    ("run(1)", ".", {"data": {"task": "evil.py:f()"}}),
+    ("run(1)", ".", {"data": {"task": "run(1).evil:f()"}}),
+    ("run(1)", ".", {"sampling": {"environment": "evil.py:f()"}}),
+    ("run(1)", ".", {"stages": ["sft", "evil.py:f"]}),
+    ("run(1)", ".", {"stages": "evil.py:f()", "evil": {}}),
+    ("run(1)", "run(1)", {"stages": ["evil.py:f()"]}),
+    ("evil.py:f()", ".", {"stages": ["evil.py:f()"]}),
+    ("run", ".", {"stages": ["recipes/distill.py:Distill"]}),
+    ("run", ".", {"rewards": {r"judge(url='http\x3a//127.0.0.1/v1')": 1.0}}),
+    ("run", ".", {"rewards": {"cls(classes='/etc/passwd')": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("folder", "here", "values"), ATTACKS)
+def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, monkeypatch, write, folder, here, values):
+    """Wherever it lies and however its folders are called."""
+    for path in ("evil.py", "a(1)/evil.py"):
+        (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / path).write_text(EVIL)
+    write(values, f"{folder}/config.yaml")
+    monkeypatch.chdir(tmp_path / here)
+    folder = os.path.relpath(tmp_path / folder)
+    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"]):
+        with pytest.raises(ValueError, match=r"config\.yaml: it was found, .* names code, .*; read it; --recipe="):
+            run_config(Path(folder), None, asked_for)
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
+    """By an override, or with the recipe; names of tables, and numbers for their options, always may."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from minivlmrl.algorithms.sft import SFT\n\n\nclass Mine(SFT):\n    stage = 'mine'\n"
+    )
+    recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
+    named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
+    assert load_config(recipe, named, named).mine == load_config(recipe).mine == SFTConfig(1)
+    with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it"):
+        load_config(recipe, named[:1], named[:1])
     numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
-    check_found(tmp_path / "recipe.yaml", load_config("shapes.yaml", numbers), [])
+    load_config("shapes.yaml", numbers, [])
+
+
+AGAIN = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from minivlmrl.algorithms.sft import SFT, SFTConfig
+
+
+@dataclass
+class AgainConfig(SFTConfig):
+    \"\"\"SFT once more.\"\"\"
+
+    share: Annotated[float, "[0, 1]"] = 0.5  # of nothing
+    fast: bool = False  # a flag
+
+
+class Again(SFT):
+    stage = "again"
+    config_type = AgainConfig
+
+
+class Nameless(SFT):
+    stage = "sft"
+
+
+@dataclass
+class Other:
+    stage = "other"
+"""
+
+
+@pytest.fixture
+def again(write):
+    write(AGAIN, "again.py")
+    return write({"stages": ["sft", "again.py:Again"], "again": {"share": 0.25}})
+
+
+def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
+    """Checked, overridden and written as those of the table are; an override may leave it out."""
+    config = load_config(again, ["--again.fast", "--again.max_steps=7"])
+    assert config.stage_names == ["sft", "again"] and config.stages[1] == f"{tmp_path / 'again.py'}:Again"
+    assert (config.again.share, config.again.fast, config.again.max_steps) == (0.25, True, 7)
+    assert load_config(write(to_yaml(config), "config.yaml")) == config
+    alone = load_config(again, ["--stages=sft"])
+    assert (alone.unused_sections, config.unused_sections) == (["again"], [])
+    both = f"--stages=[{tmp_path / 'again.py'}:Again, recipes/kto.py:KTO]"
+    assert load_config("shapes.yaml", [both, "--kto.beta=3"]).kto.beta == 3
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("--again.shere=1", "command line: unknown key again.shere; did you mean again.share or "),
+    ("--again.share=2", r"again.share is 2.0, it must be in \[0, 1\]"),
+    ("--stages=3", "command line: stages is 3, it must be of type list"),
+    ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', of which there is a section"),
+    ("--stages=again.py:Other", "it is <class .*, it must be an Algorithm of minivlmrl.algorithms.base"),
+    ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
+    ("--stages=[gone.py:Again]", r"gone\.py:Again: it cannot be loaded \(FileNotFoundError"),
+])  # fmt: skip
+def test_a_stage_of_a_file_that_is_refused(again, override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(again, [override])
 
 
 def test_a_missing_recipe_is_named(tmp_path):

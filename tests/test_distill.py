@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import metrics
+from runs import STAGE, metrics
 from safetensors.torch import load_file, save_file
 from teachers import hint
 
 from minivlmrl import train
 from minivlmrl.batch import pack
-from minivlmrl.kernels.linear_divergence import divergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Row
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
+from recipes.distill import divergence
 
 import tiny
+from tiny import of_file
 
-HINT = ["--reference.teacher_prompt=teachers:hint", "--grpo.num_generations=3"]
+HINT = ["--distill.teacher_prompt=teachers:hint"]
 
 
 def log_probs(model, prompt, completion, temperature):
@@ -36,7 +37,7 @@ def by_hand(run, teacher, shown, rollout):
     processor = run.algorithm.processor
     total = 0.0
     tokens = 0
-    temperature, beta = run.algorithm.run.sampling.temperature, run.algorithm.run.reference.teacher_beta
+    temperature, beta = run.algorithm.run.sampling.temperature, run.algorithm.config.teacher_beta
     for row, prompt, group in zip(rollout.rows, rollout.prompts, rollout.completions, strict=True):
         own = Row.prompt(shown(row), processor)
         assert not torch.equal(own.input_ids, prompt.input_ids)
@@ -46,9 +47,9 @@ def by_hand(run, teacher, shown, rollout):
     return total / tokens
 
 
-@pytest.mark.parametrize("options", [["--grpo.micro_batch_size=2"], ["--adapter.r=2"], ["--sampling.temperature=0.7"]])
-def test_a_step_is_the_divergence_from_the_teacher(stage, samples, options):
-    run = stage("distill", *HINT, *options)
+@pytest.mark.parametrize("option", ["--distill.micro_batch_size=2", "--adapter.r=2", "--sampling.temperature=0.7"])
+def test_a_step_is_the_divergence_from_the_teacher(stage, samples, option):
+    run = stage("distill", *HINT, option)
     start = copy.deepcopy(run.algorithm.policy)
     run.go(2)
     batches = run.next()
@@ -63,9 +64,9 @@ def test_a_step_is_the_divergence_from_the_teacher(stage, samples, options):
 
 def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpoint):
     """It runs whole, is resumed, and the student comes nearer to it."""
-    small = ["--data.min_pixels=784", "--data.max_pixels=784", "--grpo.max_steps=8", "--grpo.learning_rate=1e-2"]
-    teacher = [f"--reference.teacher={checkpoint}", "--reference.teacher_prompt=teachers:larger"]
-    options = ["--stages=[distill]", "--seed=3", *small, *teacher, "--state_steps=4"]
+    options = of_file("distill", STAGE | {"max_steps": 8, "learning_rate": 1e-2, "num_generations": 3})
+    options += ["--data.min_pixels=784", "--data.max_pixels=784", "--seed=3", "--state_steps=4"]
+    options += [f"--distill.teacher={checkpoint}", "--distill.teacher_prompt=teachers:larger"]
     folder = run(*options, "--rewards={letters: 1}")
     lines = metrics(folder)
     assert [line["stage"] for line in lines] == ["distill"] * 8
@@ -80,7 +81,7 @@ def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpo
     ("answers", "what teacher_prompt returns is 'a hint', it must be a Row"),
 ])  # fmt: skip
 def test_a_teacher_prompt_that_fails_ends_the_run_with_one_line(stage, name, error):
-    run = stage("distill", f"--reference.teacher_prompt=teachers:{name}")
+    run = stage("distill", f"--distill.teacher_prompt=teachers:{name}")
     with pytest.raises(ValueError, match=error):
         run.go(1)
 
@@ -94,7 +95,7 @@ def teacher(folder, tmp_path):
         model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 1)
         model = tiny.model_of(replace(model.config, **changes))
         save_model(tmp_path / "teacher", model, processor)
-        return model.double(), f"--reference.teacher={tmp_path / 'teacher'}"
+        return model.double(), f"--distill.teacher={tmp_path / 'teacher'}"
 
     return teacher
 
@@ -128,10 +129,10 @@ def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name):
     weights = load_file(file)
     weights[name].view(-1)[-1] = float("nan")
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"reference\.teacher: .*/teacher computes numbers that are not finite"):
+    with pytest.raises(ValueError, match=r"distill\.teacher: .*/teacher computes numbers that are not finite"):
         stage("distill", option).next()
 
 
 def test_what_makes_no_sense_is_refused(home):
-    with pytest.raises(ValueError, match=r"distill needs reference\.teacher or reference\.teacher_prompt"):
-        train.main([str(home / "recipe.yaml"), "--stages=[distill]"])
+    with pytest.raises(ValueError, match=r"distill needs distill\.teacher or distill\.teacher_prompt"):
+        train.main([str(home / "recipe.yaml"), "--stages=recipes/distill.py:Distill"])

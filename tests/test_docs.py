@@ -28,13 +28,14 @@ from minivlmrl.hub.recipe_values import option_paths
 from minivlmrl.objectives.preference_losses import DPO_LOSSES
 from minivlmrl.reward_functions.names import REWARDS, get_reward
 from minivlmrl.rewards import find_answer
-from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.config import load_config
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
 from draws import ids_of
+from tiny import FILES
 
 families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
@@ -115,9 +116,10 @@ def test_the_band_of_the_default_run():
     assert re.search(r"after grpo +0(\S+)", table)[1] in shown
 
 
-LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "ppo"))
+LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "ppo", "distill"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
-STAGES = [kind for name, kind in typing.get_type_hints(RunConfig).items() if name in ALGORITHMS]
+WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*ALGORITHMS, *FILES.values()])}]"])  # every stage
+STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
 SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
 
 
@@ -142,7 +144,7 @@ COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"]
 
 def test_options_of_other_trainers_have_a_name_here():
     named = [name for _, ours, _ in COMING for name in re.findall("`([^`]+)`", ours)]
-    assert len(COMING) > 90 and set(named) <= {*option_paths(RunConfig)}
+    assert len(COMING) > 90 and set(named) <= {*option_paths(type(WITH_FILES))}
     assert [theirs for theirs, ours, _ in COMING if "`" not in ours and ours != "none"] == []
     assert all(re.fullmatch("(VLM-R1 |ms-swift )?(`[^`]+`(, )?)+", theirs) for theirs, *_ in COMING)
 
@@ -156,7 +158,7 @@ def test_options_of_trl_are_trls_and_same_is_same(row):
     assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
     if row[2].startswith("same"):
         defaults = [known[name].default for name in theirs]
-        here = [functools.reduce(getattr, name.split("."), RunConfig()) for name in ours]
+        here = [functools.reduce(getattr, name.split("."), type(WITH_FILES)()) for name in ours]
         assert defaults == (here if len(here) == len(theirs) else list(*here))
 
 
@@ -171,7 +173,12 @@ def test_the_changelog_names_what_a_recipe_could_once_set():
 
 def test_every_metric_is_explained(run, plain):
     """By its name, or by what follows its group; a reward's is under NAME."""
-    folder = run("--stages=[sft, dpo, kto, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
+    folder = run(
+        f"--stages=[sft, dpo, {FILES['kto']}, reward_model, grpo, ppo]",
+        "--kto.max_steps=1",
+        "--grpo.beta=0.1",
+        "--ppo.kl_coef=0.1",
+    )
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
     logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}  # `min_...`, `max_...`
     short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}

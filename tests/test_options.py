@@ -5,7 +5,7 @@ import itertools
 import typing
 
 import pytest
-from runs import LETTERS, leave_out, metrics
+from runs import LETTERS, STAGE, leave_out, metrics
 
 from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
@@ -16,12 +16,19 @@ from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.model import build_model
 from recipes import localisation
+from recipes.kto import KTOConfig
 
 from stages import ONE, STAGES
+from tiny import FILES, of_file
 
-SFT, DPO, KTO, RM = (["--stages=sft"], ["--stages=dpo"], ["--stages=kto"], ["--stages=reward_model"])
+SFT, DPO, KTO, RM = (
+    ["--stages=sft"],
+    ["--stages=dpo"],
+    of_file("kto", STAGE | {"max_steps": 2}),
+    ["--stages=reward_model"],
+)
 GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
-BASES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
+BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
 # a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
@@ -35,14 +42,17 @@ STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
     "warmup_steps": 2, "adam_beta2": 0.5,
 }  # fmt: skip
 MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
-TEACHER = "--reference.teacher_prompt=teachers:hint"
+DISTILL = [*of_file("distill", STAGE | {"max_steps": 2}), LETTERS, "--distill.teacher_prompt=teachers:hint"]
 OPTIONS = [  # field, another value, base
     ("reference.sync_ref_model", "true", [*DPO, "--reference.ref_model_sync_steps=1"]),
     ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
     ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
     ("reference.num_shared_layers", 1, DPO),
     ("reference.pattern", "visual.merger", [*DPO, "--reference.num_shared_layers=1"]),
-    ("reference.teacher_beta", 1.0, ["--stages=distill", LETTERS, TEACHER]),
+    ("distill.teacher_beta", 1.0, DISTILL),
+    ("distill.num_generations", 4, DISTILL),
+    ("distill.steps_per_generation", 2, DISTILL),
+    ("distill.num_iterations", 2, DISTILL),
     *[
         (f"{stage}.{name}", value, [*BASES[stage], f"--{stage}.max_steps=3"])
         for stage, (name, value) in zip(itertools.cycle(STAGES), STAGE_OPTIONS.items(), strict=False)
@@ -121,7 +131,7 @@ OPTIONS = [  # field, another value, base
 def choices(name):
     """What the Literal of a field names."""
     section, name = name.split(".")
-    cls = typing.get_type_hints(RunConfig)[section]
+    cls = KTOConfig if section == "kto" else typing.get_type_hints(RunConfig)[section]
     hint = typing.get_type_hints(cls)[name]
     parts = [hint, *typing.get_args(hint)]
     values = next(typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal)
@@ -132,7 +142,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
     *[(name, choices(name), base) for name, base in {
         "sft.loss_type": SFT,
         "dpo.f_divergence_type": DPO,
-        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0"],  # good answers get likelier: the KL is over 0
+        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0", "--kto.max_steps=3"],  # good answers get likelier
         "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
         "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
         "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
@@ -147,12 +157,11 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # (micro_batch_size), test_reward_model.py (path),
 # test_results.py (evaluations, checkpoints), test_metrics.py (report_to),
 # test_train.py (files and folders), test_template.py (template), test_resume.py (states, resume, timeout),
-# test_tool_sampler.py (environment), test_distill.py (teachers), test_reference.py (path),
-# test_sharding.py or test_ranks.py.
+# test_tool_sampler.py (environment), test_reference.py (path), test_sharding.py or test_ranks.py.
 OTHERS = {
-    *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
+    *(f"{stage}.micro_batch_size" for stage in ("sft", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "max_epochs", "data.files"),
-    *("reward_model.path", "reference.path", "reference.teacher", "reference.teacher_prompt"),
+    *("reward_model.path", "reference.path"),
     *("output_dir", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.resize", "data.template"),
@@ -239,7 +248,9 @@ def test_every_option_is_in_the_table():
     """A new field of the config needs a row above."""
     tested = {name.replace("rewards.letters", "rewards") for name, _, _ in OPTIONS}
     tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
-    assert set(option_paths(RunConfig)) == tested | {name for name, _, _ in ENUMERATIONS} | OTHERS
+    tested |= {name for name, _, _ in ENUMERATIONS}
+    of_files = {name for name in tested if name.partition(".")[0] in FILES}
+    assert set(option_paths(RunConfig)) == tested - of_files | OTHERS
 
 
 def test_resize_can_be_the_size_of_every_image(home, own):

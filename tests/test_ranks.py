@@ -23,7 +23,7 @@ from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import choose_device
 
 from stages import write_recipe
-from tiny import recipe
+from tiny import of_file, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,
@@ -40,7 +40,7 @@ STAGES = {  # in float64; each has other joint work
     "sft": ["--stages=[sft]"],
     "dpo": ["--stages=[dpo]"],
     "dpo with sft": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, sft]"],
-    "kto": ["--stages=[kto]"],
+    "kto": of_file("kto", STAGE),
     "reward_model": ["--stages=[reward_model]"],
     "ppo": ["--stages=[ppo]"],
     "ppo in mini-batches": ["--stages=[ppo]", "--ppo.num_mini_batches=2"],
@@ -51,7 +51,7 @@ STAGES = {  # in float64; each has other joint work
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.steps_per_generation=2"],
     "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
                        "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
-    "distill": ["--stages=[distill]", "--reference.teacher_prompt=teachers:hint"],
+    "distill": [*of_file("distill", STAGE | {"num_generations": 3}), "--distill.teacher_prompt=teachers:hint"],
     "with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                             "--reward_model.path=FOLDER/judge"],
     "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],

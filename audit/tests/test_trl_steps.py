@@ -13,13 +13,13 @@ from patients import STEPS_OF
 
 from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.kto import KTO
 from minivlmrl.algorithms.sft import SFT
+from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Completion, Prompt, Row
-from minivlmrl.run.config import RunConfig
+from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.ranks import World
@@ -155,12 +155,11 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs, *rest: (
         seen.append(inputs), compute(model, inputs, *rest))[1])  # fmt: skip
     trainer.train()
-    run = RunConfig()
-    run.rewards, run.optimizer.max_grad_norm, run.kto.prompts_per_step = {}, 0.5, 4
+    run = load_config("shapes_kto.yaml", ["--kto={prompts_per_step: 4}", "--optimizer.max_grad_norm=0.5"])
     for name, value in OURS.items():
         setattr(run.kto, name, value)
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    algorithm = KTO(run, model, processor, World())
+    algorithm = find_algorithm("kto", run)(run, model, processor, World())
     optimizer, lines = build_optimizer(algorithm.trained, run.kto, run.optimizer), []
     for number, inputs in enumerate(seen):
         monkeypatch.setattr(algorithm, "encode", lambda rows, inputs=inputs: encoded(inputs))

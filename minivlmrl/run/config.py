@@ -223,6 +223,8 @@ def _stages(values: dict, where: str | Path) -> list[str]:
 @cache
 def _with_sections(algorithms: tuple[type[Algorithm], ...]) -> type[RunConfig]:
     """Add a section for each stage of a file (ValueError: there is one of its name)."""
+    if not algorithms:
+        return RunConfig
     sections = {}
     for algorithm in algorithms:
         name = algorithm.stage
@@ -246,8 +248,8 @@ def check_found(recipe: str | Path, text: str, overrides: list[str]):
     name, options = split_options(text)
     # Names without a colon are of tables. A text among options could be a URL, a file or a name.
     is_harmless = ":" not in name and not re.search("['\"]", options)
-    short_text = text.removeprefix(os.path.join(os.getcwd(), ""))
-    if not is_harmless and not _is_in(overrides, short_text):
+    spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
+    if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
         raise ValueError(
             f"{recipe}: it was found, not asked for, and names code, {text}; read it; "
             f"--recipe={recipe} says that it may run"

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import PIL.Image
+from runs import STAGE
+
+from tiny import of_file
 
 
 @dataclass
@@ -157,7 +160,7 @@ FAULTS = {
         ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "raise it"),
     ),
     "labels of one class": Fault(
-        ["--stages=[kto]"], {"label": True}, check=("every label is True", "kto needs good and bad answers"),
+        of_file("kto", STAGE), {"label": True}, check=("every label is True", "kto needs good and bad answers"),
     ),
     # the recipe
     "top_k 1": Fault(

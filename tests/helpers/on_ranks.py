@@ -130,7 +130,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     """Go through a stage."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
-    [stage] = config.stages
+    [stage] = config.stage_names
     model, processor = build_model(config, world)
     algorithm = table.find_algorithm(stage, config)(config, model, processor, world)
     assert is_sharded(algorithm.trained) == config.uses_fsdp

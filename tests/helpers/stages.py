@@ -21,7 +21,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
-from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN35, recipe
+from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN35, of_file, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
@@ -29,7 +29,8 @@ STAGE = {
 }  # fmt: skip
 DATA = {"task": "shapes(demonstrations=8, pairs=8)", "eval_rows": 2}
 RECIPE = recipe(STAGE, data=DATA, rewards={"letters": 1.0})
-STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
+STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
+MORE = {"distill": {"num_generations": 3}}  # options of stages of a file
 ONE = World()
 
 
@@ -67,8 +68,8 @@ class Stage:
     def __init__(
         self, folder, stage, *overrides, rows=None, held_out=None, dtype=torch.float64, model="model", world=ONE
     ):
-        options = [f"--output_dir={folder / 'out'}", f"--stages={stage}", *overrides]
-        config = load_config(folder / "recipe.yaml", options)
+        named = of_file(stage, STAGE | MORE.get(stage, {})) if stage in FILES else [f"--stages={stage}"]
+        config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *named, *overrides])
         algorithm = table.find_algorithm(stage, config)
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)

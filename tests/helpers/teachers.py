@@ -1,4 +1,4 @@
-"""What teachers of the stage distill are shown: reference.teacher_prompt names these."""
+"""What teachers of the stage distill are shown: distill.teacher_prompt names these."""
 
 import copy
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Tiny models with telling weights, and random prompts for them; what several test files share."""
 
+import json
+
 import pytest
 import torch
 
@@ -53,12 +55,20 @@ def recipe(stage: dict, **sections) -> dict:
     """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
     base = {
         "num_threads": 1, "state_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
-        "sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "kto", "reward_model"), stage),
+        "sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "reward_model"), stage),
         "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
     }  # fmt: skip
     for name, value in sections.items():
         base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
     return base
+
+
+FILES = {"kto": "recipes/kto.py:KTO", "distill": "recipes/distill.py:Distill"}  # stages to copy
+
+
+def of_file(name: str, options: dict) -> list[str]:
+    """Overrides that train a stage of FILES alone, with these options."""
+    return [f"--stages={FILES[name]}", f"--{name}={json.dumps(options)}"]
 
 
 IMAGE = 293
