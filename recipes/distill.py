@@ -5,7 +5,7 @@ it gives the distribution of the next token, so no reward is needed; a recipe's 
 
 In a recipe beside this file, as shapes_distill.yaml:
     stages: [sft, distill.py:Distill]
-    distill: {max_steps: 200, teacher_prompt: my_teacher.py:hint}
+    distill: {max_steps: 200, teacher_prompt: distill.py:uncut}
 
 Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m = b q + (1 - b) p:
 
@@ -14,8 +14,9 @@ Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m =
     else   D = b KL(q || m) + (1 - b) KL(p || m)  dD/dz = (1 - b) p (log p - log m - KL(p || m)) / T
 """
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated
 
@@ -140,6 +141,13 @@ class Distill(GRPOStage):
             self.temperature,
         )
         return loss, {"divergence": batch.mean(divergences)}
+
+
+def uncut(row: Row) -> Row:
+    """Show the teacher the whole picture, a `teacher_prompt`: data.max_pixels is for the student."""
+    messages = copy.deepcopy(row.messages)
+    messages[-1]["content"][0]["max_pixels"] = 1003520
+    return replace(row, messages=messages)
 
 
 def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> nn.Module:

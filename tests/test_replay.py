@@ -6,7 +6,7 @@ import pytest
 from runs import read_lines, write_lines
 
 from minivlmrl.__main__ import main
-from minivlmrl.hub.code_names import load_name
+from minivlmrl.hub.code_names import load_name, run_file
 
 LOUD = [
     "--rewards={letters: 1.0}",
@@ -95,6 +95,7 @@ def test_code_that_a_run_names_is_not_run_unasked(run, plain, replayed, tmp_path
     trace = tmp_path / "executed"
     reward.write_text(f"open({str(trace)!r}, 'w')\n{reward.read_text()}")
     load_name.cache_clear()
+    run_file.cache_clear()
     code, lines = replayed(folder, "grpo", 0)
     assert code == 2 and f"names code, {reward}:f; read it; --recipe={folder / 'config.yaml'}" in lines[-1]
     assert not trace.exists()

@@ -37,10 +37,8 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
     """
     if stage == "grpo" and needs_family(config.grpo):
         return Family
-    for algorithm in map(find_class, config.stages):
-        if algorithm.stage == stage:
-            return algorithm
-    return find_class(stage)
+    classes = {algorithm.stage: algorithm for algorithm in map(find_class, config.stages)}
+    return classes.get(stage) or find_class(stage)
 
 
 def find_algorithms(config) -> dict[str, type[Algorithm]]:

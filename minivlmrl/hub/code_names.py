@@ -30,7 +30,7 @@ def load_name(target: str) -> Any:
     module, _, name = target.rpartition(":")
     try:
         if module.endswith(".py"):
-            return getattr(_run_file(_source_file(module)), name)
+            return getattr(run_file(_source_file(module)), name)
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise ValueError(
@@ -48,7 +48,7 @@ def _source_file(path: str) -> str:
 
 
 @functools.cache
-def _run_file(path: str) -> ModuleType:
+def run_file(path: str) -> ModuleType:
     """Run a file once, as a module that pickle and inspect find by its name on every rank."""
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))  # a dot is of a package
     module.__file__ = path
