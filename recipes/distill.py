@@ -32,6 +32,7 @@ from minivlmrl.algorithms.reference import computing, load_frozen
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.code_names import load_name
+from minivlmrl.hub.folder import find_folder
 from minivlmrl.hub.recipe_values import Code, FilePath, require
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
@@ -73,6 +74,8 @@ class Distill(GRPOStage):
     def check(cls, run):
         if not run.distill.teacher and not run.distill.teacher_prompt:
             raise ValueError("distill needs distill.teacher or distill.teacher_prompt, or both")
+        if run.distill.teacher:
+            find_folder(run.distill.teacher)  # refused now, not after the stages before
         super().check(run)
 
     @staticmethod

@@ -136,3 +136,5 @@ def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name):
 def test_what_makes_no_sense_is_refused(home):
     with pytest.raises(ValueError, match=r"distill needs distill\.teacher or distill\.teacher_prompt"):
         train.main([str(home / "recipe.yaml"), "--stages=recipes/distill.py:Distill"])
+    with pytest.raises(ValueError, match=r"^gone: no such folder; a model is"):
+        train.main([str(home / "recipe.yaml"), "--stages=[sft, recipes/distill.py:Distill]", "--distill.teacher=gone"])
