@@ -39,6 +39,7 @@ from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES, read_config
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import num_shards, recompute_blocks
+from minivlmrl.vision import lay_out
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -137,6 +138,7 @@ class Costs:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
+        lay_out.cache_clear()  # of an earlier forward: what a tower keeps of grids is counted here
         live = LiveBytes([*model.parameters(), *model.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
