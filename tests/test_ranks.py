@@ -150,6 +150,7 @@ GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
 SHARING = [*MOVING, "--reference.num_shared_layers=1"]
+FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
 BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # the second of two layers
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
@@ -165,7 +166,8 @@ QUICK = {
     "adapters, sharded": [*ADAPTED, *SHARDED], "dropout": [*ADAPTED, *DROPOUT],
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
-    "sharing, sharded": [*SHARING, *SHARDED], "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
+    "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
+    "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
 }  # fmt: skip
 NF4_WAYS = {"NF4, layer by layer": [*NF4, *ONE_BY_ONE]}
 
@@ -180,7 +182,8 @@ def quick_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
     alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
-    alone |= {"moving": MOVING, "sharing": SHARING, "adapters": ADAPTED, "NF4": NF4}
+    alone |= {"moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"]}
+    alone |= {"sharing": SHARING, "folder": FOLDER, "adapters": ADAPTED, "NF4": NF4}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
@@ -192,7 +195,9 @@ def test_two_ranks_equal_one(quick_results, way):
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
 
 
-@pytest.mark.parametrize("way", ["moving, compute_dtype", "sharing, sharded", "sharing, layer by layer"])
+@pytest.mark.parametrize(
+    "way", ["moving, compute_dtype", "folder, sharded", "sharing, sharded", "sharing, layer by layer"]
+)
 def test_two_ranks_keep_the_reference_of_one(quick_results, way):
     """It moves after each step. Each rank has its rows of what is trained once more, and of nothing that is shared."""
     alone, ranks = quick_results
@@ -204,8 +209,15 @@ def test_two_ranks_keep_the_reference_of_one(quick_results, way):
         first, second = first, [rows[:0] for rows in second]
     joined = [torch.cat(parts) for parts in zip(first, second, strict=True)]
     torch.testing.assert_close(joined, expected.reference, rtol=0, atol=1e-12)
-    trained = [name for name in expected.weights if not name.startswith(BELOW) or way.startswith("moving")]
+    trained = [name for name in expected.weights if not name.startswith(BELOW) or not way.startswith("sharing")]
     assert [len(rows) for rows in joined] == [len(expected.weights[name]) for name in trained]
+
+
+def test_a_reference_that_moves_does_so_in_the_dtype_of_the_parameters(quick_results):
+    """Not in that which computes: small moves would be lost."""
+    alone, _ = quick_results
+    torch.testing.assert_close(alone["moving in half"].reference, alone["moving"].reference, rtol=0, atol=1e-5)
+    assert not torch.equal(alone["moving in half"].reference[0], alone["moving"].reference[0].float().double())
 
 
 def test_two_ranks_with_tools_equal_one(quick_results):

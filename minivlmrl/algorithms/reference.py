@@ -20,12 +20,14 @@ from minivlmrl.rows import Processor
 from minivlmrl.scale.checkpoint import load_model, read_config
 from minivlmrl.scale.sharding import copy_model, reshard
 
-# what a prompt's ids, positions and patches, and the head's rows, depend on
-ALIKE = (
-    *("model_type", "vocab_size", "image_token_id", "video_token_id"),
-    *("vision_config.patch_size", "vision_config.temporal_patch_size"),
-    *("vision_config.spatial_merge_size", "vision_config.tokens_per_second"),
-)
+# fields of ModelConfig that a prompt's patches and positions, and the head's rows, depend on
+ALIKE = [
+    "model_type",
+    "vocab_size",
+    "vision_config.patch_dim",
+    "vision_config.spatial_merge_size",
+    "vision_config.tokens_per_second",
+]
 
 
 @dataclass
