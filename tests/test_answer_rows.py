@@ -99,6 +99,9 @@ def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_
             evaluate("--rows=1", model=model)
         evaluate("--rows=1", model=model, tool=answer_rows.generate)  # asks no reward
         assert not trace.exists()
+    recipe.write_text(json.dumps({"stages": [f"{evil}:f"], "data": {"eval_rewards": ["format"]}, "own": {}}))
+    evaluate("--rows=1", model=model)  # trains by no stage
+    assert not trace.exists()
     asked = f"--data.eval_rewards=[{evil}:f, format]"
     assert evaluate("--rows=1", asked, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
     recipe.write_text(json.dumps({"data": {"eval_rewards": [f"{evil}:f", "format"]}}))

@@ -90,7 +90,9 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp_path):
     """With the thought that its prompt opens in front of what the model writes."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
-    (copy / "minivlmrl.yaml").write_text("data: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}")
+    (copy / "minivlmrl.yaml").write_text(
+        "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
+    )
     for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
         text, _ = said(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
         status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)

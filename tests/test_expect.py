@@ -75,5 +75,5 @@ def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
 def test_the_file_names_recipes_that_load():
     path = recipes_folder() / expect.FILE
     for run in json.loads(path.read_text()):
-        stages = load_config(recipes_folder() / run["recipe"], run["overrides"]).stages
+        stages = load_config(recipes_folder() / run["recipe"], run["overrides"]).stage_names
         assert list(run["results"]) == ["start", *(f"after_{stage}" for stage in stages)]

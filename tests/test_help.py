@@ -28,6 +28,13 @@ def test_one_section(capsys):
     assert "--grpo." not in out and "--seed" not in out
 
 
+def test_the_section_of_a_stage_in_a_file(capsys):
+    page.show("shapes_kto.yaml", "kto")
+    assert "  --kto.beta=0.1\n        float, over 0" in capsys.readouterr().out
+    page.show("shapes_kto.yaml")
+    assert "  --kto.beta=0.1\n" in capsys.readouterr().out
+
+
 def test_an_unknown_section_is_named_with_the_valid_ones():
     with pytest.raises(ValueError, match=r"--help grop: no such section; sections are run, model, .*grpo"):
         page.show("grop")

@@ -47,6 +47,9 @@ assert main(["plan", *model]) == 0
 assert main(["ask", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
 assert main(["check", "localisation.yaml"]) == 0
 assert train(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
+stages = ["--stages=[sft, recipes/kto.py:KTO]", "--kto.max_steps=1", "--sft.max_steps=1", "--data.eval_rows=4"]
+assert train(["shapes.yaml", *stages, "--data.task=shapes(pairs=64)", "--resume=never"]) == 0
+assert load_config("shapes_kto.yaml").stage_names == ["sft", "kto"]
 small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
 notebook.train = functools.partial(notebook.train, **small, log_completions=1)
 for path in sys.argv[1:]:

@@ -2,6 +2,7 @@
 
 python -m minivlmrl train --help          # all sections
 python -m minivlmrl train --help grpo     # one section
+python -m minivlmrl train shapes_kto.yaml --help kto  # of a stage in a file that a recipe names
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import typing
 import yaml
 
 from minivlmrl.hub.recipe_values import help_of, type_text
-from minivlmrl.run.config import RunConfig
+from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.tools.process import run_rank
 from minivlmrl.train import main
 
@@ -26,8 +27,15 @@ def start(arguments: list[str]):
 
 
 def show(*names: str):
-    """Print the options of these sections, "run": those outside of sections, or of all."""
-    all_sections = sections()
+    """Print the options of these sections, "run": those outside of sections, or of all.
+
+    The first name may be a recipe: sections of its stages in a file are listed too.
+    """
+    config_class = RunConfig
+    if names and names[0].endswith(".yaml"):
+        recipe, *names = names
+        config_class = type(load_config(recipe))
+    all_sections = sections(config_class)
     for name in names:
         if name not in all_sections:
             raise ValueError(
@@ -41,11 +49,12 @@ def show(*names: str):
         print("\n".join(option_lines(config, "" if name == "run" else f"{name}.")))
 
 
-def sections() -> dict[str, typing.Any]:
+def sections(config_class: type[RunConfig] = RunConfig) -> dict[str, typing.Any]:
     """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
-    run = RunConfig()
-    fields = vars(run).items()
-    return {"run": run} | {name: value for name, value in fields if dataclasses.is_dataclass(value)}
+    fields = vars(config_class()).items()
+    return {"run": RunConfig()} | {
+        name: value for name, value in fields if dataclasses.is_dataclass(value)
+    }
 
 
 def option_lines(config, prefix: str) -> list[str]:
