@@ -161,7 +161,7 @@ def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):
         (tmp_path / name).write_text(words.replace('"image": "', f'"image": "{rows.parent}/'))
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</turn>")  # it may end a call, and the first does
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<turn></turn>")  # a call, and the first is one
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: [("turn", "90")] * (not ended))
     options = [
         "--model.compute_dtype=float32",

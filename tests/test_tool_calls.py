@@ -1,7 +1,10 @@
 """Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
 
 import random
+import signal
 import sys
+import time
+from types import SimpleNamespace
 from typing import Literal
 
 import PIL.Image
@@ -9,7 +12,7 @@ import pytest
 
 from minivlmrl.chat import IMAGE
 from minivlmrl.environments.environment import Settings
-from minivlmrl.environments.tool_calls import answer, call, find_calls, lay_out, part, turn_opening
+from minivlmrl.environments.tool_calls import answer, call, find_calls, lay_out, part, reset, turn_opening
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -103,6 +106,14 @@ def endless() -> str:
             continue
 
 
+def stubborn() -> str:
+    while True:
+        try:
+            time.sleep(60)
+        except:  # noqa: E722
+            time.sleep(0.05)
+
+
 SAID = {
     "a dict": (lambda: {"count": 2}, "{'count': 2}"),
     "TRL's part": (lambda: [{"type": "text", "text": "a"}], "a"),
@@ -111,6 +122,7 @@ SAID = {
     "an exit": (lambda: sys.exit(3), "error: 3"),
     "an error without words": (lambda: next(iter(())), "error: StopIteration"),
     "no end": (endless, "error: it took over 0.05 seconds"),
+    "no end, whatever is raised": (stubborn, "error: it took over 0.05 seconds"),
     "much": (lambda: ["a" * 60, "b" * 50], "error: the answer's number of characters is 110, it must be 99 or less"),
     "a large picture": (
         lambda: PIL.Image.new("L", (20, 21)),
@@ -126,6 +138,38 @@ def test_whatever_a_tool_does_is_text_for_the_model(name):
     [said], pictures, done = answer({"f": tool}, "f", "", PROCESSOR, limits)
     assert said["text"] == text and pictures == []
     assert done is not text.startswith("error")
+
+
+def test_a_users_alarm_is_put_back():
+    came = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        answer({"f": lambda: time.sleep(0.05)}, "f", "", PROCESSOR, Settings())
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2 and not came
+        with pytest.raises(ValueError, match=r"^reset: it took over 0\.3 seconds$"):
+            reset(SimpleNamespace(reset=lambda: time.sleep(60)), {}, 0.3)
+        deadline = time.monotonic() + 10
+        while not came and time.monotonic() < deadline:
+            pass
+        assert came == [1]
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_a_tool_may_not_end_the_process():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match=r"^the tool f raised KeyboardInterrupt$"):
+        answer({"f": interrupt}, "f", "", PROCESSOR, Settings())
+    with pytest.raises(ValueError, match=r"^reset: KeyboardInterrupt$"):
+        reset(SimpleNamespace(reset=interrupt), {}, 1.0)
+
+
+def test_a_picture_is_not_cut_into_patches_before_it_is_known_to_fit():
+    [_], [(image, grid)], _ = answer({"f": lambda: PIL.Image.new("L", (60, 80))}, "f", "", PROCESSOR, Settings())
+    assert grid == PROCESSOR.image_processor(image)[1]
 
 
 def test_no_drawn_call_raises():

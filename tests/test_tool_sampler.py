@@ -368,9 +368,9 @@ def test_a_prompt_without_its_row_says_what_to_set():
 
 def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</zoom>")
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<zoom></zoom>")
     monkeypatch.setattr(
-        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 34 and not ended)
+        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 64 and not ended)
     )
     for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
         words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
@@ -397,3 +397,23 @@ def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent
     sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="test_tool_sampler:Eye"), ONE)
     [play] = sampler.begin(row((90, 50), problem="P").prompt(processor), 1)
     assert play.environment.extents == [extent]
+
+
+def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
+    """Else 8,192 tokens take half a minute."""
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
+    play = tool_sampler.Play(Eye())
+    sampling = SimpleNamespace(max_new_tokens=2000)
+    for _ in range(100):
+        play.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+
+
+def test_a_picture_that_does_not_fit_is_not_cut_into_patches(monkeypatch):
+    picture = PIL.Image.new("RGB", (9, 9))
+    shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
+    monkeypatch.setattr(tool_sampler, "answer", lambda *_: shown)
+    monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut into patches"))
+    play = tool_sampler.Play(Eye())
+    play.answer([("look", "")], False, 500, PROCESSOR)
+    assert play.cut and play.num_calls == 1

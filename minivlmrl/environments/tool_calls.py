@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import threading
+import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from minivlmrl.chat import END, join_text, layout_turn, part_kind, render
 from minivlmrl.environments.environment import Settings, arguments_of
 from minivlmrl.environments.schema import type_schema
 from minivlmrl.hub.recipe_values import build, require
+from minivlmrl.image import ImageProcessor, smart_resize, to_rgb
+from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Processor
 
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
@@ -24,6 +27,7 @@ class Overtime(BaseException):
     """A tool takes too long. No Exception: a tool may catch those."""
 
 
+REPEATED = 0.01  # seconds after which a block that has caught Overtime is interrupted again
 FAILURES = Exception, SystemExit, Overtime  # a tool may raise anything
 
 
@@ -47,7 +51,11 @@ def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
 def answer(
     tools: dict[str, Callable], name: str, inside: str, processor, settings: Settings
 ) -> tuple[list, list, bool]:
-    """Call a tool; return parts of a message, its pictures (image, patches, grid), and success."""
+    """Call a tool; return parts of a message, its pictures (image, grid), and success.
+
+    Raises:
+        ValueError: the tool raised KeyboardInterrupt, which ends the run.
+    """
     try:
         with time_limit(settings.max_tool_seconds):
             result = call(tools, name, inside)
@@ -61,29 +69,68 @@ def answer(
         for unit, size in sizes.items():
             limit = getattr(settings, f"max_tool_{unit}")
             require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
-        return parts, [(image, *processor.image_processor(image)) for image in images], True
+        return parts, [(image, grid_of(image, processor.image_processor)) for image in images], True
+    except KeyboardInterrupt as error:
+        raise ValueError(f"the tool {name or inside:.80} raised KeyboardInterrupt") from error
     except FAILURES as error:  # the model reads it
         text = f"error: {str(error) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
 
+def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
+    """Return the image_grid_thw that an image will have: its patches may be many, so they wait."""
+    width, height = to_rgb(image).size  # one that cannot be read or shown is an error here
+    height, width = smart_resize(
+        height,
+        width,
+        image_processor.factor,
+        image_processor.min_pixels,
+        image_processor.max_pixels,
+    )
+    return 1, height // image_processor.patch_size, width // image_processor.patch_size
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a block (Overtime); in other threads than the main one, on Windows, nothing can."""
+    """Interrupt a block (Overtime), and again as long as it goes on: it may catch everything.
+
+    Nothing can in other threads than the main one, on Windows, and in C code that does not return.
+    The alarm that somebody else has set is put back.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not hasattr(signal, "SIGALRM"):
+        yield
+        return
 
     def stop(*_):
         raise Overtime(f"it took over {seconds:g} seconds")
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    has_alarm = in_main_thread and hasattr(signal, "SIGALRM")
-    if has_alarm:
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    start = time.monotonic()
+    former_handler = signal.signal(signal.SIGALRM, stop)
+    former_seconds, former_interval = signal.setitimer(signal.ITIMER_REAL, seconds, REPEATED)
     try:
-        yield
-    finally:
-        if has_alarm:
+        try:
+            yield
+        finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # the alarm may have come between the block and the line above
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        # None: its handler is not Python's
+        signal.signal(signal.SIGALRM, former_handler or signal.SIG_DFL)
+        if former_seconds:
+            remaining = max(former_seconds - (time.monotonic() - start), 0.001)
+            signal.setitimer(signal.ITIMER_REAL, remaining, former_interval)
+
+
+def reset(environment: object, columns: dict, seconds: float):
+    """Tell an environment its row (ValueError: it raised, took too long or returned something)."""
+    try:
+        with time_limit(seconds):
+            text = guarded("reset", environment.reset, **columns)
+    except (Overtime, KeyboardInterrupt) as error:
+        raise ValueError(f"reset: {str(error) or 'KeyboardInterrupt'}") from error
+    if text is not None:
+        raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
 
 
 def call(tools: dict[str, Callable], name: str, inside: str) -> object:

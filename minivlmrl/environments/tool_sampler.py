@@ -16,7 +16,7 @@ from minivlmrl.attention import DecodeAttention
 from minivlmrl.batch import pack
 from minivlmrl.data.boxes import extent
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
-from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, turn_opening
+from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, reset, turn_opening
 from minivlmrl.generate import Choose, Decode
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl.kernels.backend import to_device
@@ -74,10 +74,15 @@ class Play:
         """Add a token to the text; find the calls that it completes, as many as are allowed."""
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += drawn
-        if text_ends or not (turn_ends or self.closing_tag.search(self.text, searched_from)):
+        if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
             return []
         calls = find_calls(self.text.decode(errors="replace"), self.tools, turn_ends)
         return calls[: self.settings.max_tool_calls - self.num_calls]
+
+    def closes_a_call(self, searched_from: int) -> bool:
+        """Say whether a tag is new in the text whose opening tag is there, too."""
+        closing_tag = self.closing_tag.search(self.text, searched_from)
+        return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
     def answer(self, calls: list, turn_ended: bool, tokens_left: int, processor: Processor):
         """Answer calls, for the model to read; if the answers do not fit, the completion is cut."""
@@ -89,12 +94,13 @@ class Play:
             pictures += shown
             self.num_failed += not succeeded
         self.num_calls += len(calls)
-        grids = [grid for _, _, grid in pictures]
+        grids = [grid for _, grid in pictures]
         opening = turn_opening(processor) if turn_ended else ()
         ids = list(chain(*processor.encode(lay_out(messages, opening), grids)))
         self.cut = len(ids) >= tokens_left  # a picture is never cut, and something has to follow
         if self.cut:
             return
+        pictures = [(image, *processor.image_processor(image)) for image, _ in pictures]
         no_patches = torch.zeros(0, processor.image_processor.patch_dim)
         patches = torch.cat([no_patches, *(patches for _, patches, _ in pictures)])
         grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
@@ -260,9 +266,7 @@ class ToolSampler(RunSampler):
             for play in plays:
                 copies = {id(image): shared(image) for image in columns["images"]}
                 own_columns = deepcopy(columns, copies)
-                text = guarded("reset", play.environment.reset, **own_columns)
-                if text is not None:
-                    raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
+                reset(play.environment, own_columns, play.settings.max_tool_seconds)
         return plays
 
     def columns(self, prompt: Prompt) -> dict:
