@@ -44,6 +44,7 @@ class Completion:
     environment: object = None  # that the tools belong to, see environments/
     # tool calls: (made, failed, cut off because an answer did not fit)
     calls: tuple[int, int, bool] = (0, 0, False)
+    extra: dict = field(default_factory=dict)  # what rewards log of it, by TRL's log_extra
 
     def __post_init__(self):
         if self.written is None:

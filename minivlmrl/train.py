@@ -64,7 +64,7 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, befo
             if algorithm is not None:
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved
-            algorithm = algorithms[stage](config, model, processor, world)
+            algorithm = algorithms[stage](config, model, processor, world, progress.step)
             train(algorithm, datasets[stage], results, log, states, progress, before_step)
             progress.begin_stage(number + 1)
     results.write(algorithm)

@@ -82,8 +82,8 @@ class Distill(GRPOStage):
     def has_reference(config) -> bool:
         return True
 
-    def __init__(self, run, model, processor, world):
-        super().__init__(run, model, processor, world)
+    def __init__(self, run, model, processor, world, steps_done=0):
+        super().__init__(run, model, processor, world, steps_done)
         self.show = lambda row: row
         if self.config.teacher_prompt:
             self.show = load_name(self.config.teacher_prompt)

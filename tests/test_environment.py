@@ -17,8 +17,9 @@ from minivlmrl.environments.tool_calls import answer
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.names import get_reward
-from minivlmrl.rows import Processor
+from minivlmrl.rows import Processor, Row
 from minivlmrl.run.config import load_config
+from minivlmrl.run.start import try_rewards
 
 OWN = '''
 import datetime
@@ -47,6 +48,10 @@ class Counter:
 
 
 
+class Failing(Counter):
+    def get_reward(self): return 1 / self.count
+
+
 def double(number: float) -> float:
     "Double a number."
     return 2 * number
@@ -59,6 +64,10 @@ def shout(text: str) -> str:
 def untyped(x) -> str: ...
 def unknown(x: "Nothing") -> str: ...
 def odd(x: datetime.date) -> str: ...
+class Refusing(Counter):
+    def reset(self, **columns): columns["answer"]
+
+
 class Empty: reset = lambda self, **columns: None
 class Unset: look = lambda self: ""
 class Endless(Counter): max_tool_calls = None
@@ -109,6 +118,25 @@ def test_get_reward_is_a_reward(own):
     first, second = (own("Counter")() for _ in range(2))
     first.add(2, 3)
     assert get_reward("environment")(["a", "b"], environments=[first, second]) == [6.0, 0.0]
+
+    failing = own("Failing")()
+    with pytest.raises(
+        ValueError, match=r"^reward environment: get_reward raised ZeroDivisionError: .* in .*own\.py:\d+$"
+    ):
+        get_reward("environment")(["a"], environments=[failing])
+
+
+def test_a_reward_that_asks_the_environment_is_tried_on_one_that_was_told_a_row(own, tmp_path):
+    """As TRL documents it: def r(environments, **kwargs): return [e.reward for e in environments]."""
+    (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
+    options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
+    config = load_config(ROOT / "recipes" / "shapes.yaml", options)
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
+    config.sampling.environment = f"{tmp_path}/own.py:Refusing"
+    with pytest.raises(
+        ValueError, match=r"^the first row: sampling.environment .*own\.py:Refusing: reset raised KeyError: 'answer'"
+    ):
+        try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
 
 
 def test_arguments_with_their_types_and_defaults(own):

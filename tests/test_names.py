@@ -9,7 +9,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from runs import write_lines
+from links import ROOT
+from runs import metrics, write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.reward_functions import names as file
@@ -142,6 +143,49 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
     assert {type(text[0]["content"]) for text in seen["completions"]} == {str}
     assert seen["prompts"][0][-1]["role"] == "user"
     assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
+
+
+@pytest.mark.usefixtures("plain")
+def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch):
+    """Also through a reward that asks another one, and after a resume."""
+    fails_at = [2]
+
+    def told(completions, trainer_state, log_metric, log_extra, **columns):
+        assert trainer_state.global_step not in fails_at
+        log_metric("steps_left", torch.tensor(trainer_state.max_steps - trainer_state.global_step))
+        log_extra("characters", [len(text) for text in completions])
+        log_extra("parts", [{1, 2}] * len(completions))
+        return [0.0] * len(completions)
+
+    monkeypatch.setitem(REWARDS, "told", told)
+    monkeypatch.chdir(ROOT)
+    options = [
+        "--stages=[grpo]",
+        "--rewards={'recipes/shuffled.py:shuffled(reward=\"told\")': 1}",
+        "--log_completions=1",
+    ]
+    options += ["--data.eval_rewards=[told]"]
+    options += ["--grpo.max_steps=3"]
+    with pytest.raises(ValueError, match="mend it, then --resume=auto"):
+        run(*options)
+    fails_at.clear()
+    folder = run(*options, "--resume=auto")
+    assert [line["steps_left"] for line in metrics(folder)] == [3.0, 2.0, 1.0]
+    logged = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
+    assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        (lambda log_metric, **_: log_metric("loss", 1), "every step has 'loss' already; take another name"),
+        (lambda log_metric, **_: log_metric("a", "1"), "a is '1', it must be a finite number"),
+        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, it must have 1, one a completion"),
+    ],
+)
+def test_what_a_reward_cannot_log(monkeypatch, log, says):
+    with pytest.raises(ValueError, match=rf"reward own raised .*{says}"):
+        ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])
 
 
 @pytest.mark.usefixtures("plain")

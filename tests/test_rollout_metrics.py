@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minivlmrl.algorithms.grpo_stage import GRPOStage
+from minivlmrl.reward_functions.names import RewardLog
 from minivlmrl.rows import Completion
 
 from stages import ONE, SECOND
@@ -25,7 +26,7 @@ def run(**rewards):
 def stage(**parts):
     """A stage with these parts alone."""
     algorithm = GRPOStage.__new__(GRPOStage)
-    vars(algorithm).update(parts)
+    vars(algorithm).update({"reward_log": RewardLog(), **parts})
     return algorithm
 
 
@@ -42,6 +43,18 @@ def test_metrics_of_a_rollout_by_hand(world):
         "completions/min_terminated_length": 1, "completions/max_terminated_length": 1,
         "completions/clipped_ratio": 0.75, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
     })  # fmt: skip
+
+
+def test_what_rewards_log_is_a_mean_over_ranks():
+    """As TRL's: each value counts once, whatever rank it is of."""
+    log = RewardLog()
+    log.log_metric("length", 4)
+    world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
+    algorithm = stage(world=world, reward_log=log)
+    assert algorithm.logged_metrics({"reward": 0.0}) == {"length": 2.0, "other": 5.0} and log.metrics == {}
+    log.log_metric("reward", 1)
+    with pytest.raises(ValueError, match="log_metric: the run logs 'reward' itself"):
+        algorithm.logged_metrics({"reward": 0.0})
 
 
 def test_without_groups_nothing_is_said_of_them():

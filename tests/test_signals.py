@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import sys
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from children import exit_code, fork
 
 from minivlmrl.run import signals
+from minivlmrl.run.metrics import ending_unread
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
 from minivlmrl.scale.ranks import World
 
@@ -98,3 +100,23 @@ def test_other_errors_pass_and_handlers_are_given_back():
         assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.note] * 4
         raise ValueError("no")
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
+
+
+def test_where_nobody_reads_stdout_any_more_a_run_is_asked_to_end():
+    """As of `torchrun train.py | head`; the state is saved then, as after a signal."""
+    reader, writer = os.pipe()
+
+    def print_unread():
+        os.dup2(writer, 1)
+        os.close(reader)
+        sys.stdout = os.fdopen(1, "w")
+        with StopSignals(ONE) as stop:
+            for _ in "12":
+                with ending_unread():
+                    print("a line", flush=True)
+            assert stop.asked()
+
+    child = fork(print_unread)
+    os.close(reader)
+    os.close(writer)
+    assert exit_code(child) == 0

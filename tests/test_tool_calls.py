@@ -12,7 +12,7 @@ import pytest
 
 from minivlmrl.chat import IMAGE
 from minivlmrl.environments.environment import Settings
-from minivlmrl.environments.tool_calls import answer, call, find_calls, lay_out, part, reset, turn_opening
+from minivlmrl.environments.tool_calls import answer, begin, call, find_calls, lay_out, part, turn_opening
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -148,7 +148,7 @@ def test_a_users_alarm_is_put_back():
         answer({"f": lambda: time.sleep(0.05)}, "f", "", PROCESSOR, Settings())
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2 and not came
         with pytest.raises(ValueError, match=r"^reset: it took over 0\.3 seconds$"):
-            reset(SimpleNamespace(reset=lambda: time.sleep(60)), {}, 0.3)
+            begin(lambda: SimpleNamespace(reset=lambda: time.sleep(60), max_tool_seconds=0.3), {})
         deadline = time.monotonic() + 10
         while not came and time.monotonic() < deadline:
             pass
@@ -164,7 +164,7 @@ def test_a_tool_may_not_end_the_process():
     with pytest.raises(ValueError, match=r"^the tool f raised KeyboardInterrupt$"):
         answer({"f": interrupt}, "f", "", PROCESSOR, Settings())
     with pytest.raises(ValueError, match=r"^reset: KeyboardInterrupt$"):
-        reset(SimpleNamespace(reset=interrupt), {}, 1.0)
+        begin(lambda: SimpleNamespace(reset=interrupt), {})
 
 
 def test_a_picture_is_not_cut_into_patches_before_it_is_known_to_fit():

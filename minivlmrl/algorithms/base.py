@@ -38,7 +38,9 @@ class Algorithm:
     trains_policy = True  # or a model of its own, and the policy stays as it is
     steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
 
-    def __init__(self, run, model: nn.Module, processor: Processor, world: World):
+    def __init__(
+        self, run, model: nn.Module, processor: Processor, world: World, steps_done: int = 0
+    ):
         self.run = run
         self.config = getattr(run, self.stage)
         self.world = world

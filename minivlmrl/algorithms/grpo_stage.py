@@ -14,7 +14,7 @@ from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
 from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.recipe_values import naming
-from minivlmrl.reward_functions.names import recipe_columns
+from minivlmrl.reward_functions.names import RewardLog, recipe_columns
 from minivlmrl.sampling.pieces import PiecesConfig, pieces
 
 VLLM = "minivlmrl.sampling.vllm_sampler:VLLMSampler"  # imported where it is asked for
@@ -49,8 +49,8 @@ class GRPOStage(Algorithm, GRPO):
     def has_reference(config) -> bool:
         return bool(config.beta)
 
-    def __init__(self, run, model, processor, world):
-        Algorithm.__init__(self, run, model, processor, world)
+    def __init__(self, run, model, processor, world, steps_done=0):
+        Algorithm.__init__(self, run, model, processor, world, steps_done)
         has_reward_model = FOLDER in run.rewards
         # a reward model reads prompts with a tower of its own, and so does a reference of a folder
         frozen = not trained_parameters(model.visual) and run.reference.path is None
@@ -63,10 +63,17 @@ class GRPOStage(Algorithm, GRPO):
             run.rollout.gather_weights,
             keeps_vision=frozen and not has_reward_model,
         )
-        rewards = {reward.on(world): run.rewards[reward.name] for reward in run.training_rewards}
+        self.reward_log = RewardLog(steps_done, self.config.max_steps)
+        rewards = {}
+        for reward in run.training_rewards:
+            rewards[reward.on(world, self.reward_log)] = run.rewards[reward.name]
         GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
         self.steps_per_rollout = self.config.steps_per_generation
         self.reward_model = RewardModelScores(run, model, world) if has_reward_model else None
+
+    def after_step(self, steps: int):
+        super().after_step(steps)
+        self.reward_log.trainer_state.global_step = steps
 
     def roll_out(self, rows) -> Rollout:
         rollout = super().roll_out(rows)
@@ -103,7 +110,23 @@ class GRPOStage(Algorithm, GRPO):
             std = group_std(total, self.config.num_generations)
             metrics["reward_std"] = std.nanmean().item()
             metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()
-        return metrics
+        return metrics | self.logged_metrics(metrics)
+
+    def logged_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Average what rewards have logged of this rollout on all ranks.
+
+        Raises:
+            ValueError: a name is that of one of the rollout's own metrics.
+        """
+        of_ranks = self.world.gather_objects(self.reward_log.metrics)
+        self.reward_log.metrics = {}
+        means = {}
+        for name in sorted(set(chain(*of_ranks))):
+            if name in metrics:
+                raise ValueError(f"log_metric: the run logs {name!r} itself; take another name")
+            values = list(chain(*(logged.get(name, ()) for logged in of_ranks)))
+            means[name] = sum(values) / len(values)
+        return means
 
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:
         config = self.config

@@ -205,6 +205,10 @@ GIVEN = {
     "reward_model_scores",
     "row_rewards",
     "environments",
+    "extras",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
 }
 COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # options of a video, but common names of columns
 RESERVED = {  # names that no column may have: why

@@ -75,7 +75,12 @@ def with_tools(processor: Processor, name: str | None) -> Processor:
 
 def earned(environments: list, **columns) -> list[float | None]:
     """Ask the environment of each completion what it has earned, as TRL does."""
-    return [None if each is None else each.get_reward() for each in environments]
+    rewards = []
+    for environment in environments:
+        with naming("reward environment"):
+            reward = environment and guarded("get_reward", environment.get_reward)
+        rewards.append(reward)
+    return rewards
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):

@@ -13,7 +13,7 @@ from dataclasses import fields
 from PIL.Image import Image
 
 from minivlmrl.chat import END, join_text, layout_turn, part_kind, render
-from minivlmrl.environments.environment import Settings, arguments_of
+from minivlmrl.environments.environment import Settings, arguments_of, settings_of
 from minivlmrl.environments.schema import type_schema
 from minivlmrl.hub.recipe_values import build, require
 from minivlmrl.image import ImageProcessor, smart_resize, to_rgb
@@ -122,15 +122,21 @@ def time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, remaining, former_interval)
 
 
-def reset(environment: object, columns: dict, seconds: float):
-    """Tell an environment its row (ValueError: it raised, took too long or returned something)."""
+def begin(make: Callable[[], object], columns: dict) -> object:
+    """Make an environment and tell it its row.
+
+    Raises:
+        ValueError: `reset` raised, took over max_tool_seconds or returned something.
+    """
+    environment = guarded("__init__", make)
     try:
-        with time_limit(seconds):
+        with time_limit(settings_of(environment).max_tool_seconds):
             text = guarded("reset", environment.reset, **columns)
     except (Overtime, KeyboardInterrupt) as error:
         raise ValueError(f"reset: {str(error) or 'KeyboardInterrupt'}") from error
     if text is not None:
         raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
+    return environment
 
 
 def call(tools: dict[str, Callable], name: str, inside: str) -> object:

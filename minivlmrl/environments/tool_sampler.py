@@ -16,13 +16,12 @@ from minivlmrl.attention import DecodeAttention
 from minivlmrl.batch import pack
 from minivlmrl.data.boxes import extent
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
-from minivlmrl.environments.tool_calls import answer, find_calls, lay_out, reset, turn_opening
+from minivlmrl.environments.tool_calls import answer, begin, find_calls, lay_out, turn_opening
 from minivlmrl.generate import Choose, Decode
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
-from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Completion, Processor, Prompt
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
@@ -262,11 +261,10 @@ class ToolSampler(RunSampler):
         columns = self.columns(prompt)
         where = row.where or f"row {row.index}"
         with naming(f"{where}: sampling.environment {self.sampling.environment}"):
-            plays = [Play(guarded("__init__", self.make)) for _ in range(count)]
-            for play in plays:
+            plays = []
+            for _ in range(count):
                 copies = {id(image): shared(image) for image in columns["images"]}
-                own_columns = deepcopy(columns, copies)
-                reset(play.environment, own_columns, play.settings.max_tool_seconds)
+                plays.append(Play(begin(self.make, deepcopy(columns, copies))))
         return plays
 
     def columns(self, prompt: Prompt) -> dict:

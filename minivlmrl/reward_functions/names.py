@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 
 from minivlmrl.data.file_dataset import GIVEN
@@ -34,6 +35,8 @@ REWARDS = {  # name: "module:function", or the function itself
     "environment": "minivlmrl.environments.environment:earned",
 }
 LARGEST = 3.4e38  # of float32
+# metrics of every step, which no reward may log
+STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
 class Text(str):
@@ -58,6 +61,31 @@ def question(prompt: Text | list[dict]) -> Text:
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
+@dataclass
+class TrainerState:
+    """What rewards may read of a run, by TRL's names: optimizer steps of the present stage."""
+
+    global_step: int = 0
+    max_steps: int = 0
+
+
+class RewardLog:
+    """What a stage tells its rewards, and they tell it: TRL's trainer_state and log_metric."""
+
+    def __init__(self, global_step: int = 0, max_steps: int = 0):
+        self.trainer_state = TrainerState(global_step, max_steps)
+        self.metrics: dict[str, list[float]] = {}  # of the present rollout, on this rank
+
+    def log_metric(self, name: str, value: float):
+        """Note a finite number: metrics.jsonl has its mean over a rollout and the ranks."""
+        number = plain_value(value)
+        if name in STEP_METRICS:
+            raise ValueError(f"log_metric: every step has {name!r} already; take another name")
+        if not isinstance(number, numbers.Real) or not math.isfinite(number):
+            raise ValueError(f"log_metric: {name} is {number!r:.80}, it must be a finite number")
+        self.metrics.setdefault(name, []).append(float(number))
+
+
 class RewardFailed(ValueError):
     """A reward has failed on one of the ranks: all raise this, and may save what was trained."""
 
@@ -70,6 +98,7 @@ class Reward:
     function: Callable
     # (work) -> what it returns, or the error of any rank, see World.together
     together: Callable = operator.call
+    log: RewardLog | None = None  # of a stage; evaluations and tools have none
 
     @property
     def columns(self) -> set[str]:
@@ -78,9 +107,9 @@ class Reward:
         needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
         return needed - GIVEN
 
-    def on(self, world: World) -> "Reward":
+    def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Return this reward for the ranks of a run, which fail together."""
-        return replace(self, together=world.together)
+        return replace(self, together=world.together, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Judge n completions: n numbers, NaN for None (RewardFailed: names the row)."""
@@ -91,6 +120,11 @@ class Reward:
 
     def _judge(self, columns: dict[str, list]) -> list[float]:
         """Ask about the rows that are not of a file with other rewards; of these NaN."""
+        log = self.log or RewardLog()
+        given = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
+        for name in [*given, "log_extra"]:
+            if name in columns:  # a reward that asks another one hands them on
+                given[name] = columns.pop(name)
         row_rewards = columns.pop("row_rewards", [None] * len(columns["completions"]))
         is_judged = [names is None or self.name in names for names in row_rewards]
         if not any(is_judged):
@@ -103,24 +137,30 @@ class Reward:
                 f"the rows have {sorted(columns.keys() - GIVEN)}"
             )
         texts = columns["completions"]
+        extras = columns.pop("extras", [{} for _ in texts])
+        given.setdefault("log_extra", partial(log_extra, extras))
         prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         columns["completions"] = [Text(text) for text in texts]
         if columns.get("prompts"):
             columns["prompts"] = [question(prompt) for prompt in columns["prompts"]]
         try:
-            values = _call(self.function, columns)
+            values = _call(self.function, columns | given)
         except (Exception, SystemExit) as error:
-            raise self._blamed(texts, prefixes, columns, error) from error
+            raise self._blamed(texts, prefixes, columns, given, error) from error
         values = iter(checked_values(self.name, values, texts, prefixes))
         return [next(values) if judged else math.nan for judged in is_judged]
 
-    def _blamed(self, texts: list[str], prefixes: list[str], columns: dict, error) -> ValueError:
+    def _blamed(
+        self, texts: list[str], prefixes: list[str], columns: dict, given: dict, error
+    ) -> ValueError:
         """Find the first completion with which it fails, by asking about one at a time."""
         prefix = ""
         failed_with = f"{len(texts)} completions together, for none alone"
         for i, text in enumerate(texts):
+            given["log_extra"] = partial(log_extra, [{}])
             try:
-                _call(self.function, {name: [values[i]] for name, values in columns.items()})
+                row = {name: [values[i]] for name, values in columns.items()}
+                _call(self.function, row | given)
             except (Exception, SystemExit) as error_alone:
                 prefix = prefixes[i]
                 failed_with = f"the completion {text!r:.80}"
@@ -152,6 +192,7 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns."""
     columns = reward_columns(rows, completions, processor)
     columns["environments"] = [c.environment for group in completions for c in group]
+    columns["extras"] = [c.extra for group in completions for c in group]
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 
@@ -166,8 +207,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         ) from error
     checked = []
     for value, text, prefix in judged_rows:
-        if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
-            value = value.item()
+        value = plain_value(value)
         if value is None:
             checked.append(math.nan)
         elif isinstance(value, numbers.Real) and abs(value) <= LARGEST:
@@ -178,6 +218,27 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
                 "it must be a finite number, or None for 'cannot judge'"
             )
     return checked
+
+
+def plain_value(value: object) -> object:
+    """Return the Python value of a tensor or an array of no dimensions; others as they are."""
+    return value.item() if hasattr(value, "item") and value.ndim == 0 else value
+
+
+def log_extra(extras: list[dict], column: str, values: list):
+    """Note a value of each completion: TRL's log_extra(column, values); others than JSON's as text.
+
+    Raises:
+        ValueError: it has not one value a completion.
+    """
+    if len(values) != len(extras):
+        raise ValueError(
+            f"log_extra: {column} has {len(values)} values, it must have {len(extras)}, "
+            "one a completion"
+        )
+    for extra, value in zip(extras, map(plain_value, values), strict=True):
+        is_json = value is None or isinstance(value, str | int | float)
+        extra[column] = value if is_json else str(value)
 
 
 def line_of(function: Callable, error: Exception) -> str:

@@ -4,7 +4,8 @@ A line has stage, step, row (its number in the dataset), prompt, solution, image
 run's folder), truth (boxes), and completions: text, rewards by name, reward (their weighted sum),
 advantage, stopped, boxes, and tokens [[text, log-probability in nats], ...]. Boxes are [x1, y1, x2,
 y2] in shares of the image's width and height. What a prompt opened or an environment forced has
-no log-probability, and a completion with pictures names them: pictures.
+no log-probability, and a completion with pictures names them: pictures. What rewards log of a
+completion is its extra.
 """
 
 import json
@@ -150,6 +151,8 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],
         }
+        if completion.extra:
+            line["extra"] = completion.extra
         if completion.pictures:
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]

@@ -2,12 +2,14 @@
 
 import importlib.util
 import math
+import os
 import re
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -145,7 +147,8 @@ class MetricsLog(ExitStack):
         if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
-            print(done, *values, f"{step_time:.2f} s", flush=True)
+            with ending_unread():
+                print(done, *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(
         self, stage: str, steps_done: int, values: dict[str, float], seconds: float, rows=1
@@ -158,7 +161,8 @@ class MetricsLog(ExitStack):
         self.write(EVALUATIONS, line | values)
         self.track(curves(values))
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
-        tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
+        with ending_unread():
+            tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
         if "grey" in values:
             evaluations = read_lines(Path(self.files[EVALUATIONS].name), Logged)
             warning = looks_away(evaluations, rows)
@@ -170,6 +174,17 @@ class MetricsLog(ExitStack):
         """Close the bar; seconds since the stage began."""
         self.bar.close()
         return self.seconds
+
+
+@contextmanager
+def ending_unread() -> Iterator[None]:
+    """Let a run save its state and end, as after SIGTERM, when nobody reads its stdout any more."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("stdout is closed: the run ends", file=sys.stderr)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def progress_bar(

@@ -9,10 +9,13 @@ from torch import nn
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
+from minivlmrl.environments.environment import get_environment
+from minivlmrl.environments.tool_calls import begin
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import ask_rewards
-from minivlmrl.rows import Dataset, Processor
+from minivlmrl.rows import Dataset, Processor, Row
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import DTYPES
@@ -68,7 +71,7 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
             **row.columns,
             "prompts": row.messages,
             "images": row.images,
-            "environments": None,
+            "environments": first_environment(config.sampling.environment, row),
             "row_names": row.where or f"row {row.index}",
             "reward_model_scores": 0.0,
             "image_sizes": size,
@@ -78,6 +81,15 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
             "completions": "<answer>invented</answer>",
         }
         ask_rewards(rewards, {name: [value] for name, value in columns.items()})
+
+
+def first_environment(name: str | None, row: Row) -> object:
+    """Make the environment that a recipe names, if it does, and tell it a row."""
+    if name is None:
+        return None
+    columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
+    with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
+        return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def describe_run(config, model: nn.Module, world: World):
