@@ -9,6 +9,7 @@ import torch
 
 from minivlmrl import train
 from minivlmrl.adapters.lora import dropout
+from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
@@ -21,7 +22,7 @@ from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import pieces
 from minivlmrl.scale.checkpoint import initialize
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
+from minivlmrl.scale.sharding import ShardingSection, copy_model, recompute_blocks
 
 import tiny
 from tiny import pack
@@ -54,6 +55,8 @@ FORMS = {
         "--adapter.r=8",
     ],
     "a group divided": ["--grpo.max_tokens_per_micro_batch=300"],
+    "a critic": ["--ppo.critic=separate"],
+    "a critic, LoRA": ["--ppo.critic=separate", *LORA],
 }
 
 
@@ -62,17 +65,20 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
     monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)
     config = ModelConfig.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
-    sizes = ["--grpo.num_generations=3", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=2"]
-    sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", "--stages=[grpo]"]
+    stage = "ppo" if "critic" in form else "grpo"
+    sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
+    sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
-    planned = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    planned = plan(run, stage, Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
     model = Costs(config).build(run, "grpo").to_empty(device="cpu")
     if config.tie_word_embeddings:  # each of the two has got memory of its own
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
-    weights = [*model.parameters(), *model.buffers()]
+    critics = [ValueModel(copy_model(model))] if stage == "ppo" else []
+    models = torch.nn.ModuleList([model, *critics])
+    weights = [*models.parameters(), *models.buffers()]
     if run.model.activation_checkpointing:
         recompute_blocks(model)
     completion = torch.randint(0, 400, (WORK.completion_tokens,))
@@ -83,18 +89,20 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     batch = pack([prompt] * prompts, [[completion] * min(3, len(piece))] * prompts, model.config)
 
     def forward_and_backward():
-        with dropout(model, run.adapter.dropout, "plan"):
-            per_token_logps(model, batch)[0].sum().backward()
+        with dropout(models, run.adapter.dropout, "plan"):
+            outputs = [per_token_logps(model, batch)[0], *(critic(batch) for critic in critics)]
+            sum(output.sum() for output in outputs).backward()
 
-    optimizer = build_optimizer(model, run.grpo, run.optimizer)
+    optimizer = build_optimizer(models, run.grpo, run.optimizer)
     forward_and_backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in models.parameters() if p.grad is not None]
     with LiveBytes([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
         forward_and_backward()
     optimizer.step()
     moments = [x for state in optimizer.state.values() for x in state.values()]
     found = {"weights": weights, "gradients": gradients, "optimizer": moments}
     held = {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
+    planned["weights"] += planned.pop("critic", 0)
     assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
     measured = sum(held.values()) + live.peak + batch.pixel_values.nbytes
     assert sum(size for name, size in planned.items() if name != "logits") == pytest.approx(measured, rel=0.1)

@@ -95,6 +95,7 @@ OPTIONS = [  # field, another value, base
     ("ppo.kl_coef", 0.0, PPO_KL),
     ("ppo.kl_estimator", "k3", PPO_KL),
     ("ppo.missing_eos_penalty", 1.0, PPO),
+    ("ppo.critic", "separate", PPO),
     ("ppo.gamma", 0.5, PPO),
     ("ppo.lam", 0.5, PPO),
     ("sampling.temperature", 0.5, GRPO),
@@ -154,14 +155,14 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]  # fmt: skip
 # These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
-# (micro_batch_size), test_reward_model.py (path),
+# (micro_batch_size), test_reward_model.py (path), test_ppo.py (critic_path),
 # test_results.py (evaluations, checkpoints), test_metrics.py (report_to),
 # test_train.py (files and folders), test_template.py (template), test_resume.py (states, resume, timeout),
 # test_tool_sampler.py (environment), test_reference.py (path), test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "max_epochs", "data.files"),
-    *("reward_model.path", "reference.path"),
+    *("reward_model.path", "ppo.critic_path", "reference.path"),
     *("output_dir", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.resize", "data.template"),

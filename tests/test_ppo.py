@@ -5,11 +5,15 @@ import math
 import pytest
 import torch
 
+from minivlmrl.algorithms.value_model import load_value_model
 from minivlmrl.logprobs import completion_states, per_token_logps
 from minivlmrl.objectives import baselines
+from minivlmrl.scale.checkpoint import load_model
 
-from stages import drawn, earned
+from stages import drawn, earned, main, snapshot
 from tiny import pack
+
+SEPARATE = "--ppo.critic=separate"
 
 
 def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, samples):
@@ -73,3 +77,64 @@ def test_the_critic_is_a_head_on_the_policy(stage):
     assert not run.algorithm.critic.weight.any()
     run.go(2)
     assert run.algorithm.critic.weight.any()
+
+
+def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
+    """Each completion by itself, with PPO's formulas written out: both models' gradients, in float64."""
+    run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
+    run.go(3)  # the first update of the second rollout is done: ratios and values differ from the old ones
+    [batch], critic = run.next(), run.algorithm.critic
+    run.algorithm.loss(batch)[0].backward()
+    models = {"policy": run.model, "critic": critic}
+    found = {name: [p.grad for p in model.parameters()] for name, model in models.items()}
+    run.algorithm.trained.zero_grad()
+    prompts = [p for p in samples[-1].prompts for _ in range(2)]
+    total, tokens = 0.0, batch.loss_mask.sum()
+    for row, (prompt, completion) in enumerate(zip(prompts, drawn(samples[-1]), strict=True)):
+        alone, length = pack([prompt], [[completion.ids]], run.model.config, "cpu"), len(completion.ids)
+        logps, values = per_token_logps(run.model, alone)[0], critic(alone)
+        ratio = (logps - batch.old_per_token_logps[row, :length]).exp()
+        A, R, old = (x[row, :length] for x in (batch.advantages, batch.returns, batch.old_values))
+        near = old + (values - old).clamp(-0.2, 0.2)
+        value_loss = torch.max((values - R) ** 2, (near - R) ** 2) / 2
+        total = total + (torch.max(-A * ratio, -A * ratio.clamp(0.8, 1.2)) + 0.1 * value_loss).sum() / tokens
+    total.backward()
+    for name, model in models.items():
+        expected = [p.grad for p in model.parameters()]
+        assert sum(g is not None and g.abs().max() > 1e-8 for g in expected) > 20
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-13)
+
+
+def test_a_critic_of_its_own_begins_as_the_policy_and_leaves_it_alone(stage):
+    run = stage("ppo", SEPARATE, "--ppo.vf_coef=0")
+    policy, critic = run.model, run.algorithm.critic
+    for name, weight in critic.backbone.named_parameters():
+        assert torch.equal(weight, policy.get_parameter(name)) and weight is not policy.get_parameter(name)
+    before = snapshot(critic)
+    run.go(2)
+    assert all(torch.equal(weight, before[name]) for name, weight in critic.named_parameters())
+
+
+def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, stage):
+    """Also as PEFT's adapter, on the base that the recipe names."""
+    main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
+    saved = load_value_model(tmp_path / "one" / "critic")
+    assert saved.score.weight.any()
+    policy = load_model(tmp_path / "one" / "checkpoint")
+    assert not torch.equal(saved.backbone.model.norm.weight, policy.model.norm.weight)
+    path = f"--ppo.critic_path={tmp_path / 'one' / 'critic'}"
+    for options in ([], ["--adapter.r=2"], ["--model.activation_checkpointing=true"]):
+        run = stage("ppo", SEPARATE, path, *options, dtype=torch.float32)
+        batch = run.next()[0]
+        with torch.no_grad():
+            assert torch.equal(saved(batch.group), run.algorithm.critic(batch.group))
+        run.go(2)
+
+
+def test_what_is_no_critic_of_this_policy_is_refused(folder, lively, tmp_path, stage):
+    with pytest.raises(ValueError, match=r"/gone: there is no score\.safetensors"):
+        stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
+    main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")
+    path = tmp_path / "one" / "reward_model"
+    with pytest.raises(ValueError, match="a critic reads the policy's tokens, and this model has another"):
+        stage("ppo", SEPARATE, f"--ppo.critic_path={path}", model="qwen3_vl")

@@ -43,6 +43,7 @@ STAGES = {  # in float64; each has other joint work
     "kto": of_file("kto", STAGE),
     "reward_model": ["--stages=[reward_model]"],
     "ppo": ["--stages=[ppo]"],
+    "ppo with a critic": ["--stages=[ppo]", "--ppo.critic=separate"],
     "ppo in mini-batches": ["--stages=[ppo]", "--ppo.num_mini_batches=2"],
     "grpo": ["--stages=[grpo]"],
     "with a reference": REFERENCE,
@@ -73,7 +74,7 @@ CASES = {  # by number of ranks: (stage, way); all equal what one process makes 
     2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
         ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
         ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"),
-        ("two at a time", "layer by layer"), ("Qwen3-VL, two at a time", "sharded"),
+        ("two at a time", "layer by layer"), ("ppo with a critic", "layer by layer"), ("Qwen3-VL, two at a time", "sharded"),
         *((name, "sharded") for name in ("dpo with sft", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
                                          "distill", "without the vision tower"))],
     4: [("with a reference", "replicated"), ("with a reference", "replicas"),
@@ -157,13 +158,16 @@ COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count
 # the policy's adapters, the head of a critic, of which one rank has no row, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
            "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3", EIGHT_BITS]  # fmt: skip
+# a critic with adapters of its own: on one rank over the same base, sharded over a copy of it
+CRITIC = [*ADAPTED, "--ppo.critic=separate"]
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]  # not all of what it packs
 QUICK = {
     "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
-    "adapters, sharded": [*ADAPTED, *SHARDED], "dropout": [*ADAPTED, *DROPOUT],
+    "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
+    "dropout": [*ADAPTED, *DROPOUT],
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
     "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
@@ -183,7 +187,7 @@ def quick_results(tmp_path_factory):
     prepare(folder)
     alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
     alone |= {"moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"]}
-    alone |= {"sharing": SHARING, "folder": FOLDER, "adapters": ADAPTED, "NF4": NF4}
+    alone |= {"sharing": SHARING, "folder": FOLDER, "adapters": ADAPTED, "critic": CRITIC, "NF4": NF4}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
@@ -238,6 +242,15 @@ def test_two_ranks_with_adapters_equal_one(quick_results, way):
         assert_equal(rank[way], expected, 1e-11, 1e-11)
     moved = [name for name, value in expected.weights.items() if value.any()]
     assert "critic.weight" in moved and any(name.startswith("policy") and "lora_B" in name for name in moved)
+
+
+@pytest.mark.parametrize("way", ["critic", "critic, sharded"])
+def test_two_ranks_with_a_critic_of_its_own_equal_one(quick_results, way):
+    alone, ranks = quick_results
+    for rank in ranks:
+        assert_equal(rank[way], alone["critic"], 1e-11, 1e-11)
+    moved = [name for name, value in alone["critic"].weights.items() if value.any() and "lora_B" in name]
+    assert {name.partition(".")[0] for name in moved} == {"policy", "critic"}
 
 
 def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):

@@ -173,7 +173,7 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
         ("in the cleanup", 2),
     ]),
     "dpo": (DROPOUT, [("when metrics are written", 3), ("in backward", 3)]),
-    "sft, ppo": (["--sft.max_steps=2"], [("in the optimizer", 4), ("in the optimizer", 5)]),
+    "sft, ppo": (["--sft.max_steps=2", "--ppo.critic=separate"], [("in the optimizer", 4), ("in the optimizer", 5)]),
     "sft, reward_model": ([], [("in backward", 20)]),
     "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),
 }  # fmt: skip

@@ -61,14 +61,18 @@ def test_what_is_refused(folder, options, says):
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 
-@pytest.mark.parametrize(("name", "model"), [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl")])
+RUNS = [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl"), ("ppo --ppo.critic=separate", "model")]
+
+
+@pytest.mark.parametrize(("name", "model"), RUNS)
 def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
-    """The base keeps its bits; a reward model has it too, not a copy."""
-    run = stage(name, *ADAPTERS, model=model)
+    """The base keeps its bits; a reward model or critic has it too, not a copy."""
+    name, *options = name.split()
+    run = stage(name, *ADAPTERS, *options, model=model)
     before = snapshot(run.algorithm.trained)
     run.go(2)
     moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
-    assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight"}
+    assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight", "critic.score.weight"}
     assert {key for key in before if key.endswith("lora_B")} <= moved
     base = {p.data_ptr() for key, p in run.model.named_parameters() if not is_adapter(key)}
     others = [p for key, p in run.algorithm.trained.named_parameters() if not is_adapter(key) and "score" not in key]

@@ -1,11 +1,12 @@
 """Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), images included.
 
 The critic predicts, before every token, what the rest of the completion will earn: a value head on
-the policy's own backbone. Left out: a critic of its own, adaptive KL, entropy bonus.
+the policy's own backbone, or a model of its own. Left out: adaptive KL, entropy bonus.
 """
 
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -15,12 +16,20 @@ from minivlmrl.advantages import combine
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.value_model import value_head
+from minivlmrl.algorithms.value_model import (
+    ValueModel,
+    check_value_model_folder,
+    load_critic,
+    save_value_model,
+    value_head,
+)
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
+from minivlmrl.hub.recipe_values import FilePath
 from minivlmrl.logprobs import completion_states, logps_of_states
 from minivlmrl.objectives.baselines import PPOLoss, gae, ppo_loss, token_rewards, whiten
 from minivlmrl.sampling.pieces import PiecesConfig
+from minivlmrl.scale.sharding import copy_model
 
 
 @dataclass
@@ -30,6 +39,9 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
     num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
+    critic: Literal["shared", "separate"] = "shared"  # a head on the policy, or a model of its own
+    # what a separate critic begins as: a critic's or reward model's folder; None: the policy
+    critic_path: FilePath | None = None
     kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of a token's KL; 0: no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # of that KL, see token_rewards
     # taken from the score of a completion without an end token, as TRL's; None: nothing
@@ -62,11 +74,29 @@ class PPO(GRPOStage):
         super().check(run)
         if run.sampling.environment:
             raise ValueError("sampling.environment: ppo has no values of forced tokens; take grpo")
+        if run.ppo.critic_path is not None:
+            check_value_model_folder(run.ppo.critic_path)
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.critic = value_head(self.policy)
+        self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
+
+    def build_critic(self) -> nn.Module:
+        """Make a value head for the policy's states, or a ValueModel."""
+        if self.config.critic == "shared":
+            return value_head(self.policy)
+        path = self.config.critic_path
+        if path is None:
+            return ValueModel(copy_model(self.policy), self.run.model.freeze)
+        self.sample.keeps_vision = False  # this critic sees with a tower of its own
+        return load_critic(path, self.policy, self.processor, self.run, self.world.device)
+
+    def save(self, folder: Path):
+        super().save(folder)
+        if self.config.critic == "separate":
+            base = self.config.critic_path or self.run.model.path
+            save_value_model(folder / "critic", self.critic, self.processor, self.world, base)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}
@@ -120,7 +150,9 @@ class PPO(GRPOStage):
         """Compute log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
-        return logps, entropies, self.critic(states)[:, 0]
+        if self.config.critic == "shared":
+            return logps, entropies, self.critic(states)[:, 0]
+        return logps, entropies, self.critic(group)
 
     def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies, values = self.logps_and_values(batch.group)

@@ -1,4 +1,4 @@
-"""A model that outputs a number instead of a token, the reward model; and the head of a critic."""
+"""A model that outputs a number instead of a token: a reward model, or PPO's critic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import adapters, full
+from minivlmrl.adapters.lora import adapters, draw_adapters, full
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.folder import save_tensors
 from minivlmrl.logprobs import completion_states
-from minivlmrl.rows import Completion, Prompt
-from minivlmrl.scale.checkpoint import load_model, read_tensors, save_model
-from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
+from minivlmrl.rows import Completion, Processor, Prompt
+from minivlmrl.scale.checkpoint import PATCHES, load_model, load_processor, read_tensors, save_model
+from minivlmrl.scale.sharding import copy_model, is_sharded, recompute_blocks, reshard
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files
 
@@ -100,6 +100,42 @@ def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) 
         return _with_head(backbone, folder)
     sharding = getattr(policy, "sharding", None)
     return load_value_model(folder, policy.lm_head.weight.dtype, device, sharding)
+
+
+def load_critic(
+    folder: str | Path, policy: nn.Module, processor: Processor, run, device
+) -> ValueModel:
+    """Read a value model that is trained beside a policy, adapted as the recipe says (RunConfig).
+
+    Raises:
+        ValueError: it would read the policy's tokens as others.
+    """
+    sharding = getattr(policy, "sharding", None)
+    dtype = policy.lm_head.weight.dtype
+    critic = load_value_model(folder, dtype, device, sharding, run.adapter.place)
+    if not reads_same_ids(critic.backbone, load_processor(folder), policy, processor):
+        raise ValueError(
+            f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "
+            "or family; take one of the policy's"
+        )
+    draw_adapters(critic.backbone, run.seed)
+    if run.model.activation_checkpointing and sharding is None:
+        recompute_blocks(critic.backbone)
+    select_trained(critic, run.model.freeze)
+    return critic
+
+
+def reads_same_ids(
+    model: nn.Module, processor: Processor, policy: nn.Module, policy_processor: Processor
+) -> bool:
+    """Tell whether a model reads what a policy reads: its family, vocabulary and size of patches."""
+    same_family = model.config.model_type == policy.config.model_type
+    vocabulary = processor.tokenizer.backend.get_vocab()
+    same_vocabulary = vocabulary == policy_processor.tokenizer.backend.get_vocab()
+    images = processor.image_processor
+    policy_images = policy_processor.image_processor
+    same_patches = all(getattr(images, name) == getattr(policy_images, name) for name in PATCHES)
+    return same_family and same_vocabulary and same_patches
 
 
 def _with_head(backbone: nn.Module, folder: str | Path) -> ValueModel:

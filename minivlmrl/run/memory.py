@@ -23,6 +23,7 @@ from minivlmrl.adapters.lora import adapter_parameters, dropout
 from minivlmrl.adapters.trained import select_trained, trained_parameters
 from minivlmrl.algorithms.reference import freeze_shared
 from minivlmrl.algorithms.table import find_algorithm
+from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import draw_by, make_choose
 from minivlmrl.hub.family import FAMILIES, family_of
@@ -38,7 +39,7 @@ from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES, read_config
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import num_shards, recompute_blocks
+from minivlmrl.scale.sharding import copy_model, num_shards, recompute_blocks
 from minivlmrl.vision import lay_out
 
 GB = 10**9
@@ -126,27 +127,44 @@ class Costs:
             freeze_shared(model, run.reference)
         return model
 
-    def activations(self, run: RunConfig, model: nn.Module, work: Work, train: bool) -> int:
+    def build_trained(self, run: RunConfig, stage: str) -> nn.ModuleList:
+        """Make what a stage trains: the policy, or a copy of it; and PPO's critic of its own."""
+        model = self.build(run, stage)
+        section = getattr(run, stage)
+        if getattr(section, "critic", "shared") == "shared":
+            return nn.ModuleList([model])
+        if section.critic_path is not None:
+            backbone = Costs(read_config(find_folder(section.critic_path))).build(run, stage)
+        elif run.uses_fsdp:  # the base of adapters is copied too
+            backbone = copy.deepcopy(model)
+        else:
+            backbone = copy_model(model)
+        return nn.ModuleList([model, ValueModel(backbone, run.model.freeze)])
+
+    def activations(self, run: RunConfig, models: nn.ModuleList, work: Work, train: bool) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
-        model = copy.deepcopy(model)
+        models = copy.deepcopy(models)
+        model, *critics = models
         batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
-            model = model.to(DTYPES[run.model.compute_dtype])
+            models.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
-            recompute_blocks(model)
-        for parameter in trained_parameters(model):
+            for backbone in (model, *(critic.backbone for critic in critics)):
+                recompute_blocks(backbone)
+        for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
-        dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
+        dropped = dropout(models, run.adapter.dropout if train else 0.0, "plan")
         lay_out.cache_clear()  # of an earlier forward: what a tower keeps of grids is counted here
-        live = LiveBytes([*model.parameters(), *model.buffers(), batch.pixel_values])
+        live = LiveBytes([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
             else:
                 logps, _ = per_token_logps(model, batch)
+                outputs = [logps, *(critic(batch) for critic in critics)]
                 if train:
-                    logps.sum().backward()
+                    sum(output.sum() for output in outputs).backward()
         return live.peak + batch.pixel_values.nbytes
 
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
@@ -203,7 +221,8 @@ def plan(
         text_tokens, image_tokens, frames: of a prompt, see Work.
     """
     algorithm = find_algorithm(stage, run)
-    model = costs.build(run, stage)
+    models = costs.build_trained(run, stage)
+    model, *critics = models
     shards = num_shards(run.sharding, gpus)
     share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
     micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
@@ -214,19 +233,21 @@ def plan(
     phases = {}
     if samples:
         phases["rollout"] = rollout_items(run, costs, model, drawn, gathered)
+    for critic in critics:
+        gathered += gathered_bytes(run, critic.backbone)
     if samples or has_reference(run, stage):
-        forward = costs.activations(run, model, micro_batch, train=False)
+        forward = costs.activations(run, models, micro_batch, train=False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
-    gradients = bytes_of(trained_parameters(model)) * share
+    gradients = bytes_of(trained_parameters(models)) * share
     if gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # ranks sum a copy of them
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": gradients,
-        "forward and backward": costs.activations(run, model, micro_batch, train=True),
+        "forward and backward": costs.activations(run, models, micro_batch, train=True),
         "logits": logits,
     }
-    always = {name: size * share for name, size in held(run, stage, model, costs).items()}
+    always = {name: size * share for name, size in held(run, stage, models, costs).items()}
     return {name: always | items for name, items in phases.items()}
 
 
@@ -279,7 +300,7 @@ def rollout_items(
     items = {
         "gathered": gathered,
         "keys and values": costs.keys_and_values(dtype, drawn),
-        "prompts' forward": costs.activations(run, model, prompts_alone, train=False),
+        "prompts' forward": costs.activations(run, nn.ModuleList([model]), prompts_alone, False),
         "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
     }
     if run.sampling.engine != "own":  # it sleeps in the other phases
@@ -288,12 +309,15 @@ def rollout_items(
     return items
 
 
-def held(run: RunConfig, stage: str, model: nn.Module, costs: Costs) -> dict[str, float]:
-    """Bytes of what is there all the time, before sharding."""
+def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dict[str, float]:
+    """Bytes of what is there all the time, before sharding; models: see build_trained."""
     algorithm = find_algorithm(stage, run)
+    model, *critics = models
     weights = bytes_of([*model.parameters(), *model.buffers()])
     adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
-    items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, model)}
+    items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
+    if critics:
+        items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if has_reference(run, stage):
         items["reference"] = reference_bytes(run, model)
     if not algorithm.trains_policy:  # in addition to the copy that is trained
@@ -336,10 +360,11 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 
 def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
     """Bytes of a state on the disk."""
-    model = costs.build(run, stage)
-    items = held(run, stage, model, costs)
-    items["weights"] = bytes_of(adapter_parameters(model)) or items["weights"]
-    return sum(items.get(name, 0) for name in ("weights", "optimizer", "reference", "policy"))
+    models = costs.build_trained(run, stage)
+    items = held(run, stage, models, costs)
+    items["weights"] = bytes_of(adapter_parameters(models[0])) or items["weights"]
+    saved = ("weights", "optimizer", "critic", "reference", "policy")
+    return sum(items.get(name, 0) for name in saved)
 
 
 def check_disk(run: RunConfig, stage: str, costs: Costs):
