@@ -113,7 +113,7 @@ def load_critic(
     sharding = getattr(policy, "sharding", None)
     dtype = policy.lm_head.weight.dtype
     critic = load_value_model(folder, dtype, device, sharding, run.adapter.place)
-    if not reads_same_ids(critic.backbone, load_processor(folder), policy, processor):
+    if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
         raise ValueError(
             f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "
             "or family; take one of the policy's"
@@ -125,17 +125,14 @@ def load_critic(
     return critic
 
 
-def reads_same_ids(
-    model: nn.Module, processor: Processor, policy: nn.Module, policy_processor: Processor
-) -> bool:
-    """Tell whether a model reads what a policy reads: its family, vocabulary and size of patches."""
-    same_family = model.config.model_type == policy.config.model_type
-    vocabulary = processor.tokenizer.backend.get_vocab()
-    same_vocabulary = vocabulary == policy_processor.tokenizer.backend.get_vocab()
+def input_form(model: nn.Module, processor: Processor) -> tuple:
+    """Say what a model reads: its family, vocabulary and sizes of patches.
+
+    Ids and patches made for one model are another's too where this is equal.
+    """
     images = processor.image_processor
-    policy_images = policy_processor.image_processor
-    same_patches = all(getattr(images, name) == getattr(policy_images, name) for name in PATCHES)
-    return same_family and same_vocabulary and same_patches
+    patch_sizes = [getattr(images, name) for name in PATCHES]
+    return model.config.model_type, processor.tokenizer.backend.get_vocab(), patch_sizes
 
 
 def _with_head(backbone: nn.Module, folder: str | Path) -> ValueModel:
