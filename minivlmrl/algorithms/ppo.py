@@ -86,10 +86,10 @@ class PPO(GRPOStage):
         """Make a value head for the policy's states, or a ValueModel."""
         if self.config.critic == "shared":
             return value_head(self.policy)
+        self.sample.keeps_vision = False  # this critic sees with a tower of its own
         path = self.config.critic_path
         if path is None:
             return ValueModel(copy_model(self.policy), self.run.model.freeze)
-        self.sample.keeps_vision = False  # this critic sees with a tower of its own
         return load_critic(path, self.policy, self.processor, self.run, self.world.device)
 
     def save(self, folder: Path):
