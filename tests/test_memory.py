@@ -20,7 +20,7 @@ from minivlmrl.run.memory import GB, Costs, LiveBytes, Work, plan
 from minivlmrl.run.optimizer import OptimizerSection, build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import pieces
-from minivlmrl.scale.checkpoint import initialize
+from minivlmrl.scale.checkpoint import initialize, load_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import ShardingSection, copy_model, recompute_blocks
 
@@ -144,6 +144,14 @@ def test_a_second_plan_is_that_of_a_new_process():
     assert plans[1] == plans[2]
     for name, items in plans[0].items():
         assert plans[1][name] == pytest.approx(items, abs=1000)  # frequencies, made once
+
+
+def test_a_reward_model_of_another_size_is_planned_by_its_own_config(checkpoint):
+    run = run_config(rewards={"reward_model": 1.0})
+    run.reward_model.path = str(checkpoint)
+    costs = Costs(ModelConfig.from_dict(CONFIGS["wider"]))
+    planned = plan(run, "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens)["train"]["reward model"]
+    assert planned == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
 def test_an_optimizer_without_moments_is_planned_without_them(monkeypatch):

@@ -69,7 +69,9 @@ class GRPOStage(Algorithm, GRPO):
             rewards[reward.on(world, self.reward_log)] = run.rewards[reward.name]
         GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
         self.steps_per_rollout = self.config.steps_per_generation
-        self.reward_model = RewardModelScores(run, model, world) if has_reward_model else None
+        self.reward_model = None
+        if has_reward_model:
+            self.reward_model = RewardModelScores(run, model, processor, world)
 
     def after_step(self, steps: int):
         super().after_step(steps)

@@ -15,13 +15,16 @@ from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.value_model import (
     ValueModel,
     check_value_model_folder,
+    input_form,
     load_beside,
     pack_to_end,
     save_value_model,
 )
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.hub.recipe_values import FilePath
 from minivlmrl.objectives.preference_losses import RewardLoss, reward_loss
-from minivlmrl.rows import Completion, Prompt, Row
+from minivlmrl.rows import Completion, Processor, Prompt, Row
+from minivlmrl.scale.checkpoint import load_processor
 from minivlmrl.scale.sharding import copy_model, reshard
 
 FOLDER = "reward_model"  # also the name of the stage and of its reward
@@ -75,15 +78,27 @@ class RewardModel(PairAlgorithm):
 
 
 class RewardModelScores:
-    """Scores completions with the model of reward_model.path, by default the run's own."""
+    """Scores completions with the model of reward_model.path, by default the run's own.
 
-    def __init__(self, run, policy: nn.Module, world):
+    A model of another tokenizer or family than the policy's reads texts, not the policy's ids: the
+    row's messages and images, and what the completion says, by its own processor and template.
+    """
+
+    def __init__(self, run, policy: nn.Module, processor: Processor, world):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
         model = load_beside(policy, path, world.device, same_base=run.reward_model.path is None)
-        if model.backbone.config.vocab_size != policy.config.vocab_size:
-            raise ValueError(f"{path}: this model has another vocabulary than the policy")
         self.model = model.requires_grad_(False)
         self.world = world
+        self.policy_processor = processor
+        self.processor = load_processor(path)
+        self.reads_texts = input_form(model.backbone, self.processor) != input_form(
+            policy, processor
+        )
+        if self.reads_texts and run.sampling.environment:
+            raise ValueError(
+                f"{path}: this reward model has another tokenizer or family than the policy, so it "
+                "reads answers of one turn: leave out sampling.environment, or take another model"
+            )
 
     @torch.no_grad()
     def __call__(
@@ -94,10 +109,38 @@ class RewardModelScores:
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
-            batch = pack_to_end(prompts[part], completions[part], config, self.world.device)
+            read = prompts[part], completions[part]
+            if self.reads_texts:
+                read = self.read_texts(*read)
+            batch = pack_to_end(*read, config, self.world.device)
             scores += self.model.at_end(batch).tolist()
         reshard(self.model)
         return scores
+
+    def read_texts(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Encode what the policy's prompts and completions say as this model's own."""
+        rows = [prompt.row for prompt in prompts]
+        answers = []
+        for row, group in zip(rows, completions, strict=True):
+            answers.append([self.encode(row, completion) for completion in group])
+        return [row.prompt(self.processor) for row in rows], answers
+
+    def encode(self, row: Row, completion: Completion) -> Completion:
+        """Encode a completion as the answers that a reward model is trained on.
+
+        One that was cut has no end; names of control tokens that a Jinja template would take for
+        the tokens are left out.
+        """
+        text = self.policy_processor.turn(completion)
+        template = self.processor.template
+        if template is not None:
+            text = template.control.sub("", text)
+        answer = encode_completion(self.processor, row.messages, text)
+        if completion.stopped or len(answer.ids) == 1:  # there must be a token to read
+            return answer
+        return Completion(answer.ids[:-1], written=answer.written[:-1])
 
 
 def reward_model(

@@ -115,8 +115,6 @@ class Costs:
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        head = 0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
-        self.backbone = self.parameters - head
 
     def build(self, run: RunConfig, stage: str) -> nn.Module:
         """Make the model that a stage of a run trains on the meta device."""
@@ -323,7 +321,9 @@ def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dic
     if not algorithm.trains_policy:  # in addition to the copy that is trained
         items["policy"] = adapters or weights
     if not algorithm.answers and "reward_model" in run.rewards:
-        items["reward model"] = costs.backbone * DTYPES[run.model.dtype].itemsize
+        path = run.reward_model.path
+        judge = costs if path is None else Costs(read_config(find_folder(path)))
+        items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
     return items
 
 
