@@ -105,14 +105,13 @@ class RewardModelScores:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[float]:
         """Score completions, in their order; all ranks call this with equally many prompts."""
+        if self.reads_texts:
+            prompts, completions = self.read_texts(prompts, completions)
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
-            read = prompts[part], completions[part]
-            if self.reads_texts:
-                read = self.read_texts(*read)
-            batch = pack_to_end(*read, config, self.world.device)
+            batch = pack_to_end(prompts[part], completions[part], config, self.world.device)
             scores += self.model.at_end(batch).tolist()
         reshard(self.model)
         return scores
@@ -121,11 +120,10 @@ class RewardModelScores:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         """Encode what the policy's prompts and completions say as this model's own."""
-        rows = [prompt.row for prompt in prompts]
         answers = []
-        for row, group in zip(rows, completions, strict=True):
-            answers.append([self.encode(row, completion) for completion in group])
-        return [row.prompt(self.processor) for row in rows], answers
+        for prompt, group in zip(prompts, completions, strict=True):
+            answers.append([self.encode(prompt.row, completion) for completion in group])
+        return [prompt.row.prompt(self.processor) for prompt in prompts], answers
 
     def encode(self, row: Row, completion: Completion) -> Completion:
         """Encode a completion as the answers that a reward model is trained on.
