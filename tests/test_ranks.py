@@ -55,6 +55,8 @@ STAGES = {  # in float64; each has other joint work
     "distill": [*of_file("distill", STAGE | {"num_generations": 3}), "--distill.teacher_prompt=teachers:hint"],
     "with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                             "--reward_model.path=FOLDER/judge"],
+    "with a reward model of another family": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
+                                              "--reward_model.path=FOLDER/stranger"],
     "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
     "tools": TOOLS,
     "Qwen3-VL": [*REFERENCE, *QWEN3],
@@ -74,7 +76,8 @@ CASES = {  # by number of ranks: (stage, way); all equal what one process makes 
     2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
         ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
         ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"),
-        ("two at a time", "layer by layer"), ("ppo with a critic", "layer by layer"),
+        ("with a reward model of another family", "layer by layer"), ("two at a time", "layer by layer"),
+        ("ppo with a critic", "layer by layer"),
         ("Qwen3-VL, two at a time", "sharded"),
         *((name, "sharded") for name in ("dpo with sft", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
                                          "distill", "without the vision tower"))],
@@ -85,12 +88,13 @@ SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # diffe
 
 
 def prepare(folder):
-    """The files of the recipe: its model, and a reward model with an opinion."""
+    """The files of the recipe: its model, and reward models with an opinion."""
     write_recipe(folder, RECIPE)
-    model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
-    judge = ValueModel(model.double())
-    torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
-    save_value_model(folder / "judge", judge, processor, ONE)
+    for name, config in (("judge", "model"), ("stranger", "qwen3_vl")):
+        model, processor = random_model(folder / f"{config}.json", shapes.tokenizer(), 1)
+        judge = ValueModel(model.double())
+        torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
+        save_value_model(folder / name, judge, processor, ONE)
 
 
 @pytest.fixture(scope="module")
