@@ -54,7 +54,7 @@ def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):
 
 def test_it_must_be_there_before_its_stage_begins(judge):
     def run(stages, path=None):
-        return SimpleNamespace(stages=stages, reward_model=SimpleNamespace(path=path))
+        return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path))
 
     check_reward_model(run(["grpo"], judge), "grpo")
     check_reward_model(run(["reward_model", "sft", "grpo"]), "grpo")
