@@ -7,7 +7,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import re
 import socket
 import time
 import traceback
@@ -121,9 +120,8 @@ def eager(text, tools, ended):
 class EagerPlay(tool_sampler.Play):
     """Looks for calls after every token."""
 
-    def __init__(self, environment):
-        super().__init__(environment)
-        self.closing_tag = re.compile(b"")
+    def closes_a_call(self, searched_from):
+        return True
 
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Result:
