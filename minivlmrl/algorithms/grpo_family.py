@@ -42,17 +42,6 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
     max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: sample equal groups again
     multi_objective_aggregation: Aggregation = "sum_then_normalize"  # or GDPO
 
-    def __post_init__(self):
-        super().__post_init__()
-        rloo = self.loss_type == "rloo"
-        gdpo = self.multi_objective_aggregation == "normalize_then_sum"
-        if rloo and self.importance_sampling_level != "token":
-            raise ValueError("importance_sampling_level: rloo has its own, of whole completions")
-        if rloo and gdpo:
-            raise ValueError("multi_objective_aggregation: with rloo use sum_then_normalize")
-        if self.soft_punish_cache and gdpo:
-            raise ValueError("soft_punish_cache is added to the sum of rewards: sum_then_normalize")
-
 
 @dataclass
 class GRPOSection(FamilyConfig, GRPOStageConfig):

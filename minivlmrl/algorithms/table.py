@@ -2,6 +2,7 @@
 
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.dpo import DPO
+from minivlmrl.algorithms.effects import check_effects
 from minivlmrl.algorithms.grpo_family import Family, needs_family
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.ppo import PPO
@@ -44,6 +45,7 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 def find_algorithms(config) -> dict[str, type[Algorithm]]:
     """Find the class of each stage of a recipe, and let it check the recipe (ValueError)."""
     algorithms = {stage: find_algorithm(stage, config) for stage in config.stage_names}
+    check_effects(config)
     for algorithm in algorithms.values():
         algorithm.check(config)
     return algorithms

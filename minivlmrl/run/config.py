@@ -132,12 +132,6 @@ class RunConfig:
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
-        if self.sampling.engine != "own" and not self.rollout.gather_weights:
-            raise ValueError("rollout.gather_weights is false, it must be true for sampling.engine")
-        for name in ("dropout", "path", "quantize"):
-            value = getattr(self.adapter, name)
-            if value and not self.adapter.r:
-                raise ValueError(f"adapter.{name} is {value!r}, it needs adapter.r")
 
     @property
     def stage_names(self) -> list[str]:

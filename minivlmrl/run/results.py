@@ -19,13 +19,9 @@ SUMMARY, BEST = "summary.json", "best"
 def check_outputs(config: RunConfig):
     """Refuse (ValueError) the folder of a finished run, or of any run if nothing is trained.
 
-    Also refuse a tracker that is not installed, and evaluations without held-out rows.
+    Also refuse a tracker that is not installed.
     """
     check_trackers(config.report_to)
-    if not config.data.task and not config.data.eval_file:
-        for name in ("eval_steps", "keep_best"):
-            if getattr(config, name):
-                raise ValueError(f"{name}: there are no held-out rows; set data.eval_file")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
     has_states = bool(check_resume(config))

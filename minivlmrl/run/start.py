@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minivlmrl.adapters.trained import table
-from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.effects import is_set, unused_sections
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
 from minivlmrl.environments.environment import get_environment
 from minivlmrl.environments.tool_calls import begin
@@ -40,7 +40,7 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     if world.is_main:
         describe_run(config, model, world)
         describe_thought(processor)
-        for note in notes(config, datasets):
+        for note in notes(config, algorithms, datasets):
             print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)
     for stage, num_steps in stage_lengths(config, datasets).items():
@@ -119,22 +119,32 @@ def describe_thought(processor: Processor):
     )
 
 
-def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Say what of a recipe has no effect, or another one than was probably meant."""
+def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Say what of a recipe has no effect with these stages, or another one than was probably meant.
+
+    What has none with any stage is refused, see algorithms/effects.py.
+    """
     if not config.stages:
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
     for name in config.unused_sections:
         yield f"{name}: no effect, stages does not name it"
-    used_sections = [id(getattr(config, stage)) for stage in config.stage_names]
-    for name, section in vars(config).items():
-        if not isinstance(section, TrainingConfig) or id(section) in used_sections:
-            continue
-        defaults = vars(type(section)())
-        changed = [
-            f"{name}.{key}" for key, value in vars(section).items() if value != defaults[key]
-        ]
+    for name in unused_sections(config):
+        section = getattr(config, name)
+        changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
+        if "reward_model" in config.rewards:  # it is scored by a model from elsewhere
+            changed = [option for option in changed if option != "reward_model.path"]
         if changed:
             yield f"{', '.join(changed)}: no effect, stages does not name {name}"
+    for stage in config.data.files:
+        if stage not in config.stages:
+            yield f"data.files.{stage}: no effect, stages does not name {stage}"
+    files = config.data.train_file or config.data.train
+    if files and config.stages and config.data.files.keys() >= {*config.stages}:
+        yield "data.train_file or data.train: no effect, data.files has the rows of all stages"
+    if all(algorithm.answers for algorithm in algorithms.values()):
+        for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
+            if is_set(name, config):
+                yield f"{name}: no effect, no stage samples completions"
     yield from mistakes(config, datasets)
 
 

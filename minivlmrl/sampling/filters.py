@@ -35,6 +35,14 @@ class SamplingOptions(SamplingConfig):
     engine: Literal["own", "vllm"] = "own"
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
 
+    needs = (  # see algorithms/effects.py
+        ("top_k", "temperature > 0"),
+        ("top_p", "temperature > 0"),
+        ("min_p", "temperature > 0"),
+        ("graph", "engine != 'vllm'"),
+        ("vllm", "engine == 'vllm'"),
+    )
+
     def __post_init__(self):
         if self.environment:
             require(self.engine == "own", "engine", self.engine, "own with an environment")

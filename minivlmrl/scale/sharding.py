@@ -39,10 +39,6 @@ class ShardingSection:
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
 
-    def __post_init__(self):
-        if not self.enabled and (self.replicas > 1 or self.cpu_offload):
-            raise ValueError("enabled is False, it must be True for replicas and cpu_offload")
-
 
 def num_shards(section: ShardingSection, num_ranks: int) -> int:
     """Count the ranks that share one model (ValueError: the replicas cannot be equally large)."""

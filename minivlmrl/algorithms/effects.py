@@ -1,0 +1,100 @@
+"""What options need to have an effect: one that is set without it is refused, before a run begins.
+
+"Set" means other than its default. A dataclass of options may have rows of its own, `needs`, whose
+conditions name options of that section: so have the options of a stage that a file brings.
+"""
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.hub.recipe_values import naming
+
+FILES = "not data.task"  # a task makes its rows itself
+HELD_OUT = "data.eval_file or data.task"
+# ratios of probabilities leave 1: the policy moves between a rollout and the last step on it
+PASSES = "grpo.num_iterations * grpo.steps_per_generation > 1"
+# option -> a condition on the recipe, in Python, as a user reads it who lacks it
+NEEDS = {
+    "eval_steps": HELD_OUT,
+    "keep_best": HELD_OUT,
+    "adapter.path": "adapter.r > 0",
+    "adapter.alpha": "adapter.r > 0",
+    "adapter.dropout": "adapter.r > 0",
+    "adapter.target": "adapter.r > 0",
+    "adapter.quantize": "adapter.r > 0",
+    "data.image_root": FILES,
+    "data.columns": FILES,
+    "data.skip_unreadable": FILES,
+    "data.eval_file": FILES,
+    "data.eval_rows": HELD_OUT,
+    "data.eval_blind": HELD_OUT,
+    "data.eval_rewards": HELD_OUT,
+    "sharding.replicas": "sharding.enabled",
+    "sharding.cpu_offload": "sharding.enabled",
+    "rollout.gather_weights": (
+        "sampling.engine == 'own' and (sharding.enabled or model.compute_dtype)"
+    ),
+    # with dropout, which the sampler has not, the two are not compared
+    "rollout.max_logp_mismatch": "adapter.dropout == 0 or sampling.engine != 'own'",
+    "reward_model.path": "'reward_model' in rewards",
+    "grpo.epsilon_low": f"{PASSES} and grpo.loss_type not in ('cispo', 'sapo', 'vespo')",
+    "grpo.epsilon_high": (
+        f"grpo.loss_type == 'cispo' or {PASSES} and grpo.loss_type not in ('sapo', 'vespo')"
+    ),
+    # ratios of 1 have the same gradient by row and by token, unless tokens of a row weigh differently
+    "grpo.importance_sampling_level": (
+        f"grpo.loss_type != 'rloo' and ({PASSES} or grpo.beta > 0 or grpo.rollout_correction"
+        " or grpo.top_entropy_quantile < 1)"
+    ),
+    # the KL of rloo is in its reward
+    "grpo.kl_estimator": "grpo.beta > 0 and grpo.loss_type != 'rloo'",
+    "grpo.use_bias_correction_kl": (
+        f"grpo.beta > 0 and grpo.loss_type != 'rloo' and (grpo.kl_estimator != 'k2' or {PASSES})"
+    ),
+    "grpo.scale_rewards": (
+        "grpo.loss_type != 'rloo' and grpo.multi_objective_aggregation == 'sum_then_normalize'"
+    ),
+    "grpo.multi_objective_aggregation": "grpo.loss_type != 'rloo'",
+    "grpo.soft_punish_cache": "grpo.multi_objective_aggregation == 'sum_then_normalize'",
+    "grpo.rollout_correction_bounds": "grpo.rollout_correction",
+    "ppo.cliprange": "ppo.num_ppo_epochs * ppo.num_mini_batches > 1",
+}
+
+
+def check_effects(run):
+    """Refuse a recipe (ValueError) with an option that has no effect beside the others.
+
+    Of stages that it does not name run/start.py only prints a note.
+    """
+    unused = unused_sections(run)
+    needs = {option: need for option, need in NEEDS.items() if option.split(".")[0] not in unused}
+    with naming(run.recipe or "recipe"):
+        refuse_without("", run, needs.items())
+        for name, section in vars(run).items():
+            if name not in unused:
+                refuse_without(f"{name}.", section, getattr(section, "needs", ()))
+
+
+def refuse_without(prefix: str, section, needs: Iterable[tuple[str, str]]):
+    """Refuse (ValueError) an option of a section that is set and lacks what it needs."""
+    for option, need in needs:
+        if is_set(option, section) and not eval(need, {}, vars(section)):
+            value = attrgetter(option)(section)
+            raise ValueError(f"{prefix}{option} is {value!r}, it has no effect: it needs {need}")
+
+
+def is_set(option: str, section) -> bool:
+    """Tell whether an option, "beta" or "grpo.beta", is other than its default."""
+    find = attrgetter(option)
+    return find(section) != find(type(section)())
+
+
+def unused_sections(run) -> list[str]:
+    """Name the sections of stages that a recipe does not name."""
+    used = [id(getattr(run, stage)) for stage in run.stages]
+    unused = []
+    for name, section in vars(run).items():
+        if isinstance(section, TrainingConfig) and id(section) not in used:
+            unused.append(name)
+    return unused
