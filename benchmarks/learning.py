@@ -85,7 +85,7 @@ PLAN = [
     grpo("sapo", "loss_type=sapo"),
     grpo("vespo", "loss_type=vespo"),
     grpo("rloo", "loss_type=rloo"),
-    grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
+    grpo("gspo", "importance_sampling_level=sequence"),
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
     Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--optimizer.name=adamw_8bit"], 0.25),
     Entry("lora", "shapes.yaml", ["--stages=[grpo]", *LORA], 0.43, before=AFTER_SFT),

@@ -11,6 +11,7 @@ from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.generate import make_choose
 from minivlmrl.hub.recipe_values import option_paths
+from minivlmrl.objectives.policy_losses import CORRECTION_MODES
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config
@@ -32,7 +33,7 @@ BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
 # a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
-DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_bounds=[null, 1.5]", "--rollout.max_logp_mismatch=.inf"]
+DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
@@ -83,6 +84,7 @@ OPTIONS = [  # field, another value, base
     ("grpo.use_bias_correction_kl", "false", [*FAR, "--grpo.beta=0.5"]),
     ("grpo.top_entropy_quantile", 0.3, GRPO),
     ("grpo.entropy_coef", 0.5, GRPO),
+    ("grpo.rollout_correction", "sequence_truncate", DRIFT),
     ("grpo.rollout_correction_bounds", [0.9, 1.2], [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
     ("grpo.mask_truncated_completions", "true", GRPO),
     ("grpo.soft_punish_cache", 4, GRPO),
@@ -147,11 +149,11 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
         "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
         "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
         "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
-        "grpo.rollout_correction": DRIFT,
         "grpo.scale_rewards": GRPO,
         "grpo.multi_objective_aggregation": GRPO,
         "data.answer": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
     }.items()],
+    ("grpo.rollout_correction", CORRECTION_MODES, [*DRIFT, "--grpo.rollout_correction_bounds=[null, 1.5]"]),
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]  # fmt: skip
 # These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py

@@ -131,10 +131,3 @@ def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, va
     found.measure("after_sft", algorithm)
     assert kept == [(step, found.folder / "best") for step in saved]
     assert found.progress.best == (None if kind == "pairs" else -0.1 if kind == "loss" else 0.7)
-
-
-@pytest.mark.parametrize("option", ["--eval_steps=1", "--keep_best=greedy"])
-def test_evaluations_need_held_out_rows(run, own, option):
-    name = option.removeprefix("--").partition("=")[0]
-    with pytest.raises(ValueError, match=f"^{name}: there are no held-out rows; set data.eval_file$"):
-        run(*own, "--stages=[sft]", option)

@@ -523,6 +523,7 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     options = [
         f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null", "--data.task=null", "--stages=sft",
+        "--data.eval_rows=256",
         f"--data.train_file={tmp_path / 'rows.jsonl'}", "--sft.prompts_per_step=2", "--sft.max_steps=4",
     ]  # fmt: skip
     codes = attempt(recipe, tmp_path / "run", *options, "--state_steps=1", die="in backward", number=3)

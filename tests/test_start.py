@@ -9,12 +9,13 @@ import torch
 from runs import write_lines
 from test_checkpoint import edit_json
 
+from minivlmrl.algorithms.table import find_algorithms
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
-from minivlmrl.run.config import RunConfig, load_config, recipes_folder
+from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_folder
 from minivlmrl.run.start import describe_run, fit_rows, notes, stage_lengths, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
@@ -93,7 +94,7 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     texts = ["a", "a " * 75, "b"]
     lines = [{"problem": text, "solution": "x", "completion": "x"} for text in texts]
     write_lines(tmp_path / "rows.jsonl", lines)
-    options = [*own[:1], f"--model.path={checkpoint}", *own[2:3], f"--data.train_file={tmp_path / 'rows.jsonl'}"]
+    options = [*own, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
     said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
     with pytest.raises(
@@ -108,16 +109,27 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
 
 
 def told(*options, **datasets):
-    return list(notes(load_config("shapes.yaml", list(options)), datasets))
+    config = load_config("shapes.yaml", list(options))
+    return list(notes(config, find_algorithms(config), datasets))
 
 
 def test_what_has_no_effect_is_said():
     assert told() == []
     for recipe in sorted(recipes_folder().glob("*.yaml")):
-        assert list(notes(load_config(recipe), {})) == []
+        config = load_config(recipe)
+        assert list(notes(config, find_algorithms(config), {})) == []
     dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
     assert dpo == "dpo.max_steps, dpo.beta: no effect, stages does not name dpo"
     assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, stages does not name grpo")
+    files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
+    scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
+    grpo, *said = told(*as_overrides(files | scored | {"log_completions": 5}), "--stages=[sft]")
+    assert said == [
+        "data.files.dpo: no effect, stages does not name dpo",
+        "data.train_file: no effect, data.files has the rows of all stages",
+        "rewards: no effect, no stage samples completions",
+        "log_completions: no effect, no stage samples completions",
+    ]
     assert told("--stages=[]")[0] == "stages is []: nothing is trained, the model is evaluated and saved as it is"
 
 

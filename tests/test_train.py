@@ -117,8 +117,6 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["--model.config=null"], r"model: set either model\.path .* or model\.config"),
     (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
-    (["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
-     r"grpo\.soft_punish_cache is added to the sum"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
     (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], it must be names of rewards"),
 ])  # fmt: skip

@@ -47,11 +47,7 @@ def test_adapters_of_frozen_parts_are_frozen_too():
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    (["--adapter.quantize=nf4"], r"adapter\.quantize is 'nf4', it needs adapter\.r"),
-    (["--adapter.dropout=0.1"], "adapter.dropout is 0.1, it needs adapter.r"),
-    (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
     (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
-    (["--sharding.cpu_offload=true"], "sharding.enabled is False, it must be True for replicas and cpu_offload"),
 ])  # fmt: skip
 def test_what_is_refused(folder, options, says):
     with pytest.raises(ValueError, match=says):

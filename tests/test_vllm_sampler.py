@@ -122,8 +122,6 @@ def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, m
 def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
     with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', it must be own with an environment"):
         load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])
-    with pytest.raises(ValueError, match=r"rollout\.gather_weights is false, it must be true for sampling\.engine"):
-        load_config("shapes.yaml", [ENGINE, "--rollout.gather_weights=false"])
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))
     video.row = SimpleNamespace(where="rows.jsonl line 3")

@@ -138,9 +138,10 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
     for stage in config.data.files:
         if stage not in config.stages:
             yield f"data.files.{stage}: no effect, stages does not name {stage}"
-    files = config.data.train_file or config.data.train
-    if files and config.stages and config.data.files.keys() >= {*config.stages}:
-        yield "data.train_file or data.train: no effect, data.files has the rows of all stages"
+    if config.stages and config.data.files.keys() >= {*config.stages}:
+        for name in ("train_file", "train"):
+            if getattr(config.data, name):
+                yield f"data.{name}: no effect, data.files has the rows of all stages"
     if all(algorithm.answers for algorithm in algorithms.values()):
         for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
             if is_set(name, config):

@@ -84,7 +84,8 @@ def rows(home):
 @pytest.fixture(scope="session")
 def own(checkpoint, rows):
     """Overrides that train the checkpoint on the user's rows."""
-    return ["--model.config=null", f"--model.path={checkpoint}", "--data.task=null", f"--data.train_file={rows}"]
+    files = ["--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
+    return ["--model.config=null", f"--model.path={checkpoint}", *files]
 
 
 def read_lines(path):

@@ -1,0 +1,142 @@
+"""What has no effect beside the other options of a recipe is refused, and with what it needs it is not.
+
+tests/test_options.py shows that every option has an effect.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from minivlmrl import train
+from minivlmrl.algorithms.effects import NEEDS, check_effects
+from minivlmrl.algorithms.sft import SFTConfig
+from minivlmrl.hub.recipe_values import option_paths
+from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.tools import check
+
+TWICE = {"grpo.num_iterations": 2}
+RLOO = {"grpo.loss_type": "rloo"}
+GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
+FILES = {"data.task": None, "data.train_file": "rows.jsonl"}
+ADAPTER = {"adapter.r": 4}
+SHARDED = {"sharding.enabled": True}
+VLLM = {"sampling.engine": "vllm"}
+GREEDY = {"sampling.temperature": 0.0}
+KL = {"grpo.beta": 0.1}
+CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
+    ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
+    ("keep_best", "greedy", [FILES], [{}]),
+    ("adapter.path", "folder", [{}], [ADAPTER]),
+    ("adapter.alpha", 8.0, [{}], [ADAPTER]),
+    ("adapter.dropout", 0.1, [{}], [ADAPTER]),
+    ("adapter.target", ["vision"], [{}], [ADAPTER]),
+    ("adapter.quantize", "nf4", [{}], [ADAPTER]),
+    ("data.image_root", "folder", [{}], [FILES]),
+    ("data.columns", {"label": "solution"}, [{}], [FILES]),
+    ("data.skip_unreadable", True, [{}], [FILES]),
+    ("data.eval_file", "rows.jsonl", [{}], [FILES]),
+    ("data.eval_rows", 3, [FILES], [{}]),
+    ("data.eval_blind", True, [FILES], [{}]),
+    ("data.eval_rewards", ["iou"], [FILES], [{}]),
+    ("sharding.replicas", 2, [{}], [SHARDED]),
+    ("sharding.cpu_offload", True, [{}], [SHARDED]),
+    ("rollout.gather_weights", False, [{}, SHARDED | VLLM], [SHARDED, {"model.compute_dtype": "bfloat16"}]),
+    ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}], [{}, VLLM]),
+    ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
+    ("sampling.top_k", 5, [GREEDY], [{}]),
+    ("sampling.top_p", 0.5, [GREEDY], [{}]),
+    ("sampling.min_p", 0.5, [GREEDY], [{}]),
+    ("sampling.graph", "never", [VLLM], [{}]),
+    ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM]),
+    ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
+    ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}], [TWICE, {"grpo.steps_per_generation": 2}]),
+    ("grpo.epsilon_high", 0.3, [{}, TWICE | {"grpo.loss_type": "vespo"}], [TWICE, {"grpo.loss_type": "cispo"}]),
+    ("grpo.importance_sampling_level", "sequence", [{}, TWICE | RLOO],
+     [TWICE, KL, {"grpo.rollout_correction": "token_mask"}, {"grpo.top_entropy_quantile": 0.5}]),
+    ("grpo.kl_estimator", "k2", [{}, KL | RLOO], [KL]),
+    ("grpo.use_bias_correction_kl", False, [{}, KL | RLOO, KL | {"grpo.kl_estimator": "k2"}],
+     [KL, KL | TWICE | {"grpo.kl_estimator": "k2"}]),
+    ("grpo.scale_rewards", "none", [RLOO, GDPO], [{}]),
+    ("grpo.multi_objective_aggregation", "normalize_then_sum", [RLOO], [{}]),
+    ("grpo.soft_punish_cache", 4, [GDPO], [{}]),
+    ("grpo.rollout_correction_bounds", [0.5, 2.0], [{}], [{"grpo.rollout_correction": "token_mask"}]),
+    ("ppo.kl_estimator", "k3", [{"ppo.kl_coef": 0.0}], [{}]),
+    ("ppo.cliprange", 0.1, [{"ppo.num_ppo_epochs": 1}], [{}, {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 2}]),
+]  # fmt: skip
+
+
+def recipe(options, **more):
+    """A plain recipe of the embedded task with these options."""
+    stage = "ppo" if any(name.startswith("ppo.") for name in options) else "grpo"
+    base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
+    return as_overrides(base | options | more)
+
+
+@pytest.fixture
+def empty(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize(("name", "value", "without", "with_it"), CASES, ids=[name for name, *_ in CASES])
+def test_an_option_without_effect_is_refused(empty, name, value, without, with_it):
+    for others in without:
+        with pytest.raises(ValueError) as error:
+            check_effects(load_config(empty, recipe(others | {name: value})))
+        assert str(error.value).startswith(f"{empty}: {name} is ")
+        assert "it has no effect: it needs " in str(error.value) and "\n" not in str(error.value)
+        check_effects(load_config(empty, recipe(others)))
+    for others in with_it:
+        check_effects(load_config(empty, recipe(others | {name: value})))
+
+
+def test_every_row_is_tried():
+    rows = {*NEEDS, *(f"sampling.{name}" for name, _ in RunConfig().sampling.needs), "grpo.min_lr_ratio"}
+    assert rows == {name for name, *_ in CASES}
+    assert rows <= {*option_paths(RunConfig)}
+
+
+def test_the_message_names_recipe_option_value_and_need(empty):
+    with pytest.raises(ValueError) as error:
+        check_effects(load_config(empty, ["--grpo.kl_estimator=k2"]))
+    need = "it needs grpo.beta > 0 and grpo.loss_type != 'rloo'"
+    assert str(error.value) == f"{empty}: grpo.kl_estimator is 'k2', it has no effect: {need}"
+
+
+def test_defaults_and_stages_that_are_not_named_are_not_refused(empty):
+    """A note says so of these, see tests/test_start.py."""
+    check_effects(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
+    check_effects(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
+    check_effects(RunConfig())
+
+
+@pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_recipes_have_no_dead_option(path):
+    check_effects(load_config(path))
+
+
+@pytest.mark.parametrize("command", [train.main, check.main])
+def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
+    monkeypatch.setattr("minivlmrl.scale.ranks.setup", None)  # calling it would fail
+    with pytest.raises(
+        ValueError, match=r"recipe\.yaml: adapter\.dropout is 0\.1, it has no effect: it needs adapter\.r"
+    ):
+        command([str(empty), *recipe({"adapter.dropout": 0.1})])
+
+
+@dataclass
+class Halved(SFTConfig):
+    """Options that a stage of a file may have."""
+
+    half: float = 0.0
+    quarter: float = 0.0
+
+    needs = (*SFTConfig.needs, ("quarter", "half > 0"))
+
+
+def test_a_section_may_have_rows_of_its_own():
+    run = RunConfig(stages=["sft"], sft=Halved(quarter=1.0))
+    with pytest.raises(ValueError, match=r"^recipe: sft\.quarter is 1\.0, it has no effect: it needs half > 0$"):
+        check_effects(run)
+    run.sft.half = 0.5
+    check_effects(run)
