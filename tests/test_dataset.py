@@ -124,7 +124,7 @@ def test_the_split_of_a_file():
 
 def test_a_run_trains_on_a_split_and_is_resumed_without_a_network(hub, run, plain):
     options = ["--stages=[grpo]", "--data.task=null", "--data.train_file=cats/own", "--rewards={format: 1}"]
-    options.append("--state_steps=1")
+    options += ["--state_steps=1", "--data.eval_rows=256"]
     run(*options, "--grpo.max_steps=1")
     hub.shutdown()
     hub.server_close()

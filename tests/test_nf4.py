@@ -121,7 +121,7 @@ NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
 ])  # fmt: skip
 def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
     small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
-    folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}", "--data.eval_rows=1")
+    folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}")
     model = load_model(checkpoint)
     load_adapter(model, folder / "checkpoint" / "adapter")
     quantize_base(model)

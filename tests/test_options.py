@@ -1,11 +1,15 @@
-"""No option is dead: each changes the metrics of a run of a few steps, or has a test of its own that is named here."""
+"""No option is dead: each changes what a run of a few steps leaves, or has a test of its own that is named here."""
 
 import functools
 import itertools
+import json
+import shutil
 import typing
+from pathlib import Path
 
+import PIL.Image
 import pytest
-from runs import LETTERS, STAGE, leave_out, metrics
+from runs import LETTERS, STAGE, leave_out
 
 from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
@@ -15,12 +19,13 @@ from minivlmrl.objectives.policy_losses import CORRECTION_MODES
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.model import build_model
 from recipes import localisation
 from recipes.kto import KTOConfig
 
 from stages import ONE, STAGES
-from tiny import FILES, of_file
+from tiny import FILES, RUN_MODEL, of_file
 
 SFT, DPO, KTO, RM = (
     ["--stages=sft"],
@@ -125,7 +130,7 @@ OPTIONS = [  # field, another value, base
     ("data.template", "{add_vision_id: true}", ["own", *SFT]),
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
-    ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
+    ("data.train_file", "{home}/other.jsonl", ["own", *SFT]),
     ("data.video", "{fps: 1, min_pixels: 784, max_pixels: 6272}", FILM),
     ("data.task", f"{localisation.__file__}:TASK", SFT),
 ]
@@ -156,53 +161,122 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
     ("grpo.rollout_correction", CORRECTION_MODES, [*DRIFT, "--grpo.rollout_correction_bounds=[null, 1.5]"]),
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]  # fmt: skip
-# These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
-# (micro_batch_size), test_reward_model.py (path), test_ppo.py (critic_path),
-# test_results.py (evaluations, checkpoints), test_metrics.py (report_to),
-# test_train.py (files and folders), test_template.py (template), test_resume.py (states, resume, timeout),
-# test_tool_sampler.py (environment), test_reference.py (path), test_sharding.py or test_ranks.py.
-OTHERS = {
-    *(f"{stage}.micro_batch_size" for stage in ("sft", "reward_model", "ppo")),
-    *("optimizer.name", "eval_steps", "save_steps", "max_epochs", "data.files"),
-    *("reward_model.path", "ppo.critic_path", "reference.path"),
-    *("output_dir", "num_threads", "model.path", "model.config"),
-    *("model.activation_checkpointing", "model.compute_dtype"),
-    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.resize", "data.template"),
-    *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root"),
-    "data.max_prompt_tokens",
-    *("check_memory", "state_minutes", "state_steps", "resume", "timeout", "rollout.gather_weights"),
-    *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
-    *("sampling.environment", "sampling.engine", "sampling.vllm"),
-    *("grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
-    *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
-    *("log_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
+EVALUATED = ["evaluated", *SFT]
+OWN = ["own", *SFT]
+SEVERAL = [*OWN, "--data.train_file=null", "--data.train=[{file: {home}/rows.jsonl}]"]
+OUTPUTS = [  # field, another value, base, the file that it changes, or where a name of it begins; "error": the message
+    *[(f"{stage}.micro_batch_size", 1, BASES[stage], METRICS) for stage in ("sft", "reward_model", "ppo")],
+    *[(f"{stage}.max_tokens_per_micro_batch", 100, BASES[stage], METRICS) for stage in ("grpo", "ppo")],
+    *[("kto.micro_batch_size", 1, KTO, METRICS), ("distill.micro_batch_size", 1, DISTILL, METRICS)],
+    ("distill.max_tokens_per_micro_batch", 100, DISTILL, METRICS),
+    ("optimizer.name", "adamw_8bit", [*SFT, "--sft.max_steps=3"], METRICS),
+    ("max_epochs", 0.5, SFT, METRICS),
+    ("model.config", "{home}/tied.json", SFT, METRICS),
+    ("adapter.quantize", "nf4", [*SFT, "--adapter.r=4"], METRICS),
+    ("data.files", "{sft: {home}/other.jsonl}", OWN, METRICS),
+    ("data.train", "[{file: {home}/other.jsonl}]", SEVERAL, METRICS),
+    ("data.columns", "{solution: key}", ["own", *GRPO, "--rewards={letters: 1}"], "completions.jsonl"),
+    ("data.image_root", "{home}/elsewhere", OWN, METRICS),
+    ("data.resize", "torch", OWN, METRICS),
+    ("eval_steps", 1, EVALUATED, "evaluations.jsonl"),
+    ("data.eval_rows", 2, EVALUATED, "evaluations.jsonl"),
+    ("data.eval_rewards", "[format]", EVALUATED, "evaluations.jsonl"),
+    ("data.eval_blind", "true", EVALUATED, "evaluations.jsonl"),
+    ("data.eval_file", "{home}/other.jsonl", ["own", *EVALUATED], "evaluations.jsonl"),
+    ("keep_best", "loss", [*EVALUATED, "--eval_steps=1"], "best"),
+    ("log_completions", 0, GRPO, "completions.jsonl"),
+    ("save_steps", 1, SFT, "checkpoint"),
+    ("state_steps", 1, SFT, "states"),
+    ("state_minutes", 9, SFT, "states"),
+    ("report_to", "[tensorboard]", SFT, "tensorboard"),
+    ("rollout.max_logp_mismatch", 0.1, DRIFT, "error"),
+]  # fmt: skip
+ELSEWHERE = {  # fields of the machine, of several processes, or of what takes longer: the test that needs their effect
+    "output_dir": "test_train.py: test_eval_rows_and_eval_file_choose_what_is_evaluated",
+    "num_threads": "test_train.py: test_num_threads",
+    "resume": "test_resume.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
+    "check_memory": "test_memory.py: test_a_run_that_does_not_fit_is_refused",
+    "timeout": "test_resume.py: test_timeout_is_how_long_a_rank_waits_for_another",
+    "model.path": "test_trained.py: test_a_run_goes_on_from_an_adapter",
+    "model.compute_dtype": "test_sharding.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
+    "model.activation_checkpointing": "test_memory.py: test_the_peak_of_a_step",
+    "adapter.path": "test_trained.py: test_a_run_goes_on_from_an_adapter",
+    "data.max_prompt_tokens": "test_start.py: test_long_prompts_are_left_out_and_named_before_training",
+    "data.image_workers": "test_batches.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
+    "data.skip_unreadable": "test_batches.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
+    "sharding.enabled": "test_trained.py: test_a_run_goes_on_from_an_adapter",
+    "sharding.replicas": "test_sharding.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",
+    "sharding.cpu_offload": "test_sharding.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
+    "rollout.gather_weights": "test_sample.py: test_sharded_weights_draw_the_same",
+    "sampling.max_tokens_at_once": "test_sample.py: test_keys_alone_decide",
+    "sampling.graph": "test_sample.py: test_the_option_graph_chooses_how_a_step_is_run",
+    "sampling.environment": "test_environment.py: test_the_one_of_the_page",
+    "sampling.engine": "test_vllm_sampler.py: test_a_run_is_the_own_samplers_run",
+    "sampling.vllm": "test_vllm_sampler.py: test_what_it_cannot_do_is_refused",
+    "reward_model.path": "test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",
+    "reference.path": "test_reference.py: ",
+    "distill.teacher": "test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
+    "distill.teacher_prompt": "test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
 
 
 @pytest.fixture(scope="module")
-def lines_of(home, own):
-    """Metrics of a run by its overrides, each run once; the logged learning rate alone is no effect."""
+def outputs_of(home, own):
+    """What a run by its overrides leaves, {path: bytes}, and its "error"; each is run once."""
+    (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
+    (home / "elsewhere").mkdir()
+    for number in range(8):
+        PIL.Image.new("RGB", (56, 56), "grey").save(home / "elsewhere" / f"{number}.png")
 
     @functools.cache
-    def lines_of(*overrides):
+    def outputs_of(*overrides):
         with pytest.MonkeyPatch.context() as patch:
-            if overrides[0] == "own":
-                overrides = (*own, *overrides[1:])
-            if overrides[0] in ("boxes", "film"):
-                overrides = (*own, f"--data.train_file={home / overrides[0]}.jsonl", *overrides[1:])
+            kinds = {"own", "boxes", "film", "drift", "evaluated"} & {*overrides}
+            options = [override for override in overrides if override not in kinds]
+            if kinds & {"own", "boxes", "film"}:
+                options = [*own, *options]
+            for kind in kinds & {"boxes", "film"}:
+                options.insert(len(own), f"--data.train_file={home / kind}.jsonl")
                 patch.setattr(Processor, "decode", boxed)
-            if overrides[0] == "drift":
-                overrides = overrides[1:]
+            if "drift" in kinds:
                 patch.setattr(generate, "make_choose", drifting)
+            if "evaluated" not in kinds:
+                patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             leave_out(patch)
-            patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             for module in ("algorithms.base", "algorithms.value_model", "run.results"):
-                patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
-            begin = [str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--resume=never"]
-            train.main([*begin, *TWO_STEPS, *overrides])
-        return metrics(home / "option")
+                patch.setattr(f"minivlmrl.{module}.save_model", note_save)
+            folder = home / "option"
+            shutil.rmtree(folder, ignore_errors=True)
+            outputs = {"error": b""}
+            try:
+                train.main([str(home / "recipe.yaml"), f"--output_dir={folder}", *TWO_STEPS, *options])
+            except ValueError as error:
+                outputs["error"] = str(error).encode()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                outputs[str(path.relative_to(folder))] = path.read_bytes()
+        return outputs
+
+    return outputs_of
+
+
+@pytest.fixture(scope="module")
+def lines_of(outputs_of):
+    """Metrics of a run by its overrides; the logged learning rate alone is no effect."""
+
+    def lines_of(*overrides):
+        outputs = outputs_of(*overrides)
+        assert not outputs["error"]
+        return [json.loads(line) for line in outputs[METRICS].splitlines()]
 
     return lines_of
+
+
+def note_save(folder, *_):
+    """Note that a model is saved, in place of its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "saves").open("a") as file:
+        file.write("once more\n")
 
 
 def drifting(*arguments):
@@ -237,7 +311,7 @@ def differ(first, second):
 
 @pytest.mark.parametrize(("name", "value", "base"), OPTIONS, ids=[f"{name}={v}" for name, v, _ in OPTIONS])
 def test_no_dead_option(lines_of, lively, home, name, value, base):
-    changed = f"--{name}={value}".replace("{folder}", str(home))
+    changed = f"--{name}={value}".replace("{home}", str(home))
     assert differ(lines_of(*base), lines_of(*base, changed))
 
 
@@ -247,13 +321,30 @@ def test_no_two_values_are_alike(lines_of, lively, name, values, base):
         assert differ(*(lines_of(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
 
 
-def test_every_option_is_in_the_table():
-    """A new field of the config needs a row above."""
-    tested = {name.replace("rewards.letters", "rewards") for name, _, _ in OPTIONS}
-    tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
-    tested |= {name for name, _, _ in ENUMERATIONS}
-    of_files = {name for name in tested if name.partition(".")[0] in FILES}
-    assert set(option_paths(RunConfig)) == tested - of_files | OTHERS
+@pytest.mark.parametrize(("name", "value", "base", "begin"), OUTPUTS, ids=[name for name, *_ in OUTPUTS])
+def test_an_option_changes_what_a_run_leaves(outputs_of, lively, home, name, value, base, begin):
+    if value == "[tensorboard]":
+        pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
+    both = []
+    for options in (base, [*base, f"--{name}={value}"]):
+        outputs = outputs_of(*(option.replace("{home}", str(home)) for option in options))
+        assert not outputs["error"] or begin == "error"
+        both.append({path: content for path, content in outputs.items() if path.startswith(begin)})
+    assert both[0] != both[1]
+
+
+def test_every_option_has_an_effect_that_a_test_shows():
+    """A new field of the config needs a row above; what it needs for its effect is in algorithms/effects.py."""
+    tested = {name.replace("rewards.letters", "rewards") for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
+    tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
+    options = {*option_paths(type(load_config("shapes.yaml", [f"--stages={json.dumps([*FILES.values()])}"])))}
+    assert options == tested | ELSEWHERE.keys()
+    assert not tested & ELSEWHERE.keys()
+    for name, test in ELSEWHERE.items():
+        file, function = test.split(": ")
+        text = (Path(__file__).parent / file).read_text()
+        assert f"def {function}(" in text, name
+        assert name.split(".")[-1] in text
 
 
 def test_resize_can_be_the_size_of_every_image(home, own):
