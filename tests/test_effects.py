@@ -10,9 +10,10 @@ import pytest
 from minivlmrl import train
 from minivlmrl.algorithms.effects import NEEDS, check_effects
 from minivlmrl.algorithms.sft import SFTConfig
+from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.hub.recipe_values import option_paths
 from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_folder
-from minivlmrl.tools import check
+from minivlmrl.tools.check import main as check_main
 
 TWICE = {"grpo.num_iterations": 2}
 RLOO = {"grpo.loss_type": "rloo"}
@@ -23,6 +24,7 @@ SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
+MOVING = {"reference.sync_ref_model": True}
 CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
     ("keep_best", "greedy", [FILES], [{}]),
@@ -42,6 +44,12 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("sharding.cpu_offload", True, [{}], [SHARDED]),
     ("rollout.gather_weights", False, [{}, SHARDED | VLLM], [SHARDED, {"model.compute_dtype": "bfloat16"}]),
     ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}], [{}, VLLM]),
+    ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
+    ("reference.sync_ref_model", True, [{}], [KL, {"stages": []}]),
+    ("reference.ref_model_mixup_alpha", 0.5, [KL], [KL | MOVING]),
+    ("reference.ref_model_sync_steps", 2, [KL], [KL | MOVING]),
+    ("reference.num_shared_layers", 1, [{}], [KL]),
+    ("reference.pattern", "layers.{layer}", [KL], [KL | {"reference.num_shared_layers": 0}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
     ("sampling.top_k", 5, [GREEDY], [{}]),
     ("sampling.top_p", 0.5, [GREEDY], [{}]),
@@ -72,6 +80,10 @@ def recipe(options, **more):
     return as_overrides(base | options | more)
 
 
+def check(run):
+    check_effects(run, {name: find_algorithm(name, run) for name in run.stage_names})
+
+
 @pytest.fixture
 def empty(tmp_path):
     (tmp_path / "recipe.yaml").touch()
@@ -82,12 +94,12 @@ def empty(tmp_path):
 def test_an_option_without_effect_is_refused(empty, name, value, without, with_it):
     for others in without:
         with pytest.raises(ValueError) as error:
-            check_effects(load_config(empty, recipe(others | {name: value})))
+            check(load_config(empty, recipe(others | {name: value})))
         assert str(error.value).startswith(f"{empty}: {name} is ")
         assert "it has no effect: it needs " in str(error.value) and "\n" not in str(error.value)
-        check_effects(load_config(empty, recipe(others)))
+        check(load_config(empty, recipe(others)))
     for others in with_it:
-        check_effects(load_config(empty, recipe(others | {name: value})))
+        check(load_config(empty, recipe(others | {name: value})))
 
 
 def test_every_row_is_tried():
@@ -98,24 +110,24 @@ def test_every_row_is_tried():
 
 def test_the_message_names_recipe_option_value_and_need(empty):
     with pytest.raises(ValueError) as error:
-        check_effects(load_config(empty, ["--grpo.kl_estimator=k2"]))
+        check(load_config(empty, ["--grpo.kl_estimator=k2"]))
     need = "it needs grpo.beta > 0 and grpo.loss_type != 'rloo'"
     assert str(error.value) == f"{empty}: grpo.kl_estimator is 'k2', it has no effect: {need}"
 
 
 def test_defaults_and_stages_that_are_not_named_are_not_refused(empty):
     """A note says so of these, see tests/test_start.py."""
-    check_effects(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
-    check_effects(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
-    check_effects(RunConfig())
+    check(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
+    check(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
+    check(RunConfig())
 
 
 @pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_recipes_have_no_dead_option(path):
-    check_effects(load_config(path))
+    check(load_config(path))
 
 
-@pytest.mark.parametrize("command", [train.main, check.main])
+@pytest.mark.parametrize("command", [train.main, check_main])
 def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
     monkeypatch.setattr("minivlmrl.scale.ranks.setup", None)  # calling it would fail
     with pytest.raises(
@@ -137,6 +149,6 @@ class Halved(SFTConfig):
 def test_a_section_may_have_rows_of_its_own():
     run = RunConfig(stages=["sft"], sft=Halved(quarter=1.0))
     with pytest.raises(ValueError, match=r"^recipe: sft\.quarter is 1\.0, it has no effect: it needs half > 0$"):
-        check_effects(run)
+        check(run)
     run.sft.half = 0.5
-    check_effects(run)
+    check(run)

@@ -9,7 +9,7 @@ import torch
 from runs import write_lines
 from test_checkpoint import edit_json
 
-from minivlmrl.algorithms.table import find_algorithms
+from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked
 from minivlmrl.image import ImageProcessor
@@ -109,15 +109,18 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
 
 
 def told(*options, **datasets):
-    config = load_config("shapes.yaml", list(options))
-    return list(notes(config, find_algorithms(config), datasets))
+    return notes_of(load_config("shapes.yaml", list(options)), **datasets)
+
+
+def notes_of(config, **datasets):
+    algorithms = {name: find_algorithm(name, config) for name in config.stage_names}
+    return list(notes(config, algorithms, datasets))
 
 
 def test_what_has_no_effect_is_said():
     assert told() == []
     for recipe in sorted(recipes_folder().glob("*.yaml")):
-        config = load_config(recipe)
-        assert list(notes(config, find_algorithms(config), {})) == []
+        assert notes_of(load_config(recipe)) == []
     dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
     assert dpo == "dpo.max_steps, dpo.beta: no effect, stages does not name dpo"
     assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, stages does not name grpo")

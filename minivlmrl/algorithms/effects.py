@@ -7,13 +7,14 @@ conditions name options of that section: so have the options of a stage that a f
 from collections.abc import Iterable
 from operator import attrgetter
 
-from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.hub.recipe_values import naming
 
 FILES = "not data.task"  # a task makes its rows itself
 HELD_OUT = "data.eval_file or data.task"
 # ratios of probabilities leave 1: the policy moves between a rollout and the last step on it
 PASSES = "grpo.num_iterations * grpo.steps_per_generation > 1"
+REFERENCE = "stages_with_a_reference  # as dpo has, and grpo with beta > 0"
 # option -> a condition on the recipe, in Python, as a user reads it who lacks it
 NEEDS = {
     "eval_steps": HELD_OUT,
@@ -37,6 +38,12 @@ NEEDS = {
     ),
     # with dropout, which the sampler has not, the two are not compared
     "rollout.max_logp_mismatch": "adapter.dropout == 0 or sampling.engine != 'own'",
+    "reference.path": REFERENCE,
+    "reference.sync_ref_model": REFERENCE,
+    "reference.ref_model_mixup_alpha": "reference.sync_ref_model",
+    "reference.ref_model_sync_steps": "reference.sync_ref_model",
+    "reference.num_shared_layers": REFERENCE,
+    "reference.pattern": "reference.num_shared_layers is not None",
     "reward_model.path": "'reward_model' in rewards",
     "grpo.epsilon_low": f"{PASSES} and grpo.loss_type not in ('cispo', 'sapo', 'vespo')",
     "grpo.epsilon_high": (
@@ -63,24 +70,26 @@ NEEDS = {
 }
 
 
-def check_effects(run):
+def check_effects(run, algorithms: dict[str, type[Algorithm]]):
     """Refuse a recipe (ValueError) with an option that has no effect beside the others.
 
     Of stages that it does not name run/start.py only prints a note.
     """
-    unused = unused_sections(run)
-    needs = {option: need for option, need in NEEDS.items() if option.split(".")[0] not in unused}
+    has_reference = [cls.has_reference(getattr(run, name)) for name, cls in algorithms.items()]
+    facts = {"stages_with_a_reference": any(has_reference) or not algorithms}
+    unnamed = unnamed_stages(run)
+    needs = {option: need for option, need in NEEDS.items() if option.split(".")[0] not in unnamed}
     with naming(run.recipe or "recipe"):
-        refuse_without("", run, needs.items())
+        refuse_without("", run, needs.items(), facts)
         for name, section in vars(run).items():
-            if name not in unused:
-                refuse_without(f"{name}.", section, getattr(section, "needs", ()))
+            if name not in unnamed:
+                refuse_without(f"{name}.", section, getattr(section, "needs", ()), facts)
 
 
-def refuse_without(prefix: str, section, needs: Iterable[tuple[str, str]]):
+def refuse_without(prefix: str, section, needs: Iterable[tuple[str, str]], facts: dict):
     """Refuse (ValueError) an option of a section that is set and lacks what it needs."""
     for option, need in needs:
-        if is_set(option, section) and not eval(need, {}, vars(section)):
+        if is_set(option, section) and not eval(need, facts, vars(section)):
             value = attrgetter(option)(section)
             raise ValueError(f"{prefix}{option} is {value!r}, it has no effect: it needs {need}")
 
@@ -91,11 +100,10 @@ def is_set(option: str, section) -> bool:
     return find(section) != find(type(section)())
 
 
-def unused_sections(run) -> list[str]:
+def unnamed_stages(run) -> list[str]:
     """Name the sections of stages that a recipe does not name."""
-    used = [id(getattr(run, stage)) for stage in run.stages]
-    unused = []
+    unnamed = []
     for name, section in vars(run).items():
-        if isinstance(section, TrainingConfig) and id(section) not in used:
-            unused.append(name)
-    return unused
+        if isinstance(section, TrainingConfig) and name not in run.stage_names:
+            unnamed.append(name)
+    return unnamed

@@ -45,7 +45,7 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 def find_algorithms(config) -> dict[str, type[Algorithm]]:
     """Find the class of each stage of a recipe, and let it check the recipe (ValueError)."""
     algorithms = {stage: find_algorithm(stage, config) for stage in config.stage_names}
-    check_effects(config)
+    check_effects(config, algorithms)
     for algorithm in algorithms.values():
         algorithm.check(config)
     return algorithms

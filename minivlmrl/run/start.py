@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minivlmrl.adapters.trained import table
-from minivlmrl.algorithms.effects import is_set, unused_sections
+from minivlmrl.algorithms.effects import is_set, unnamed_stages
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
 from minivlmrl.environments.environment import get_environment
 from minivlmrl.environments.tool_calls import begin
@@ -128,7 +128,7 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
     for name in config.unused_sections:
         yield f"{name}: no effect, stages does not name it"
-    for name in unused_sections(config):
+    for name in unnamed_stages(config):
         section = getattr(config, name)
         changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
         if "reward_model" in config.rewards:  # it is scored by a model from elsewhere
@@ -136,9 +136,9 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
         if changed:
             yield f"{', '.join(changed)}: no effect, stages does not name {name}"
     for stage in config.data.files:
-        if stage not in config.stages:
+        if stage not in config.stage_names:
             yield f"data.files.{stage}: no effect, stages does not name {stage}"
-    if config.stages and config.data.files.keys() >= {*config.stages}:
+    if config.stages and config.data.files.keys() >= {*config.stage_names}:
         for name in ("train_file", "train"):
             if getattr(config.data, name):
                 yield f"data.{name}: no effect, data.files has the rows of all stages"
