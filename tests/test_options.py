@@ -50,7 +50,7 @@ STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
 MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
 DISTILL = [*of_file("distill", STAGE | {"max_steps": 2}), LETTERS, "--distill.teacher_prompt=teachers:hint"]
 OPTIONS = [  # field, another value, base
-    ("reference.sync_ref_model", "true", [*DPO, "--reference.ref_model_sync_steps=1"]),
+    ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
     ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
     ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
     ("reference.num_shared_layers", 1, DPO),
@@ -335,7 +335,8 @@ def test_an_option_changes_what_a_run_leaves(outputs_of, lively, home, name, val
 
 def test_every_option_has_an_effect_that_a_test_shows():
     """A new field of the config needs a row above; what it needs for its effect is in algorithms/effects.py."""
-    tested = {name.replace("rewards.letters", "rewards") for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
+    names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
+    tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
     options = {*option_paths(type(load_config("shapes.yaml", [f"--stages={json.dumps([*FILES.values()])}"])))}
     assert options == tested | ELSEWHERE.keys()
