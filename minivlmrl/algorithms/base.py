@@ -27,7 +27,8 @@ class TrainingConfig:
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
 
-    needs = (("min_lr_ratio", "lr_scheduler_type != 'constant'"),)  # see effects.py
+    # see effects.py
+    needs = (("min_lr_ratio", "lr_scheduler_type != 'constant'"),)
 
 
 class Algorithm:

@@ -35,7 +35,8 @@ class SamplingOptions(SamplingConfig):
     engine: Literal["own", "vllm"] = "own"
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
 
-    needs = (  # see algorithms/effects.py
+    # see algorithms/effects.py
+    needs = (
         ("top_k", "temperature > 0"),
         ("top_p", "temperature > 0"),
         ("min_p", "temperature > 0"),
