@@ -68,6 +68,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("grpo.multi_objective_aggregation", "normalize_then_sum", [RLOO], [{}]),
     ("grpo.soft_punish_cache", 4, [GDPO], [{}]),
     ("grpo.rollout_correction_bounds", [0.5, 2.0], [{}], [{"grpo.rollout_correction": "token_mask"}]),
+    ("ppo.critic_path", "folder", [{}], [{"ppo.critic": "separate"}]),
     ("ppo.kl_estimator", "k3", [{"ppo.kl_coef": 0.0}], [{}]),
     ("ppo.cliprange", 0.1, [{"ppo.num_ppo_epochs": 1}], [{}, {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 2}]),
 ]  # fmt: skip

@@ -214,6 +214,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "sampling.engine": "test_vllm_sampler.py: test_a_run_is_the_own_samplers_run",
     "sampling.vllm": "test_vllm_sampler.py: test_what_it_cannot_do_is_refused",
     "reward_model.path": "test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",
+    "ppo.critic_path": "test_ppo.py: test_a_saved_critic_is_where_another_run_begins",
     "reference.path": "test_reference.py: test_a_reference_of_a_folder_scores_as_transformers_does",
     "distill.teacher": "test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
     "distill.teacher_prompt": "test_distill.py: test_a_step_is_the_divergence_from_the_teacher",

@@ -65,6 +65,7 @@ NEEDS = {
     "grpo.multi_objective_aggregation": "grpo.loss_type != 'rloo'",
     "grpo.soft_punish_cache": "grpo.multi_objective_aggregation == 'sum_then_normalize'",
     "grpo.rollout_correction_bounds": "grpo.rollout_correction",
+    "ppo.critic_path": "ppo.critic == 'separate'",
     "ppo.kl_estimator": "ppo.kl_coef > 0",
     "ppo.cliprange": "ppo.num_ppo_epochs * ppo.num_mini_batches > 1",
 }
