@@ -5,18 +5,23 @@ Nothing that a log says of itself is believed. docs/verify.md says what this pro
 
 import argparse
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
-from minivlmrl.hub.folder import json_text
-from minivlmrl.run.completions import COMPLETIONS
+from minivlmrl.hub.folder import json_text, parse_json, read_lines
+from minivlmrl.run.completions import COMPLETIONS, Logged
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.resume import state_folders
+from minivlmrl.run.resume import COMPLETE, RUN, state_folders
 from minivlmrl.tools.process import is_first
 from minivlmrl.tools.replay import run_config, train_again
-from minivlmrl_audit.difference import content, difference, distance
+from minivlmrl_audit.difference import DAMAGED, content, difference, distance
 
-DERIVED = (".lock", "page.html")  # the page is made of the other files
+DERIVED = [".lock", "page.html"]  # the page is made of the other files
+# the most by which another machine's first step differs, in float32
+LARGEST_ROUNDING = 1e-3
 
 
 def main(arguments: list[str]) -> int:
@@ -27,26 +32,27 @@ def main(arguments: list[str]) -> int:
     p.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
     p.add_argument("--state", help="begin with this one, such as 000120, and believe it")
     options, overrides = p.parse_known_args(arguments)
-    folder = Path(options.run)
-    again_folder = Path(f"{options.run}.again")
+    folder = Path(options.run).resolve()
+    check_links(folder)
+    again_folder = Path(f"{folder}.again")
     state = options.state and folder / "states" / options.state
     first_step = int(options.state or 0)
     states = [path for path in state_folders(folder / "states") if int(path.name) > first_step]
-    differences = {}  # of each file: "" where both runs say the same
+    # with paths of this machine a recipe says something else
+    skipped = [*DERIVED, "config.yaml"] if overrides else DERIVED
+    differences = {}  # of each file or state: "" where both runs say the same
 
     def compare(paths: Iterable[Path]):
         for path in paths:
             name = path.relative_to(again_folder).as_posix()
-            # with paths of this machine a recipe says something else
-            skipped = name in DERIVED or (overrides and name == "config.yaml")
-            if path.is_file() and name not in differences and not skipped:
-                other = folder / name
-                differences[name] = difference(path, other) if other.is_file() else "missing"
+            if name not in differences and name not in skipped:
+                differences[name] = difference(path, folder / name, bool(overrides))
 
     def see(*_):  # a run keeps its last states alone
-        if is_first():
-            for path in states:
-                compare((again_folder / "states" / path.name).glob("*"))
+        for path in states:
+            again_state = again_folder / "states" / path.name
+            if is_first() and again_state.is_dir():
+                compare([again_state, again_state / RUN])
 
     config = run_config(folder, options.recipe, overrides)
     state_steps = math.gcd(*(int(path.name) for path in states))
@@ -54,21 +60,33 @@ def main(arguments: list[str]) -> int:
     if code or not is_first():
         return code
     see()
-    compare(path for path in again_folder.rglob("*") if again_folder / "states" not in path.parents)
-    differences |= not_compared(folder, differences, states)
+    files = [path for path in again_folder.rglob("*") if path.is_file()]
+    compare(path for path in files if again_folder / "states" not in path.parents)
+    differences |= not_compared(folder, differences, first_step)
     return verdict(folder, again_folder, differences, first_step)
 
 
-def not_compared(folder: Path, differences: dict[str, str], states: list[Path]) -> dict[str, str]:
+def check_links(folder: Path):
+    """Refuse a run with links: they may lead into the one that it is compared with (ValueError)."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link; put what it leads to in its place")
+
+
+def not_compared(folder: Path, differences: dict[str, str], first_step: int) -> dict[str, str]:
     """Print the files of a run that are not compared; one where runs write files is a fault."""
-    written_folders = {(folder / name).parent for name in differences} | set(states)
-    written_folders -= {folder, folder / "images"}
+    written_folders = {"states", *(name.partition("/")[0] for name in differences)} - {"images"}
     faults = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in differences and name != ".lock":
+        parent = name.rpartition("/")[0]
+        of_state = parent in differences and name.endswith((".safetensors", COMPLETE))
+        if path.is_file() and name not in differences and not of_state and name != ".lock":
             print(f"not compared: {name}")
-            faults[name] = "not of this run" if path.parent in written_folders else ""
+            # a state up to --state is believed
+            is_believed = "states/000001" <= parent <= f"states/{first_step:06d}"
+            is_written = name.partition("/")[0] in written_folders and not is_believed
+            faults[name] = "not of this run" if is_written else ""
     return faults
 
 
@@ -77,20 +95,29 @@ def verdict(folder: Path, again_folder: Path, differences: dict[str, str], first
     faults = {name: fault for name, fault in sorted(differences.items()) if fault}
     for name, fault in faults.items():
         print(f"DIFFERS: {name}: {fault}")
-    steps = []
-    for run in (folder, again_folder):
-        lines = content(run / METRICS)[first_step : first_step + 2]
-        steps.append(dict(enumerate(lines)))
-    weights = {name for name in differences if name.endswith(".safetensors")}
-    is_rounding = steps[0] != steps[1] and weights <= faults.keys()
-    if is_rounding and same_rows(folder, again_folder, faults):
-        print(
-            f"rows are the same; numbers of the first steps differ by {distance(*steps):.2g}: "
-            "rounding of another processor, torch, or number of ranks or threads?"
-        )
-        return 3
+    with suppress(*DAMAGED):  # what cannot be read is one of the faults
+        gap = rounding(folder, again_folder, faults, first_step)
+        if gap and same_rows(folder, again_folder, faults):
+            print(
+                f"rows are the same; numbers of the first steps differ by {gap:.2g}: "
+                "rounding of another processor, torch, or number of ranks or threads?"
+            )
+            return 3
     print("this is not what the recipe trains" if faults else "nothing differs")
     return int(bool(faults))
+
+
+def rounding(folder: Path, again_folder: Path, faults: dict[str, str], first_step: int) -> float:
+    """Return by how much numbers of the first steps differ, 0 if that is no rounding.
+
+    With equal weights no number of any step may differ by more.
+    """
+    pairs = zip_longest(content(again_folder / METRICS), content(folder / METRICS))
+    gaps = [distance(*pair) for pair in pairs][first_step:]
+    other_weights = any(name.endswith(".safetensors") for name in faults)
+    if max(gaps[:1] if other_weights else gaps) > LARGEST_ROUNDING:
+        return 0.0
+    return max(gaps[:2])
 
 
 def same_rows(folder: Path, again_folder: Path, faults: dict[str, str]) -> bool:
@@ -98,11 +125,26 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[str, str]) -> bool:
 
     Of a step as many rows are logged as the first rank has: one log may have a part of another.
     """
-    logs = [content(run / COMPLETIONS) for run in (folder, again_folder)]
-    exact = {"config.yaml"}.union(*(line["images"] for line in logs[0]))
-    for name, fault in faults.items():
-        is_lost = fault in ("missing", "not of this run")
-        if name in exact or (is_lost and not name.startswith(("states/", "images/"))):
+    exact = {"config.yaml"}
+    again = rows_of_steps(again_folder)
+    logged = rows_of_steps(folder)
+    for step in again.keys() | logged.keys():
+        fewer, more = sorted((again[step], logged[step]), key=len)
+        if not fewer or not fewer <= more:
             return False
-    rows = [{json_text(line | {"completions": []}) for line in lines} for lines in logs]
-    return min(rows, key=len) <= max(rows, key=len)
+        for row in fewer:
+            exact.update(parse_json(row)["images"])
+    for name, fault in faults.items():
+        is_lost = not fault.startswith("line ") and not name.startswith("images/")
+        if is_lost or name in exact:
+            return False
+    return True
+
+
+def rows_of_steps(folder: Path) -> dict[tuple, set[str]]:
+    """Collect the rows that a run has logged of each step, without what it computed of them."""
+    rows = defaultdict(set)
+    for line in read_lines(folder / COMPLETIONS, Logged):
+        row = line | {"completions": [], "where": ""}
+        rows[line["stage"], line["step"]].add(json_text(row))
+    return rows

@@ -7,17 +7,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minivlmrl.hub.folder import digest
 from minivlmrl_audit.difference import difference, distance
 
 
 @pytest.mark.parametrize(
     ("name", "one", "two", "expected"),
     [
-        ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 1.0}, {"loss": 2.5}], "line 2, by 0.5"),
+        ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 1.0}, {"loss": 2.5}], "line 2, by 0.25"),
         ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 2.0}], "line 1, 2"),
         ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": 2.0}], ""),
-        ("completions.jsonl", [{"where": "/a:1", "row": 1}], [{"where": "/b:1", "row": 1}], ""),
-        ("summary.json", [{"start": {"greedy": 0.5}, "seconds": {}}], [{"start": {"greedy": 0.5}, "seconds": 1}], ""),
+        ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": "1.0"}], "line 1"),
+        ("completions.jsonl", [{"where": "/a:1", "row": 1}], [{"where": "/b:1", "row": 1}], "line 1"),
+        ("summary.json", [{"greedy": 0.5, "seconds": {"sft": 1.5}}], [{"greedy": 0.5, "seconds": {"sft": 2}}], ""),
         ("config.yaml", [{"seed": 0, "output_dir": "a"}], [{"seed": 1, "output_dir": "b"}], "line 1"),
         ("picture.webp", ["one"], ["two"], "line 1"),
     ],
@@ -29,6 +31,7 @@ def test_lines(tmp_path, name, one, two, expected):
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert difference(*files) == expected
     assert difference(files[0], files[0]) == ""
+    assert (difference(*files, moved=True) == "") == (expected == "" or name == "completions.jsonl")
 
 
 def test_tensors(tmp_path):
@@ -37,7 +40,7 @@ def test_tensors(tmp_path):
     save_file(weights, files[0])
     for other, expected in (
         (weights | {"x": torch.tensor([1.0, 1.25, 1.0])}, "line 1, by 0.25"),
-        ({name: x.double() for name, x in weights.items()}, "other bytes"),
+        ({name: x.double() for name, x in weights.items()}, "line 1"),
         (weights | {"z": torch.ones(1)}, "line 1"),
         (weights | {"x": torch.ones(4)}, "line 1"),
         (weights | {"x": torch.full((3,), math.nan)}, "line 1"),
@@ -46,13 +49,53 @@ def test_tensors(tmp_path):
         assert difference(*files) == expected
 
 
-def test_a_file_that_is_not_what_its_name_says(tmp_path):
-    for name, text in (("a.jsonl", "{}\n"), ("b.jsonl", "{\n")):
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=r"b\.jsonl: not JSON"):
-        difference(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.jsonl", '{"x": 1}\n{\n', "from line 2: not JSON"),
+        ("a.jsonl", '{"x": 1}\n[]\n', "from line 2: a line is [], it must be an object"),
+        ("summary.json", '{"x": 1, "x": 2}', "from line 1: not JSON (a key is there twice)"),
+        ("a.safetensors", "x", "from line 1: "),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says(tmp_path, name, text, reason):
+    file, other = tmp_path / name, tmp_path / "other" / name
+    other.parent.mkdir()
+    if file.suffix == ".safetensors":
+        save_file({"x": torch.ones(1)}, file)
+    else:
+        file.write_text('{"x": 1}\n')
+    other.write_text(text)
+    assert difference(file, other).startswith(f"cannot be read {reason}")
+
+
+def state(folder, files):
+    """A state of safetensors files, as so many ranks write it."""
+    folder.mkdir()
+    for number, tensors in enumerate(files):
+        save_file(tensors, folder / f"{number:04d}_0000.safetensors")
+    hashes = {file.name: digest([file]) for file in folder.iterdir()}
+    (folder / "complete.json").write_text(json.dumps(hashes))
+    return folder
+
+
+def test_states_of_other_numbers_of_ranks(tmp_path):
+    x, y = torch.arange(10.0).view(5, 2), torch.ones(3)
+    one = state(tmp_path / "one", [{"0:x": x, "0:y": y}])
+    two = state(tmp_path / "two", [{"0:x": x[:3], "0:y": y}, {"3:x": x[3:].clone()}])
+    assert difference(one, two) == ""
+    for number, (files, expected) in enumerate(
+        [
+            ([{"0:x": x[:3], "0:y": y}, {"3:x": x[3:] + 0.5}], "line 2, by 0.5"),
+            ([{"0:x": x[:3], "0:y": y}], "line 2"),
+            ([{"0:x": x, "0:z": y}], "line 3"),
+        ]
+    ):
+        assert difference(one, state(tmp_path / str(number), files)) == expected
+    (two / "complete.json").write_text("{}")
+    assert difference(one, two) == "line 1"
 
 
 def test_the_largest_difference_is_that_of_all_numbers():
-    assert distance({"a": 1.0, "b": {"c": 2.0}}, {"a": 1.5, "b": {"c": 4.0}}) == 2.0
+    assert distance({"a": 1.0, "b": {"c": 2.0}}, {"a": 1.5, "b": {"c": 4.0}}) == 1.0
     assert distance({"a": "x"}, {"a": "y"}) == distance({"a": 1.0}, {"b": 1.0}) == math.inf

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl import train
 from minivlmrl.__main__ import main
+from minivlmrl.hub.folder import digest
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
 
@@ -126,58 +127,202 @@ def other_weights(file):
     )
 
 
-def forge_reward(run):
-    edit(run / "metrics.jsonl", 3, lambda line: line.update(reward=9.0))
-    return {"metrics.jsonl"}
-
-
-def forge_pictures(run):
+def swap_pictures(run):
     one, two = sorted((run / "images").iterdir())[:2]
     content = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
-    return {f"images/{one.name}", f"images/{two.name}"}
 
 
-def forge_summary(run):
-    (run / "summary.json").unlink()
-    return {"summary.json"}
+def remove(name):
+    return lambda run: (run / name).unlink()
 
 
-def forge_weights(run):
-    other_weights(run / "checkpoint" / "model.safetensors")
-    return {"checkpoint/model.safetensors"}
+def weights(name):
+    return lambda run: other_weights(run / name)
 
 
-def add_weights(run):
-    """A file that loaders take before the others."""
-    shutil.copy(run / "checkpoint" / "model.safetensors", run / "checkpoint" / "other.safetensors")
-    return {"checkpoint/other.safetensors"}
+def text(name, pattern, replacement):
+    def forge(run):
+        old = (run / name).read_text()
+        new = re.sub(pattern, replacement, old, count=1)
+        assert new != old
+        (run / name).write_text(new)
+
+    return forge
 
 
-def forge_state(run):
-    other_weights(run / "states" / "000004" / "0000_0000.safetensors")
-    return {"states/000004/0000_0000.safetensors"}
+def copy_of(source, name):
+    def forge(run):
+        (run / name).parent.mkdir(exist_ok=True)
+        (shutil.copytree if (run / source).is_dir() else shutil.copy)(run / source, run / name)
+
+    return forge
 
 
-def test_what_was_forged_is_named(trained, tmp_path, verify, monkeypatch):
-    """The second run is the same each time: it is trained once."""
-    assert verify(trained) == HONEST
-    again = tmp_path / "again"
-    shutil.copytree(f"{trained}.again", again)
+def cut(name):
+    def forge(run):
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) // 2])
+
+    return forge
+
+
+def folder_instead(name):
+    def forge(run):
+        (run / name).unlink()
+        (run / name).mkdir()
+
+    return forge
+
+
+def hash_again(state):
+    hashes = {file.name: digest([file]) for file in state.iterdir() if file.name != "complete.json"}
+    (state / "complete.json").write_text(json.dumps(hashes))
+
+
+def in_state(forge):
+    """Forge something in a state, and the hashes beside it."""
+
+    def forge_state(run):
+        forge(run)
+        hash_again(run / "states" / "000004")
+
+    return forge_state
+
+
+STATE, WEIGHTS = "states/000004/run.json", "0000_0000.safetensors"
+FILES_OF_A_STATE = (WEIGHTS, "complete.json", "run.json")
+FORGERIES = {
+    "reward": (lambda run: edit(run / "metrics.jsonl", 3, lambda line: line.update(reward=9.0)), ["metrics.jsonl"]),
+    "pictures": (swap_pictures, ["images/grpo-15-0.webp", "images/grpo-158-0.webp"]),
+    "a file is missing": (remove("summary.json"), ["summary.json"]),
+    "weights": (weights("checkpoint/model.safetensors"), ["checkpoint/model.safetensors"]),
+    "more weights": (
+        copy_of("checkpoint/model.safetensors", "checkpoint/other.safetensors"),
+        ["checkpoint/other.safetensors"],
+    ),
+    "a folder of weights": (copy_of("checkpoint/config.json", "checkpoint/x/a.json"), ["checkpoint/x/a.json"]),
+    "weights of a state": (in_state(weights(f"states/000004/{WEIGHTS}")), ["states/000004"]),
+    "hashes of a state": (text("states/000004/complete.json", '"[0-9a-f]{8}', '"00000000'), ["states/000004"]),
+    "logs of a state": (in_state(text(STATE, "grad_norm", "grad_nrom")), [STATE]),
+    "recipe of a state": (in_state(text(STATE, '"grpo.beta": 0.0', '"grpo.beta": 0.1')), [STATE]),
+    "a first state": (
+        copy_of("states/000004", "states/000000"),
+        [f"states/000000/{name}" for name in FILES_OF_A_STATE],
+    ),
+    "a part of a state": (
+        copy_of("states/000004", "states/000005.partial"),
+        [f"states/000005.partial/{name}" for name in FILES_OF_A_STATE],
+    ),
+    "where a row is from": (text("completions.jsonl", '"where": "', '"where": "else'), ["completions.jsonl"]),
+    "a time that is text": (text("timings.jsonl", r'"step_time": [\d.e-]+', '"step_time": "1"'), ["timings.jsonl"]),
+    "a key twice": (text("summary.json", '"start"', '"start": {}, "start"'), ["summary.json"]),
+    "half a log": (cut("metrics.jsonl"), ["metrics.jsonl"]),
+    "half a log of timings": (cut("timings.jsonl"), ["timings.jsonl"]),
+    "a log that is a folder": (folder_instead("completions.jsonl"), ["completions.jsonl"]),
+    "half the weights": (cut("checkpoint/model.safetensors"), ["checkpoint/model.safetensors"]),
+    "half the weights of a state": (in_state(cut(f"states/000004/{WEIGHTS}")), ["states/000004"]),
+}
+
+
+@pytest.fixture(scope="module")
+def trained_again(trained, tmp_path_factory):
+    """What verify trains again of the run, which it leaves beside it."""
+    again = tmp_path_factory.mktemp("again") / "run"
+    shutil.rmtree(f"{trained}.again", ignore_errors=True)
+    assert main(["verify", str(trained)]) == 0
+    shutil.move(f"{trained}.again", again)
+    return again
+
+
+@pytest.fixture
+def instant(trained_again, monkeypatch):
+    """Copy what was trained again instead of training it each time."""
 
     def start(config, see):
-        shutil.copytree(again, config.output_dir, dirs_exist_ok=True)
+        shutil.copytree(trained_again, config.output_dir, dirs_exist_ok=True)
         return 0
 
     monkeypatch.setattr(train, "start", start)
-    for forge in (forge_reward, forge_pictures, forge_summary, forge_weights, add_weights, forge_state):
-        folder = shutil.copytree(trained, tmp_path / "run")
-        files = forge(folder)
-        code, lines = verify(folder)
-        named = {line.removeprefix("DIFFERS: ").partition(":")[0] for line in lines if line.startswith("DIFFERS")}
-        assert (code, named) == (1, files) and lines[-1] == "this is not what the recipe trains"
-        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_what_was_forged_is_named(name, copy, verify, instant):
+    forge, files = FORGERIES[name]
+    forge(copy)
+    code, lines = verify(copy)
+    named = [line.removeprefix("DIFFERS: ").partition(":")[0] for line in lines if line.startswith("DIFFERS")]
+    assert (code, named) == (1, files) and lines[-1] == "this is not what the recipe trains"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint", "states/000004"])
+def test_links_are_refused(name, copy, verify, instant):
+    """They led into RUN.again, so the run was compared with itself."""
+    shutil.move(copy / name, copy.parent / "moved")
+    (copy / name).symlink_to(copy.parent / "run.again" / name)
+    code, [line] = verify(copy)
+    assert code == 2 and f"{copy / name} is a link" in line
+
+
+def test_a_run_is_found_however_it_is_written(copy, verify, instant, monkeypatch):
+    """RUN/ and . wrote RUN.again inside of RUN."""
+    before = {*copy.rglob("*")}
+    assert verify(f"{copy}/") == HONEST
+    monkeypatch.chdir(copy)
+    assert (main(["verify", "."]), main(["verify", "../run/"])) == (2, 2), "run.again is there"
+    assert {*copy.rglob("*")} == before
+
+
+def rounded(run, share=1e-6):
+    """Metrics and weights as another processor makes them."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["loss"] += share
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for file in run.rglob("*.safetensors"):
+        save_file({name: x + share if x.is_floating_point() else x for name, x in load_file(file).items()}, file)
+    for state in (run / "states").iterdir():
+        hash_again(state)
+
+
+def other_rows(run):
+    """Of one step, as another seed draws them."""
+    for number in range(8, 12):
+        edit(run / "completions.jsonl", number, lambda line: line.update(row=line["row"] + 100))
+
+
+def fewer_rows(run):
+    """Those of one of two ranks."""
+    lines = (run / "completions.jsonl").read_text().splitlines(keepends=True)
+    (run / "completions.jsonl").write_text("".join(lines[0::2]))
+
+
+@pytest.mark.parametrize(
+    ("expected", "forge"),
+    [
+        (3, lambda run: None),
+        (3, fewer_rows),
+        (1, lambda run: (run / "completions.jsonl").write_text("")),
+        (1, other_rows),
+        (1, lambda run: edit(run / "metrics.jsonl", 0, lambda line: line.update(reward=0.99))),
+    ],
+    ids=["nothing else", "fewer rows", "no rows", "other rows", "another reward"],
+)
+def test_rounding_has_the_same_rows_and_small_differences(expected, forge, copy, verify, instant):
+    rounded(copy)
+    forge(copy)
+    assert verify(copy)[0] == expected
+
+
+def test_rounded_metrics_of_equal_weights(copy, verify, instant):
+    """As of the same run on fewer ranks; no number of any step may then be another one."""
+    kept = (copy / "checkpoint" / "model.safetensors").read_bytes()
+    rounded(copy)
+    (copy / "checkpoint" / "model.safetensors").write_bytes(kept)
+    assert verify(copy)[0] == 3
+    edit(copy / "metrics.jsonl", 5, lambda line: line.update(reward=0.99))
+    assert verify(copy)[0] == 1
 
 
 def on_two_ranks(work):
@@ -204,7 +349,7 @@ def test_two_ranks_are_verified_by_two_and_nearly_by_one(recipe, tmp_path, verif
         r"rows are the same; numbers of the first steps differ by [\d.]+e-0[5-9]: ", lines[-1]
     )
     assert any(re.match(r"DIFFERS: checkpoint/model.safetensors: .* by [\d.]+e-0[4-9]", line) for line in lines)
-    for forge in (forge_pictures, forge_summary):
+    for forge in (swap_pictures, remove("summary.json")):
         other = shutil.copytree(folder, tmp_path / "forged")
         forge(other)
         assert verify(other)[0] == 1
