@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -160,6 +161,57 @@ def test_options_of_trl_are_trls_and_same_is_same(row):
         defaults = [known[name].default for name in theirs]
         here = [functools.reduce(getattr, name.split("."), type(WITH_FILES)()) for name in ours]
         assert defaults == (here if len(here) == len(theirs) else list(*here))
+
+
+def test_every_option_of_trls_grpo_is_on_the_page():
+    """What GRPOConfig adds to transformers' arguments, and GRPOTrainer's own."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
+    own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
+    assert len(own) > 80 and inherited and own - {*re.findall(r"`(\w+)`", PAGES["docs/coming_from.md"])} == set()
+
+
+def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
+    """TRL takes each argument of the script; the recipe beside it trains by the same file of rewards."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    [script] = [code for code in blocks(PAGES["docs/coming_from.md"], "python") if "GRPOTrainer" in code]
+    [recipe] = [code for code in blocks(PAGES["docs/coming_from.md"], "yaml") if "counts.py" in code]
+    [line] = re.findall(r"`(\{\"image\".*?\})`", PAGES["docs/coming_from.md"])
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("counts.py", script), ("counts.yaml", recipe), ("train.jsonl", line)):
+        (tmp_path / name).write_text(text)
+    PIL.Image.new("RGB", (80, 60), "red").save("a.png")
+    seen = []
+    signature = inspect.signature(trl.GRPOTrainer)
+
+    class Trainer:
+        def __init__(self, **arguments):
+            seen.append(signature.bind(**arguments).arguments)
+
+        def train(self):
+            rows = seen[0]["train_dataset"]
+            assert rows[0]["image"].size == (80, 60) and rows[0]["prompt"][0]["role"] == "user"
+
+    monkeypatch.setattr(trl, "GRPOTrainer", Trainer)
+    monkeypatch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True))
+    runpy.run_path("counts.py", run_name="__main__")
+    [theirs] = seen
+    model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    save_model(tmp_path / "model", model, processor, World(device=model.lm_head.weight.device))
+    ours = load_config("counts.yaml")
+    arguments = theirs["args"]
+    prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
+    assert (ours.model.path, ours.output_dir) == (theirs["model"], arguments.output_dir)
+    assert ours.grpo.prompts_per_step == prompts
+    for name in ("max_steps", "learning_rate", "num_generations", "beta"):
+        assert getattr(ours.grpo, name) == getattr(arguments, name)
+    small = ["--model.path=model", "--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4"]
+    assert train.main(["counts.yaml", *small, "--num_threads=1", "--adapter.target=[language]"]) == 0
+    [logged] = metrics(tmp_path / "runs" / "counts")
+    assert logged["rewards/counts.py:exact/mean"] == 0.0
+    trained = ["model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.35.self_attn.v_proj"]
+    assert all(re.search(ours.adapter.target[0], name) for name in trained)
 
 
 def test_the_changelog_names_what_a_recipe_could_once_set():
