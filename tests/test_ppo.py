@@ -126,6 +126,8 @@ def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, st
     for options in ([], ["--adapter.r=2"], ["--model.activation_checkpointing=true"]):
         run = stage("ppo", SEPARATE, path, *options, dtype=torch.float32)
         batch = run.next()[0]
+        recomputes = "forward" in vars(run.algorithm.critic.backbone.model.layers[0])
+        assert recomputes == any("checkpointing" in option for option in options)
         with torch.no_grad():
             assert torch.equal(saved(batch.group), run.algorithm.critic(batch.group))
         run.go(2)
