@@ -59,7 +59,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
     ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}], [TWICE, {"grpo.steps_per_generation": 2}]),
     ("grpo.epsilon_high", 0.3, [{}, TWICE | {"grpo.loss_type": "vespo"}], [TWICE, {"grpo.loss_type": "cispo"}]),
-    ("grpo.importance_sampling_level", "sequence", [{}, TWICE | RLOO],
+    ("grpo.importance_sampling_level", "sequence", [{}, TWICE | RLOO, KL | {"grpo.use_bias_correction_kl": False}],
      [TWICE, KL, {"grpo.rollout_correction": "token_mask"}, {"grpo.top_entropy_quantile": 0.5}]),
     ("grpo.kl_estimator", "k2", [{}, KL | RLOO], [KL]),
     ("grpo.use_bias_correction_kl", False, [{}, KL | RLOO, KL | {"grpo.kl_estimator": "k2"}],

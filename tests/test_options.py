@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import shutil
 import typing
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 from runs import LETTERS, STAGE, leave_out
+from test_effects import CASES
 
 from minivlmrl import generate, train
 from minivlmrl.data.boxes import SPACES
@@ -18,7 +20,7 @@ from minivlmrl.hub.recipe_values import option_paths
 from minivlmrl.objectives.policy_losses import CORRECTION_MODES
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
-from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.config import RunConfig, as_overrides, load_config
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.model import build_model
 from recipes import localisation
@@ -320,6 +322,18 @@ def test_no_dead_option(lines_of, lively, home, name, value, base):
 def test_no_two_values_are_alike(lines_of, lively, name, values, base):
     for one, other in itertools.combinations(values, 2):
         assert differ(*(lines_of(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
+
+
+# but soft_punish_cache, which is logged and teaches nothing
+TRAINED = re.compile(r"grpo\.(?!soft).*|ppo\.(kl|clip).*|adapter\.(alpha|dropout|target)|reference\.ref_.*")
+REFUSED = [(name, value, others) for name, value, without, _ in CASES for others in without if TRAINED.match(name)]
+
+
+@pytest.mark.parametrize(("name", "value", "others"), REFUSED, ids=[f"{name} {others}" for name, _, others in REFUSED])
+def test_what_is_refused_would_change_nothing(lines_of, lively, monkeypatch, name, value, others):
+    monkeypatch.setattr("minivlmrl.algorithms.table.check_effects", lambda *_: None)
+    base = [*BASES["ppo" if name.startswith("ppo.") else "grpo"], *as_overrides(others)]
+    assert not differ(lines_of(*base), lines_of(*base, *as_overrides({name: value})))
 
 
 @pytest.mark.parametrize(("name", "value", "base", "begin"), OUTPUTS, ids=[name for name, *_ in OUTPUTS])

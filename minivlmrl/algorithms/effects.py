@@ -51,8 +51,8 @@ NEEDS = {
     ),
     # ratios of 1 have the same gradient by row and by token, unless tokens of a row weigh differently
     "grpo.importance_sampling_level": (
-        f"grpo.loss_type != 'rloo' and ({PASSES} or grpo.beta > 0 or grpo.rollout_correction"
-        " or grpo.top_entropy_quantile < 1)"
+        f"grpo.loss_type != 'rloo' and ({PASSES} or grpo.rollout_correction"
+        " or grpo.top_entropy_quantile < 1 or grpo.beta > 0 and grpo.use_bias_correction_kl)"
     ),
     # the KL of rloo is in its reward
     "grpo.kl_estimator": "grpo.beta > 0 and grpo.loss_type != 'rloo'",

@@ -144,7 +144,7 @@ FAULTS = {
         ["--data.min_pixels=784", "--data.max_pixels=784"], check=("each image is one token", "raise data.max_pixels"),
     ),
     "evaluation rows are training rows": Fault(
-        ["--data.eval_file=rows.jsonl"],
+        ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
         check=("4 of 4 evaluation rows are training rows of grpo too", "leave them out of data.eval_file"),
     ),
     "boxes in another unit": Fault(
