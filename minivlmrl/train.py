@@ -78,6 +78,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress, before_ste
     batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config, algorithm.run.optimizer)
     states.restore(algorithm, optimizer)
+    progress.kept = algorithm.begin(batches, results.held_out, progress.kept)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = algorithm.steps(batches)
     for number in range(progress.step, config.max_steps):

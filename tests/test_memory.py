@@ -154,6 +154,17 @@ def test_a_reward_model_of_another_size_is_planned_by_its_own_config(checkpoint)
     assert planned == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
+@pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
+def test_pairs_without_a_reference_are_planned_without_it(option):
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    run = run_config()
+    kept = plan(run, "dpo", costs, 1, *lengths)
+    setattr(run.dpo, option, True)
+    lean = plan(run, "dpo", costs, 1, *lengths)
+    assert kept["train"].pop("reference") == kept["train"]["weights"]
+    assert lean == {"train": kept["train"]}
+
+
 def test_an_optimizer_without_moments_is_planned_without_them(monkeypatch):
     """The plan asks the optimizer that a run builds, as docs/carry_on.md says, not for AdamW's two moments."""
     monkeypatch.setattr("minivlmrl.adapters.adamw8bit.empty_state", lambda parameter: {})

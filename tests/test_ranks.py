@@ -39,7 +39,7 @@ TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
 STAGES = {  # in float64; each has other joint work
     "sft": ["--stages=[sft]"],
     "dpo": ["--stages=[dpo]"],
-    "dpo with sft": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, sft]"],
+    "dpo precomputed": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, sft]", "--dpo.precompute_ref_log_probs=true"],
     "kto": of_file("kto", STAGE),
     "reward_model": ["--stages=[reward_model]"],
     "ppo": ["--stages=[ppo]"],
@@ -79,7 +79,7 @@ CASES = {  # by number of ranks: (stage, way); all equal what one process makes 
         ("with a reward model of another family", "layer by layer"), ("two at a time", "layer by layer"),
         ("ppo with a critic", "layer by layer"),
         ("Qwen3-VL, two at a time", "sharded"),
-        *((name, "sharded") for name in ("dpo with sft", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
+        *((name, "sharded") for name in ("dpo precomputed", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
                                          "distill", "without the vision tower"))],
     4: [("with a reference", "replicated"), ("with a reference", "replicas"),
         *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools"))],

@@ -24,6 +24,7 @@ from runs import leave_out, write_lines
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl import generate, train
+from minivlmrl.algorithms import dpo as dpo_file
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
@@ -107,6 +108,7 @@ PLACES = {
     "before the rename": (Path, "rename", {"before": kill}),
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
+    "in the precomputing": (dpo_file, "pair_key", {"before": kill}),
     "while resuming": (resume_file.States, "restore", {"after": kill}),
 }
 
@@ -172,7 +174,9 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
     ]),
-    "dpo": (DROPOUT, [("when metrics are written", 3), ("in backward", 3)]),
+    "dpo": (["--dpo.precompute_ref_log_probs=true", *DROPOUT], [
+        ("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3),
+    ]),
     "sft, ppo": (["--sft.max_steps=2", "--ppo.critic=separate"], [("in the optimizer", 4), ("in the optimizer", 5)]),
     "sft, reward_model": ([], [("in backward", 20)]),
     "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),

@@ -25,6 +25,9 @@ class AnswerBatch(MicroBatch):
     """R completions; of pairs chosen, rejected, chosen, rejected, ..."""
 
     margin: Tensor | None = None  # (R / 2,), of the reward model's pairs
+    ref_logps: Tensor | None = (
+        None  # (R / 2, 2) nats, of DPO's pairs: answer_logps by the reference
+    )
 
     @property
     def weight(self) -> float:

@@ -64,6 +64,15 @@ class Algorithm:
         """Say whether a stage of this section keeps a reference model."""
         return False
 
+    def begin(self, batches, held_out, kept: dict | None) -> dict[str, list[float]]:
+        """Prepare the first step; returns what states keep beside weights.
+
+        Args:
+            batches, held_out: the rows of the stage and those that are evaluated, if any.
+            kept: what this returned before a resume; None: the stage begins.
+        """
+        return {}
+
     def dropout(self, step: int, micro_batch: int):
         """Let adapters drop inputs while a micro-batch is trained on (a context)."""
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"

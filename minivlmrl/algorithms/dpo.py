@@ -1,21 +1,39 @@
 """Direct preference optimization (arXiv 2305.18290); MPO, IPO and others are its loss types."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm
+from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, pieces
 from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.reference import ReferenceConfig
+from minivlmrl.hub.folder import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.objectives.preference_losses import DPOLoss, dpo_loss
-from minivlmrl.rows import Row
+from minivlmrl.objectives.preference_losses import DPOLoss, answer_logps, dpo_loss
+from minivlmrl.rows import Completion, Dataset, Prompt, Row
+from minivlmrl.scale.sharding import reshard
+
+# columns of a row with what the reference says of its answers: sums of log-probabilities, in nats
+REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 @dataclass
 class DPOConfig(DPOLoss, TrainingConfig):
     """Preference losses on pairs."""
+
+    # score all pairs once before the first step, but for rows that bring ref_chosen_logps and
+    # ref_rejected_logps; then no reference is kept in memory
+    precompute_ref_log_probs: bool = False
+    reference_free: bool = False  # no reference: its log-probabilities are taken to be 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reference_free and self.precompute_ref_log_probs:
+            raise ValueError("precompute_ref_log_probs: with reference_free there is no reference")
 
 
 class DPO(PairAlgorithm):
@@ -27,7 +45,81 @@ class DPO(PairAlgorithm):
 
     @staticmethod
     def has_reference(config) -> bool:
-        return True
+        return not config.precompute_ref_log_probs and not config.reference_free
+
+    @staticmethod
+    def check(run):
+        if not DPO.has_reference(run.dpo) and run.reference != ReferenceConfig():
+            raise ValueError(
+                "reference: dpo keeps none with precompute_ref_log_probs or reference_free; "
+                "leave the section reference out, or these"
+            )
+
+    def begin(self, batches, held_out: Dataset | None, kept: dict | None) -> dict:
+        """Score the pairs that will be met, unless a resumed run has done so."""
+        self.precomputed = kept or {}  # pair_key: ref_logps of the pair
+        if kept is None and self.config.precompute_ref_log_probs:
+            met = batches.numbers_until(self.config.max_steps)
+            self.score(batches.dataset, met, batches.row)
+            if held_out is not None:
+                self.score(held_out, self.answered(held_out), held_out.__getitem__)
+        return self.precomputed
+
+    @torch.no_grad()
+    def score(self, rows: Dataset, indices: Sequence[int], make_row: Callable[[int], Row]):
+        """Let the policy, which is the reference before its first step, score rows, on all ranks.
+
+        Rows that bring their scores are left out.
+        """
+        share, _ = self.world.equal_share([i for i in indices if self.brought(rows[i]) is None])
+        parts = pieces(share, self.config.micro_batch_size)
+        scores = {}
+        for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
+            self.world.leave()
+            prompts, answers = self.encode([make_row(index) for index in part])
+            batch = super().pack(prompts, answers)
+            logps, _ = per_token_logps(self.policy, batch.group)
+            sums = self.summed(batch, batch.group.pad(logps)).tolist()
+            scores.update(zip(map(pair_key, prompts, answers), sums, strict=True))
+        reshard(self.policy)
+        for rank_scores in self.world.gather_objects(scores):
+            self.precomputed.update(rank_scores)
+
+    def brought(self, row: Row) -> list[float] | None:
+        """Read the ref_logps that a row brings (ValueError: this recipe cannot use them)."""
+        values = [row.columns.get(name) for name in REF_COLUMNS]
+        if values == [None, None]:
+            return None
+        config = self.config
+        if None in values or not config.precompute_ref_log_probs or config.ld_alpha is not None:
+            raise ValueError(
+                f"{row.where}: {' and '.join(REF_COLUMNS)} are sums over whole answers, for "
+                "dpo.precompute_ref_log_probs=true without dpo.ld_alpha: give both, or leave both out"
+            )
+        return values
+
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> AnswerBatch:
+        batch = super().pack(prompts, answers)
+        ref_logps = []
+        for prompt, pair in zip(prompts, answers, strict=True):
+            values = self.brought(prompt.row)
+            if values is None and self.config.precompute_ref_log_probs:
+                values = self.precomputed.get(pair_key(prompt, pair))
+                if values is None:
+                    raise ValueError(
+                        f"{prompt.row.where}: dpo.precompute_ref_log_probs: not scored before the "
+                        "first step: resume with the rows and dpo.max_steps that the run began with"
+                    )
+            ref_logps.append(values or [0.0, 0.0])
+        batch.ref_logps = torch.tensor(ref_logps, dtype=torch.float64, device=self.world.device)
+        if self.reference is not None:
+            batch.ref_logps = self.summed(batch, batch.ref_per_token_logps)
+        return batch
+
+    def summed(self, batch: AnswerBatch, per_token_logps: Tensor) -> Tensor:
+        """Sum (R, T) log-probabilities over each answer: (R / 2, 2)."""
+        mask = by_pair(batch.loss_mask)
+        return answer_logps(by_pair(per_token_logps), mask, self.config.ld_alpha)
 
     def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group = batch.group
@@ -41,7 +133,7 @@ class DPO(PairAlgorithm):
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
             self.config,
-            ref_per_token_logps=by_pair(batch.ref_per_token_logps),
+            ref_logps=batch.ref_logps.to(logps.dtype),
             log_sum_sq_probs=log_sum_sq_probs,
             counts=batch.counts,
         )
@@ -51,11 +143,17 @@ class DPO(PairAlgorithm):
         """Measure by how many nats the policy moved further to the chosen answers, (B,)."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
-        log_ratio = (batch.group.pad(logps) - batch.ref_per_token_logps) * batch.loss_mask
-        chosen, rejected = by_pair(log_ratio).sum(-1).unbind(1)
-        return chosen - rejected
+        log_ratio = self.summed(batch, batch.group.pad(logps)) - batch.ref_logps
+        return log_ratio[:, 0] - log_ratio[:, 1]
 
 
 def by_pair(rows: Tensor) -> Tensor:
     """(2B, T) -> (B, 2, T)."""
     return rows.unflatten(0, (-1, 2))
+
+
+def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
+    """Tell a pair from all others: a hash of its tokens, and of its pictures and their sizes."""
+    tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
+    tensors += [answer.ids for answer in answers]
+    return digest(tensor.numpy().tobytes() for tensor in tensors)

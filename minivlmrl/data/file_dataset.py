@@ -224,6 +224,8 @@ RESERVED = {  # names that no column may have: why
 Side = Annotated[float, "(0, inf)"]
 CHECKED = {  # column: what it must be
     "margin": Annotated[float, "(-inf, inf)"],  # by how much chosen is better
+    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # of the reference, summed over the answer
+    "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
     "answer_extent": tuple[Side, Side],  # width, height
     "label": bool,  # the completion is good
 }

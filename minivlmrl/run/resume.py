@@ -68,6 +68,7 @@ class Progress:
     steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
     draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
     rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
+    kept: dict[str, list[float]] | None = None  # by the present stage; None: it has not begun
     # evaluations between stages so far
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # of keep_best so far, a loss with a minus
@@ -81,6 +82,7 @@ class Progress:
         self.step = 0
         self.draws = 0
         self.rows = 0
+        self.kept = None
 
     def check_rows(self, rows: int):
         """Refuse to go on with another number of rows: they would come in another order."""

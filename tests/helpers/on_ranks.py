@@ -139,6 +139,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     optimizer = build_optimizer(algorithm.trained, settings, config.optimizer)
     batches = Batches(uneven(stage), algorithm)
     held_out = [Uneven()[i] for i in range(5)]
+    algorithm.begin(batches, held_out, None)
     steps = algorithm.steps(batches)
     for number in range(settings.max_steps):
         result.lines.append(train.optimizer_step(algorithm, next(steps), optimizer, number))

@@ -82,6 +82,7 @@ class Stage:
             rows = Shapes(8, "rows", labelled=stage == "kto")
         self.batches = Batches(rows, self.algorithm)
         self.optimizer = build_optimizer(self.algorithm.trained, self.config, config.optimizer)
+        self.kept = self.algorithm.begin(self.batches, held_out, None)
         self.work = self.algorithm.steps(self.batches)
         self.step = None
 

@@ -37,6 +37,9 @@ def dpo_cell(q: Question) -> Cell:
     def ours(batch: dict):
         options = dict(q.options)
         keywords = {name: options.pop(name) for name in ("discopop_tau",) if name in options}
+        if options.pop("precompute_ref_log_probs", False):
+            ref = batch.pop("ref_per_token_logps")
+            keywords["ref_logps"] = preference.answer_logps(ref, batch["mask"], options.get("ld_alpha"))
         return preference.dpo_loss(**batch, **given, **keywords, options=preference.DPOLoss(**options))
 
     names = [q.options["loss_type"]] if isinstance(q.options["loss_type"], str) else q.options["loss_type"]

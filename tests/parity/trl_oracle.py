@@ -4,6 +4,7 @@ A trainer is made without __init__; what its methods read is set from a real con
 given log-probabilities. Import this file inside functions.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -163,7 +164,12 @@ def dpo_loss(batch: dict, **options) -> Loss:
     policy, ref, mask = (batch[name].transpose(0, 1).flatten(0, 1) for name in names)  # TRL: first all chosen ones
     self = _with_models("DPO", policy, ref, **options)
     self.loss_types, self.loss_weights = self.loss_type, self.loss_weights or [1.0] * len(self.loss_type)
-    return _loss(self, self._compute_loss, self.model, _sequences(mask), False)
+    inputs = _sequences(mask)
+    if options.get("precompute_ref_log_probs"):
+        self.accelerator.autocast = contextlib.nullcontext
+        inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = self.compute_ref_log_probs(self.ref_model, inputs)
+        self.ref_model, self.precompute_ref_logps = None, True
+    return _loss(self, self._compute_loss, self.model, inputs, False)
 
 
 def kto_loss(batch: dict, **options) -> Loss:
