@@ -201,6 +201,7 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
 def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, attempts):
     """2 ranks that share the weights, others with all of them each, at the end 1; killed in the middle of a rollout."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
+    options += ["--dpo.precompute_ref_log_probs=true"] * (stages == "dpo")
     for ranks, steps in attempts:
         more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--state_steps=1", "--resume=auto"]
         die = "when metrics are written"
