@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 
-from minivlmrl.hub.recipe_values import shortened
+from minivlmrl.hub.recipe_values import did_you_mean, shortened
 
 TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
@@ -60,7 +60,7 @@ def print_usage(name: str) -> int:
     print("usage: python -m minivlmrl TOOL [--help] ...", "", *lines, sep="\n", flush=True)
     if name in ("-h", "--help"):
         return 0
-    print(f"\n{name!r} is not one of these tools", file=sys.stderr)
+    print(f"\n{name!r} is not one of these tools{did_you_mean(name, TOOLS)}", file=sys.stderr)
     return 2
 
 

@@ -24,12 +24,12 @@ def test_a_module_and_a_file(tmp_path):
 
 @pytest.mark.parametrize(("target", "cause"), [
     ("json:dumpz", "AttributeError"), ("jsonn:dumps", "ModuleNotFoundError"), ("gone.py:f", "FileNotFoundError"),
-    ("FILE:other", "AttributeError"), ("no name", "ValueError"),
+    ("FILE:other", "AttributeError"), ("no name", "ValueError"), ("json:dumpz", r".*\); did you mean dump\?$"),
 ])  # fmt: skip
 def test_what_is_not_there_is_named(tmp_path, target, cause):
     (tmp_path / "own.py").write_text("")
     target = target.replace("FILE", str(tmp_path / "own.py"))
-    with pytest.raises(ValueError, match=rf"^{target}: it cannot be loaded \({cause}: "):
+    with pytest.raises(ValueError, match=rf"^{target}: it cannot be loaded \({cause}"):
         load_name(target)
 
 
@@ -50,6 +50,7 @@ def test_a_name_with_options(text, expected):
 @pytest.mark.parametrize(("text", "error"), [
     ("rows(2)", r"^task rows\(2\): its options must have the form name=value, name=value$"),
     ("rows(seed=1)", r"^there is no option 'seed'; there are: pairs, share, kind$"),
+    ("rows(pair=2)", r"^there is no option 'pair'; there are: pairs, share, kind; did you mean pairs\?$"),
     ("rows(pairs=0)", "^pairs is 0, it must be 1 or more$"),
     ("lines(pairs=2)", "^unknown task 'lines'; there are: rows, file.py:name$"),
     ("row", "^unknown task 'row'; there are: rows, file.py:name; did you mean rows\\?$"),

@@ -56,7 +56,7 @@ def test_every_tool_has_a_help_page(capsys, tool):
 
 def test_a_mistake_is_one_line(capsys):
     assert start.main(["pland"]) == start.main(["plan", "--model", "nowhere"]) == 2
-    says = "\n'pland' is not one of these tools\npython -m minivlmrl plan: nowhere: no such file or folder"
+    says = "\n'pland' is not one of these tools; did you mean plan?\npython -m minivlmrl plan: nowhere: no such file"
     assert capsys.readouterr().err.startswith(says)
 
 

@@ -33,8 +33,8 @@ def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_pat
     said = "--data.prompt_template=Look. {problem}"
     trained = run(*own, said, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
 
-    def merge_with(folder, out):
-        return main(["merge", f"--model={folder}", f"--adapter={trained / 'adapter'}", f"--out={out}"])
+    def merge_with(folder, out, adapter=trained / "adapter"):
+        return main(["merge", f"--model={folder}", f"--adapter={adapter}", f"--out={out}"])
 
     capsys.readouterr()
     assert merge_with(checkpoint, tmp_path / "merged") == 0
@@ -42,6 +42,10 @@ def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_pat
     load_processor(tmp_path / "merged")
     assert (tmp_path / "merged/minivlmrl.yaml").read_text() == (trained / "minivlmrl.yaml").read_text()
     assert "Look. {problem}" in (trained / "minivlmrl.yaml").read_text()
+    assert merge_with(checkpoint, tmp_path / "of_run", trained.parent) == 0
+    assert (tmp_path / "of_run/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
+    assert merge_with(checkpoint, tmp_path / "again", tmp_path) == 2
+    assert f"{tmp_path}: neither it nor its checkpoint/adapter has adapter_config.json" in capsys.readouterr().err
     for merged in (trained, tmp_path / "merged"):
         capsys.readouterr()
         assert merge_with(merged, tmp_path / "again") == 2

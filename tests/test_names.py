@@ -106,6 +106,12 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
     with pytest.raises(ValueError, match=r"^reward own raised SystemExit\(0\) in .*:\d+ for the completion 'two'$"):
         ask(monkeypatch, leaving, ["two"])
 
+    def misspelt(completions, **columns):
+        return columns["says_clas"]
+
+    with pytest.raises(ValueError, match=r"KeyError\('says_clas'\) in .*; did you mean says_class\?$"):
+        ask(monkeypatch, misspelt, ["two"], says_class=["a"])
+
     def fickle(completions, **columns):
         if len(completions) > 1:
             raise OSError("too many")

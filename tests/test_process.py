@@ -25,6 +25,7 @@ def ended(monkeypatch, tmp_path, capfd):
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+    (["shape.yaml"], "shape.yaml: no such recipe; did you mean shapes.yaml?"),
     (["--seed=x"], "command line: seed is 'x', it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: not YAML (while parsing a flow node expected"),
 ], ids=str)  # fmt: skip

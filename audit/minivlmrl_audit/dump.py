@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl.hub.folder import read_json, save_tensors
+from minivlmrl.hub.recipe_values import did_you_mean
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
 
@@ -168,6 +169,12 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 def read(folder: str | Path) -> Dump:
     """Read a step (ValueError: what is wrong with its folder)."""
     folder = Path(folder)
+    if not (folder / "step.json").is_file():
+        names = [path.parent.name for path in folder.parent.glob("*/step.json")]
+        raise ValueError(
+            f"{folder} is no step: it has no step.json; dump one, docs/audit.md says how"
+            f"{did_you_mean(folder.name, names)}"
+        )
     try:
         about = read_json(folder / "step.json")
         with safe_open(folder / "step.safetensors", framework="pt") as file:

@@ -49,7 +49,7 @@ class PeftConfig:
 
 def load_adapter(model: nn.Module, folder: str | Path):
     """Put a PEFT folder's adapters on a model, freeze the rest (ValueError: what is wrong)."""
-    forms, weights = _read(model.requires_grad_(False), Path(folder))
+    forms, weights = _read(model.requires_grad_(False), folder)
     for name, form in forms.items():
         wrap(model, name, *form)
     set_parameters(model, weights)
@@ -57,7 +57,7 @@ def load_adapter(model: nn.Module, folder: str | Path):
 
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
-    read_forms, weights = _read(model, Path(folder))
+    read_forms, weights = _read(model, folder)
     placed_forms = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
     for name in sorted(read_forms.keys() | placed_forms.keys()):
         their_form = _form_text(read_forms.get(name))
@@ -77,8 +77,21 @@ def _form_text(form: Form | None) -> str:
     return f"r {r}, scaling {scaling:g}"
 
 
-def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
+def find_adapter(folder: str | Path) -> Path:
+    """Find the adapter in a folder that PEFT or a run wrote, or in a run's checkpoint."""
+    for inner in ("", "adapter", "checkpoint/adapter"):
+        found_folder = Path(folder) / inner
+        if (found_folder / CONFIG).is_file():
+            return found_folder
+    raise ValueError(
+        f"{folder}: neither it nor its checkpoint/adapter has {CONFIG}; "
+        "give a folder that PEFT wrote, or a run with adapter.r"
+    )
+
+
+def _read(model: nn.Module, folder: str | Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
     """Read the form of the adapter of each layer of a model, and all weights."""
+    folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     file = folder / WEIGHTS
     layer_pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}

@@ -21,7 +21,7 @@ from minivlmrl.data.sizes import VideoOptions, check_options
 from minivlmrl.data.turns import shown_parts_of
 from minivlmrl.hub.folder import digest
 from minivlmrl.hub.preprocessor import Count
-from minivlmrl.hub.recipe_values import FilePath, naming, read_value, require
+from minivlmrl.hub.recipe_values import FilePath, did_you_mean, naming, read_value, require
 from minivlmrl.rows import Row
 
 
@@ -175,6 +175,7 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
             raise ValueError(
                 f"column {name!r} is missing; the row has {existing_columns}; "
                 f"data.columns: {{YOURS: {name}}} renames one"
+                f"{did_you_mean(name, existing_columns)}"
             )
     return Row(messages, [], columns, **answers), media
 

@@ -26,7 +26,7 @@ from minivlmrl.data.turns import (
     text_of,
 )
 from minivlmrl.hub.folder import parse_json, read_json
-from minivlmrl.hub.recipe_values import naming
+from minivlmrl.hub.recipe_values import did_you_mean, naming
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order
@@ -215,6 +215,12 @@ class ChatTemplate:
                 **self.token_names,
             )
         except Exception as error:  # a template is a program: it can fail in every way
+            if messages and messages[0]["role"] == "system":
+                self._lay_out(messages[1:], add_generation_prompt)  # if that fails, it is not this
+                raise self._error(
+                    f"it refuses system messages ({error}); leave out data.system_prompt, "
+                    "or the system turn of the rows"
+                ) from error
             raise self._error(error) from error
 
     def _cut(self, text: str) -> list[str]:
@@ -241,6 +247,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
             raise template._error(
                 f"it reads no {name!r} of data.template; "
                 f"there are: {', '.join(sorted(template_names)) or 'none'}"
+                f"{did_you_mean(name, template_names)}"
             )
     template.token_names = template.token_names | values
     template.is_qwen3 = False

@@ -4,7 +4,6 @@ Options may follow: "name(option=1)" is the object `name`, with that option boun
 """
 
 import ast
-import difflib
 import functools
 import importlib
 import inspect
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-from minivlmrl.hub.recipe_values import naming, read_value
+from minivlmrl.hub.recipe_values import did_you_mean, naming, read_value
 
 
 @functools.cache
@@ -27,15 +26,23 @@ def load_name(target: str) -> Any:
     Raises:
         ValueError: it cannot be loaded, for whatever reason: a user's file may raise anything.
     """
-    module, _, name = target.rpartition(":")
+    file, _, name = target.rpartition(":")
+    names = ()
     try:
-        if module.endswith(".py"):
-            return getattr(run_file(_source_file(module)), name)
-        return getattr(importlib.import_module(module), name)
+        module = _load_module(file)
+        names = vars(module)
+        return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{target}: it cannot be loaded ({type(error).__name__}: {error})"
+            f"{did_you_mean(name, names)}"
         ) from error
+
+
+def _load_module(file: str) -> ModuleType:
+    if file.endswith(".py"):
+        return run_file(_source_file(file))
+    return importlib.import_module(file)
 
 
 def _source_file(path: str) -> str:
@@ -78,10 +85,9 @@ def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[s
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            message = f"unknown {kind} {name!r}; there are: {names}"
-            for nearest in difflib.get_close_matches(name, table, n=1):
-                message += f"; did you mean {nearest}?"
-            raise ValueError(message)
+            raise ValueError(
+                f"unknown {kind} {name!r}; there are: {names}{did_you_mean(name, table)}"
+            )
         with naming(kind):
             target = load_name(target)
     try:
@@ -107,7 +113,9 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     for name, value in options.items():
         if name not in hints:
             names = ", ".join(hints) or "none"
-            raise ValueError(f"there is no option {name!r}; there are: {names}")
+            raise ValueError(
+                f"there is no option {name!r}; there are: {names}{did_you_mean(name, hints)}"
+            )
         if typing.get_origin(hints[name]) is Annotated:
             value = read_value(hints[name], value, name, json=False)
         values[name] = value

@@ -10,7 +10,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Annotated, Any, Literal, NewType
 
@@ -140,8 +140,22 @@ def _suggestion(root, section, prefix: str, key: str) -> str:
     if elsewhere:
         return f"here it is {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
-    nearest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
-    return f"did you mean {' or '.join(prefix + name for name in nearest)}?"
+    return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
+
+
+def did_you_mean(
+    name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6
+) -> str:
+    """End a message about a name that does not exist: "; did you mean shapes?", or "".
+
+    Args:
+        prefix: the section of `names`, with its dot.
+        count: how many may be named; cutoff: how like they must be, 0 to 1 (difflib's ratio).
+    """
+    nearest = difflib.get_close_matches(name, names, count, cutoff)
+    if not nearest:
+        return ""
+    return f"; did you mean {' or '.join(prefix + match for match in nearest)}?"
 
 
 def option_paths(cls, prefix: str = "") -> Iterator[str]:

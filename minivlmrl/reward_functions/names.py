@@ -19,7 +19,7 @@ from itertools import compress
 from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.turns import text_of
 from minivlmrl.hub.code_names import find_named, with_options
-from minivlmrl.hub.recipe_values import naming
+from minivlmrl.hub.recipe_values import did_you_mean, naming
 from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.rewards import reward_columns
 from minivlmrl.scale.ranks import World
@@ -135,6 +135,7 @@ class Reward:
             raise ValueError(
                 f"reward {self.name} needs column {missing_columns[0]!r}; "
                 f"the rows have {sorted(columns.keys() - GIVEN)}"
+                f"{did_you_mean(missing_columns[0], columns)}"
             )
         texts = columns["completions"]
         extras = columns.pop("extras", [{} for _ in texts])
@@ -169,7 +170,10 @@ class Reward:
         if isinstance(error, ValueError) and str(error).startswith("reward "):
             return ValueError(f"{prefix}{error}")  # one of ours says what is wrong
         line = line_of(self.function, error)
-        return ValueError(f"{prefix}reward {self.name} raised {error!r}{line} for {failed_with}")
+        meant = meant_key(error, columns)
+        return ValueError(
+            f"{prefix}reward {self.name} raised {error!r}{line} for {failed_with}{meant}"
+        )
 
 
 def get_reward(name: str) -> Reward:
@@ -254,6 +258,11 @@ def line_of(function: Callable, error: Exception) -> str:
     return f" in {code.co_filename}:{line_numbers[-1]}" if line_numbers else ""
 
 
+def meant_key(error: BaseException, columns: Iterable[str]) -> str:
+    """Name the column that a KeyError may be about: "; did you mean solution?", or ""."""
+    return did_you_mean(str(error).strip("'"), columns) if isinstance(error, KeyError) else ""
+
+
 def guarded(name: str, function: Callable, /, *arguments, **options):
     """Call a user's function or class (ValueError: it has raised anything, with its line)."""
     try:
@@ -261,6 +270,7 @@ def guarded(name: str, function: Callable, /, *arguments, **options):
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{name} raised {type(error).__name__}: {error}{line_of(function, error)}"
+            f"{meant_key(error, options)}"
         ) from error
 
 

@@ -14,7 +14,7 @@ import torch
 from minivlmrl.data.file_dataset import FileDataset, RowOptions
 from minivlmrl.data.mix import FileSection, mix, read_mix
 from minivlmrl.hub.preprocessor import Count, MinPixels
-from minivlmrl.hub.recipe_values import Code, FilePath, RewardName, require
+from minivlmrl.hub.recipe_values import Code, FilePath, RewardName, did_you_mean, require
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.task import get_task
@@ -121,7 +121,7 @@ def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: boo
             if name not in run.rewards:
                 raise ValueError(
                     f"data.train: {section.file}: the recipe has no reward {name!r}; "
-                    f"there are: {', '.join(run.rewards)}"
+                    f"there are: {', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
                 )
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         needed_columns = columns

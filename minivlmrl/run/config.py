@@ -32,6 +32,7 @@ from minivlmrl.hub.recipe_values import (
     RecipePath,
     RewardName,
     build,
+    did_you_mean,
     naming,
     parse_yaml,
     read_value,
@@ -166,11 +167,7 @@ def load_config(
     Raises:
         ValueError: it is not valid, or names code that may not run; none of it has run then.
     """
-    path = Path(recipe)
-    if not path.is_file():  # one of ours by its name, outside of a clone too
-        path = recipes_folder() / recipe
-    if not path.is_file():
-        raise ValueError(f"{recipe}: no such recipe")
+    path = _find_recipe(recipe)
     with naming(recipe):
         values = parse_yaml(path.read_bytes()) or {}
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
@@ -206,6 +203,15 @@ def load_config(
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     return config
+
+
+def _find_recipe(recipe: str | Path) -> Path:
+    """Find a file, or a recipe of ours by its name, outside of a clone too (ValueError: neither)."""
+    for path in (Path(recipe), recipes_folder() / recipe):
+        if path.is_file():
+            return path
+    names = [file.name for file in path.parent.glob("*.yaml")]
+    raise ValueError(f"{recipe}: no such recipe{did_you_mean(path.name, names)}")
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:

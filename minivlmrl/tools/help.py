@@ -13,7 +13,7 @@ import typing
 
 import yaml
 
-from minivlmrl.hub.recipe_values import help_of, type_text
+from minivlmrl.hub.recipe_values import did_you_mean, help_of, type_text
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.tools.process import run_rank
 from minivlmrl.train import main
@@ -40,6 +40,7 @@ def show(*names: str):
         if name not in all_sections:
             raise ValueError(
                 f"--help {name}: no such section; sections are {', '.join(all_sections)}"
+                f"{did_you_mean(name, all_sections)}"
             )
     print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
     print("Train by a recipe, by default shapes.yaml. Its options, defaults:")

@@ -2,10 +2,9 @@
 
 import argparse
 import filecmp
-from pathlib import Path
 
 from minivlmrl.adapters.lora import quantize_base
-from minivlmrl.adapters.peft_folder import WEIGHTS, load_adapter
+from minivlmrl.adapters.peft_folder import WEIGHTS, find_adapter, load_adapter
 from minivlmrl.hub.folder import ASKED, find_folder
 from minivlmrl.run.config import asked_yaml, load_config
 from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
@@ -16,12 +15,12 @@ def main(arguments: list[str]):
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="the base: a folder, or an id on the hub")
-    add("--adapter", required=True, help="a folder that PEFT or a run wrote")
+    add("--adapter", required=True, help="a folder that PEFT wrote, or a run")
     add("--out", required=True, help="the folder to write")
     add("--quantize", choices=["nf4"], help="as adapter.quantize of the run")
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
-    adapter = Path(options.adapter)
+    adapter = find_adapter(options.adapter)
     adapter_file = adapter / WEIGHTS
     merged_file = folder / "adapter" / WEIGHTS  # which a run writes beside weights that have it
     if (
