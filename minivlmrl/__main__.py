@@ -41,17 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
                 "it is a distribution of its own, minivlmrl-audit: pip install ./audit, in a clone"
             )
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
-    except (ValueError, FloatingPointError) as error:  # what the user has to change
+    except BrokenPipeError:  # the reader of the output, such as `head`, is gone
+        # without this, Python's last flush would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, FloatingPointError, OSError) as error:  # what the user has to change
         line = shortened(" ".join(str(error).split()))
         print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()
         return 130  # as in shells
-    except BrokenPipeError:  # the reader of the output, such as `head`, is gone
-        # without this, Python's last flush would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def print_usage(name: str) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import PIL.Image
@@ -38,6 +39,7 @@ def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write
     data = DataSection(train_file=file, eval_file=file, eval_rows=1)
     datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
     assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
+    assert set(load_datasets(replace(data, eval_rows=0), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
         load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):

@@ -324,7 +324,8 @@ NORM = "visual.merger.ln_q.weight"
     (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
     (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
     (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
-], ids=["missing", "unexpected", "shape", "integers"])  # fmt: skip
+    (lambda w: w[NORM].__setitem__(1, torch.nan), f"tensor {NORM} has numbers that are not finite"),
+], ids=["missing", "unexpected", "shape", "integers", "not a number"])  # fmt: skip
 def test_a_wrong_tensor_is_named(copy, change, says):
     edit_weights(copy, change)
     with pytest.raises(ValueError, match=says):

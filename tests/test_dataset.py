@@ -8,6 +8,7 @@ import pytest
 from runs import metrics
 from serving import Quiet, serve
 
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.hub.dataset import find_split, split_of
 
@@ -104,6 +105,24 @@ def test_a_split_is_its_own_files_or_those_the_hub_made(hub, name, files):
 def test_a_split_that_there_is_not_is_named(hub, name, says):
     with pytest.raises(ValueError, match=rf"^{name}: no such file, nor a data set of the hub, .*{says}.*folder$"):
         open_rows(name)
+
+
+@pytest.mark.parametrize("name", ["../../train-00000-of-00001.parquet", "/tmp/train.parquet"])
+def test_a_file_outside_of_the_folder_is_refused(hub, monkeypatch, name):
+    monkeypatch.setitem(REPOSITORIES, "cats/none", {"main": [name]})
+    monkeypatch.setitem(CONTENTS, name, b"")
+    with pytest.raises(ValueError, match=f"its file '{name}' would be written outside of its folder"):
+        open_rows("cats/none")
+
+
+@pytest.mark.parametrize("image", ["/etc/hostname", "../../../a.png", "a/../../a.png"])
+def test_a_row_of_others_names_no_file_of_ours(hub, monkeypatch, image):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([{"problem": "?", "image": image}]), sink)
+    [file] = REPOSITORIES["cats/own"]["main"][3:]
+    monkeypatch.setitem(CONTENTS, file, sink.getvalue().to_pybytes())
+    with pytest.raises(ValueError, match=f"'{image}' is outside of .*; a data set by its id names only its own files"):
+        FileDataset("cats/own@test")
 
 
 def test_a_path_is_not_asked_for(hub, tmp_path):

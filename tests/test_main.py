@@ -60,6 +60,15 @@ def test_a_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.startswith(says)
 
 
+def test_a_log_that_is_a_folder_is_one_line(tmp_path, capsys):
+    (tmp_path / "run" / "warnings.jsonl").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        start.main(["train", "recipes/shapes.yaml", f"--output_dir={tmp_path / 'run'}", "--stages=[]"])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("[Errno 21] Is a directory: ") and "warnings.jsonl" in line
+
+
 def test_a_reader_that_is_gone_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""

@@ -71,6 +71,12 @@ def test_files_have_weights_image_roots_and_rewards(files):
         load(train=[FileSection(str(files / "b.jsonl"), rewards=["format"])])
 
 
+def test_a_file_has_a_prompt_template_of_its_own(files):
+    sections = [FileSection(str(files / "a.jsonl"), prompt_template="{problem}?"), FileSection(str(files / "a.jsonl"))]
+    rows = load(train=sections, prompt_template="Say: {problem}")["grpo"]
+    assert [rows[i].messages[-1]["content"][-1]["text"] for i in (0, 4)] == ["a0?", "Say: a0"]
+
+
 def test_the_yaml_of_vlm_r1_is_read(files, monkeypatch):
     listed = [{"json_path": "a.jsonl", "sampling_strategy": "end:2"}, {"json_path": str(files / "a.jsonl")}]
     (files / "mix.yaml").write_text(yaml.safe_dump({"datasets": listed}))

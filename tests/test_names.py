@@ -181,6 +181,12 @@ def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch)
     assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
 
 
+@pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
+def test_keys_and_letters_are_no_rewards(monkeypatch, values):
+    with pytest.raises(ValueError, match="it must be a list of 2 numbers, one a completion"):
+        ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("log", "says"),
     [

@@ -1,5 +1,7 @@
 """The end of a process: a mistake is one line, a bug a traceback, torchrun's summary has either."""
 
+import errno
+
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -60,3 +62,15 @@ def test_a_full_disk_is_called_one(ended):
     code, printed, _ = ended(main)
     said = "[Errno 28] No space left on device: the disk is full; make room and go on with --resume=auto\n"
     assert (code, printed) == (2, said)
+
+
+@pytest.mark.parametrize(("error", "says"), [
+    (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large: raise the largest size of a file (ulimit -f)"),
+    (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
+])  # fmt: skip
+def test_what_a_disk_refuses_is_one_line(ended, error, says):
+    def main(_arguments):
+        raise error
+
+    code, printed, _ = ended(main)
+    assert code == 2 and printed.startswith(says) and printed.count("\n") == 1

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 
 from minivlmrl.hub import recipe_values
-from minivlmrl.hub.recipe_values import build, naming, require, shortened
+from minivlmrl.hub.recipe_values import build, naming, parse_yaml, read_value, require, shortened
 from minivlmrl.run.config import RunConfig, load_config
 
 
@@ -132,6 +132,14 @@ def test_an_unknown_option_is_told_its_name_here(override, meant):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in recipe_values.THEIRS.values()}
     assert ours - {"not"} <= {*recipe_values.option_paths(RunConfig)}
+
+
+def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
+    """20,000 keys took half a minute, and every valid value a text for an error."""
+    assert len(parse_yaml("\n".join(f"k{i}: 1" for i in range(20_000)))) == 20_000
+    texts = []
+    monkeypatch.setattr(recipe_values, "type_text", texts.append)
+    assert len(read_value(tuple[Literal["a", "b"], ...], ["a", "b"] * 9, "x", json=True)) == 18 and len(texts) == 1
 
 
 def test_what_an_error_quotes_is_cut():

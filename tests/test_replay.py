@@ -50,6 +50,7 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
         assert lines[-2:] == SAME if stage == "grpo" else lines[-1] == SAME[1]
         names = {"sft": ["completion"], "dpo": ["chosen", "rejected"]}
         assert [line.get("answer") for line in table(lines)] == names.get(stage, [None] * 3)
+    monkeypatch.setattr("minivlmrl.run.results.evaluate", lambda *_: pytest.fail("a replay evaluates nothing"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, again = replayed(folder, "grpo", 2, "--prompt=0")
     assert code == 0 and again != lines, "another prompt"

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os.path import getsize, isfile
+from os.path import getsize, isfile, normpath
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -92,6 +92,8 @@ class FileDataset:
         answer_images = [part["image"] for part in answer_pictures(row)]
         with naming(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
+            if self.source.is_downloaded:
+                check_inside(self.folder, files)
         kinds = [item.kind for item in media]
         self.counts[kinds.count("image"), kinds.count("video")] += 1
         file_sizes = []
@@ -132,6 +134,15 @@ class FileDataset:
             for part in answer_pictures(row):
                 part["image"] = fetch_image(part["image"].source, self.folder)
         return row
+
+
+def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):
+    """Refuse files of a row (ValueError) that are outside of a folder: somebody else named them."""
+    for source, path in files:
+        if path and not Path(normpath(path)).is_relative_to(normpath(folder)):
+            raise ValueError(
+                f"{source!r} is outside of {folder}; a data set by its id names only its own files"
+            )
 
 
 def answer_pictures(row: Row) -> list[dict]:

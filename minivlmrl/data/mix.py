@@ -24,6 +24,7 @@ class FileSection:
     image_root: FilePath | None = None
     # those of the recipe that judge its rows; none named: all
     rewards: list[RewardName] = field(default_factory=list)
+    prompt_template: str | None = None  # what their user turns say; None: data.prompt_template
 
 
 class Picked(Sequence):

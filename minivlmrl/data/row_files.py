@@ -39,7 +39,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
                 f"{path}: no such file of rows; "
                 "data.train_file and data.eval_file (null: none) name them"
             )
-        return Arrow(split_files)
+        return Arrow(split_files, is_downloaded=True)
     if path.suffix == ".parquet":
         return Arrow([path])
     return Cells(path) if path.suffix in (".csv", ".tsv") else Lines(path)
@@ -75,6 +75,8 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
 
 class Lines:
     """JSON lines, or a JSON list of rows; `texts` has the line and the text of each row."""
+
+    is_downloaded = False  # by its id: somebody else wrote it
 
     def __init__(self, path: Path):
         self.path = path
@@ -186,7 +188,8 @@ class Images(Lines):
 class Arrow:
     """Parquet files, one after the other; a row is read with the group stored with it."""
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, paths: list[Path], is_downloaded: bool = False):
+        self.is_downloaded = is_downloaded
         with extra("parquet", f"{paths[0]}: needs pyarrow"):
             import pyarrow as pa
             import pyarrow.parquet as pq

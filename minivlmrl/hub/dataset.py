@@ -54,6 +54,9 @@ def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -
     else:
         info = HfApi().dataset_info(repo_id, revision=branch, timeout=NETWORK_SECONDS)
         names = [file.rfilename for file in info.siblings]
+    for name in names:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"its file {name!r} would be written outside of its folder")
     return sorted(name for name in names if name.endswith(".parquet"))
 
 

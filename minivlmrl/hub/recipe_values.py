@@ -49,11 +49,14 @@ class Loader(yaml.SafeLoader):
     """Reads YAML as safe_load does, but refuses two equal keys in a section."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                problem = f"{key!r} is there twice"
+        keys = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in keys:
+                problem = f"{key.value!r} is there twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -249,7 +252,8 @@ def read_value(hint, value, name: str, json: bool):
         return number
     if origin is Literal:
         valid = any(type(value) is type(choice) and value == choice for choice in inside)
-        require(valid, name, value, type_text(hint))
+        if not valid:  # a text for each of a million valid values would take a while
+            require(valid, name, value, type_text(hint))
         return value
     if origin is list and isinstance(value, str) and not json:
         value = [value]  # --dpo.loss_type=ipo

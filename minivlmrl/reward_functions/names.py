@@ -203,6 +203,8 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
     """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
+        if isinstance(values, dict | set | str):  # whose keys or letters could pass for numbers
+            raise TypeError
         judged_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
         raise ValueError(

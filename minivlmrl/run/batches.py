@@ -40,7 +40,7 @@ class DataSection(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # of stages: {sft: rows.jsonl}
     eval_file: FilePath | None = None  # problem or prompt, image(s), solution or chosen, rejected
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
-    eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
+    eval_rows: Annotated[int, ">= 0"] = 256  # held-out rows that are evaluated, at most; 0: none
     eval_blind: bool = False  # on grey pictures and those of other rows too: docs/metrics.md
     # bounds of an image's area; None: as the model's folder says
     min_pixels: MinPixels | None = None
@@ -88,7 +88,9 @@ def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution"
     datasets = {}
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
-    if config.eval_file:  # its rows are asked for answers, unless all that is trained on are pairs
+    if (
+        config.eval_file and config.eval_rows
+    ):  # its rows are asked for answers, unless all that is trained on are pairs
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = _rows(config, config.eval_file, eval_columns, config.eval_rows)
@@ -103,7 +105,9 @@ def load_task(run, stages: dict[str, str]) -> dict[str, Dataset]:
         if needs not in training:
             raise ValueError(f"stages: {stage} needs {needs}, data.task {run.data.task} has none")
         datasets[stage] = training[needs]
-    return datasets | {"eval": held_out}
+    if run.data.eval_rows:
+        datasets["eval"] = held_out
+    return datasets
 
 
 def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: bool) -> Dataset:
@@ -128,11 +132,11 @@ def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: boo
         if section.rewards and is_judged:
             rewards = [r for r in run.training_rewards if r.name in section.rewards]
             needed_columns = columns_of(rewards)
-        image_root = section.image_root or config.image_root
-        part = _rows(
-            config, section.file, needed_columns, constants=constants, image_root=image_root
-        )
-        parts.append(part)
+        changed = {}
+        for name in ("image_root", "prompt_template"):
+            if getattr(section, name) is not None:
+                changed[name] = getattr(section, name)
+        parts.append(_rows(config, section.file, needed_columns, constants=constants, **changed))
     return mix(parts, sections)
 
 

@@ -142,7 +142,9 @@ def _read_weights(
             read_names.add(name)
             if isinstance(like, Tensor):
                 weights[name] = part(tensor, like)
+                check_loaded(weights[name], name, file)
             else:
+                check_loaded(tensor, name, file)
                 like.read(tensor.to(device), part)
     if missing := expected.keys() - read_names:
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
@@ -154,6 +156,14 @@ def _read_weights(
         )
     parameter_names = {plain_name(name): name for name, _ in model.named_parameters()}
     return {parameter_names[name]: weight for name, weight in weights.items()}
+
+
+def check_loaded(weight: Tensor, name: str, file: Path):
+    """Refuse a weight with NaN or infinities (ValueError), of which a sum is not finite."""
+    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+    if not total.isfinite():
+        raise ValueError(f"{file}: tensor {name} has numbers that are not finite; save it again")
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:

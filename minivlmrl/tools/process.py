@@ -21,15 +21,23 @@ def is_first() -> bool:
 
 
 def show_mistake(error: Exception) -> bool:
-    """Print a full disk, or an error that this package has worded, as one line, torchrun's too.
+    """Print what a disk refuses, or an error that this package has worded, as one line.
+
+    torchrun shows it too.
 
     Returns False for what is neither: a bug.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = last.filename.startswith(str(Path(__file__).parents[1]))
     message = shortened(" ".join(str(error).split()))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    code = getattr(error, "errno", None)
+    names_a_file = getattr(error, "filename", None) is not None
+    if code in (errno.ENOSPC, errno.EDQUOT):
         message += ": the disk is full; make room and go on with --resume=auto"
+    elif code == errno.EFBIG:
+        message += ": raise the largest size of a file (ulimit -f) and go on with --resume=auto"
+    elif names_a_file:  # one that is a folder, or belongs to somebody else
+        pass
     elif not is_ours or not last.line.startswith("raise "):
         return False
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -127,16 +127,19 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
             rows = step.rollout.rows if step.rollout else next(last_batch)
             raise Reached(algorithm, optimizer, step, rows)
 
-    data = replace(config.data, eval_rows=1)
+    data = replace(config.data, eval_rows=0)
     if film:
         data.image_workers = 0  # a row is made in the step that trains on it
     with TemporaryDirectory() as scratch:
         try:
             with film or nullcontext():
                 folder = Path(scratch) / "run"
-                train_again(config, state, folder, see, eval_steps=0, save_steps=0, data=data)
+                nothing_else = {"eval_steps": 0, "save_steps": 0, "keep_best": None, "data": data}
+                exit_code = train_again(config, state, folder, see, **nothing_else)
         except Reached as reached:
             return reached.args
+    if exit_code:
+        raise ValueError(f"--step {number}: a signal has stopped the replay before it")
     raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
 
 
