@@ -50,6 +50,9 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("reference.ref_model_sync_steps", 2, [KL], [KL | MOVING]),
     ("reference.num_shared_layers", 1, [{}], [KL]),
     ("reference.pattern", "layers.{layer}", [KL], [KL | {"reference.num_shared_layers": 0}]),
+    ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}], [{}]),
+    ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
+    ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
     ("sampling.top_k", 5, [GREEDY], [{}]),
     ("sampling.top_p", 0.5, [GREEDY], [{}]),
@@ -76,7 +79,8 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
 
 def recipe(options, **more):
     """A plain recipe of the embedded task with these options."""
-    stage = "ppo" if any(name.startswith("ppo.") for name in options) else "grpo"
+    sections = [name.partition(".")[0] for name in options]
+    stage = next((name for name in sections if name in ("dpo", "ppo")), "grpo")
     base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
     return as_overrides(base | options | more)
 

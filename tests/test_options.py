@@ -327,14 +327,14 @@ def test_no_two_values_are_alike(lines_of, lively, name, values, base):
 
 
 # but soft_punish_cache, which is logged and teaches nothing
-TRAINED = re.compile(r"grpo\.(?!soft).*|ppo\.(kl|clip).*|adapter\.(alpha|dropout|target)|reference\.ref_.*")
+TRAINED = re.compile(r"grpo\.(?!soft).*|ppo\.(kl|clip).*|dpo\.f_.*|adapter\.(alpha|dropout|target)|reference\.ref_.*")
 REFUSED = [(name, value, others) for name, value, without, _ in CASES for others in without if TRAINED.match(name)]
 
 
 @pytest.mark.parametrize(("name", "value", "others"), REFUSED, ids=[f"{name} {others}" for name, _, others in REFUSED])
 def test_what_is_refused_would_change_nothing(lines_of, lively, monkeypatch, name, value, others):
     monkeypatch.setattr("minivlmrl.algorithms.table.check_effects", lambda *_: None)
-    base = [*BASES["ppo" if name.startswith("ppo.") else "grpo"], *as_overrides(others)]
+    base = [*BASES.get(name.split(".")[0], GRPO), *as_overrides(others)]
     assert not differ(lines_of(*base), lines_of(*base, *as_overrides({name: value})))
 
 

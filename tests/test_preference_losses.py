@@ -90,8 +90,6 @@ def test_docstring_examples():
     ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
     ({"loss_type": ["hinge", "sft"], "label_smoothing": 0.1},
      r"no effect on \['hinge', 'sft'\]; it is for sigmoid, exo_pair, robust, aot, aot_unpaired"),
-    ({"loss_type": "sft", "f_divergence_type": "js_divergence"}, "no effect on loss_type sft alone; leave it out"),
-    ({"f_alpha_divergence_coef": 0.3}, "f_alpha_divergence_coef needs f_divergence_type alpha_divergence"),
     ({"ref_per_token_logps": None}, "dpo_loss needs ref_per_token_logps or ref_logps"),
     ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},

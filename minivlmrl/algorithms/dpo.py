@@ -30,11 +30,6 @@ class DPOConfig(DPOLoss, TrainingConfig):
     precompute_ref_log_probs: bool = False
     reference_free: bool = False  # no reference: its log-probabilities are taken to be 0
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.reference_free and self.precompute_ref_log_probs:
-            raise ValueError("precompute_ref_log_probs: with reference_free there is no reference")
-
 
 class DPO(PairAlgorithm):
     """Pairs of answers, held against the policy as the stage found it."""

@@ -14,7 +14,7 @@ FILES = "not data.task"  # a task makes its rows itself
 HELD_OUT = "data.eval_file or data.task"
 # ratios of probabilities leave 1: the policy moves between a rollout and the last step on it
 PASSES = "grpo.num_iterations * grpo.steps_per_generation > 1"
-REFERENCE = "stages_with_a_reference  # as dpo has, and grpo with beta > 0"
+REFERENCE = "stages_with_a_reference  # dpo that keeps one, grpo with beta > 0"
 # option -> a condition on the recipe, in Python, as a user reads it who lacks it
 NEEDS = {
     "eval_steps": HELD_OUT,
@@ -45,6 +45,9 @@ NEEDS = {
     "reference.num_shared_layers": REFERENCE,
     "reference.pattern": "reference.num_shared_layers is not None",
     "reward_model.path": "'reward_model' in rewards",
+    "dpo.precompute_ref_log_probs": "not dpo.reference_free",
+    "dpo.f_divergence_type": "dpo.loss_type != ['sft']",
+    "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type == 'alpha_divergence'",
     "grpo.epsilon_low": f"{PASSES} and grpo.loss_type not in ('cispo', 'sapo', 'vespo')",
     "grpo.epsilon_high": (
         f"grpo.loss_type == 'cispo' or {PASSES} and grpo.loss_type not in ('sapo', 'vespo')"

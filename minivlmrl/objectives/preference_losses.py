@@ -65,11 +65,6 @@ class DPOLoss:
             raise ValueError(
                 f"label_smoothing has no effect on {names}; it is for {', '.join(SMOOTHED)}"
             )
-        if divergence != "reverse_kl" and names == ["sft"]:
-            raise ValueError("f_divergence_type has no effect on loss_type sft alone; leave it out")
-        is_default = self.f_alpha_divergence_coef == DPOLoss.f_alpha_divergence_coef
-        if not is_default and divergence != "alpha_divergence":
-            raise ValueError("f_alpha_divergence_coef needs f_divergence_type alpha_divergence")
 
 
 @dataclass
