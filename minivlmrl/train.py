@@ -42,7 +42,7 @@ def start(config: RunConfig, before_step: Callable = lambda *_: None) -> int:
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
         run(config, algorithms, signals, before_step)
-    ranks.shutdown()
+    ranks.shutdown(signals.world)
     return signals.exit_code
 
 

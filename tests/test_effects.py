@@ -16,6 +16,7 @@ from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_f
 from minivlmrl.tools.check import main as check_main
 
 TWICE = {"grpo.num_iterations": 2}
+OWN_LOSS = {"grpo.loss_type": "my_loss.py:mine"}
 RLOO = {"grpo.loss_type": "rloo"}
 GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
 FILES = {"data.task": None, "data.train_file": "rows.jsonl"}
@@ -60,10 +61,15 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("sampling.graph", "never", [VLLM], [{}]),
     ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
-    ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}], [TWICE, {"grpo.steps_per_generation": 2}]),
-    ("grpo.epsilon_high", 0.3, [{}, TWICE | {"grpo.loss_type": "vespo"}], [TWICE, {"grpo.loss_type": "cispo"}]),
+    ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],
+     [TWICE, {"grpo.steps_per_generation": 2}, OWN_LOSS]),
+    ("grpo.epsilon_high", 0.3, [{}, TWICE | {"grpo.loss_type": "vespo"}],
+     [TWICE, OWN_LOSS, {"grpo.loss_type": "cispo"}]),
+    ("grpo.rollout_correction", "token_mask", [OWN_LOSS], [{}]),
+    ("grpo.top_entropy_quantile", 0.5, [OWN_LOSS], [{}]),
+    ("grpo.entropy_coef", 0.5, [OWN_LOSS], [{}]),
     ("grpo.importance_sampling_level", "sequence", [{}, TWICE | RLOO, KL | {"grpo.use_bias_correction_kl": False}],
-     [TWICE, KL, {"grpo.rollout_correction": "token_mask"}, {"grpo.top_entropy_quantile": 0.5}]),
+     [TWICE, KL, OWN_LOSS, {"grpo.rollout_correction": "token_mask"}, {"grpo.top_entropy_quantile": 0.5}]),
     ("grpo.kl_estimator", "k2", [{}, KL | RLOO], [KL]),
     ("grpo.use_bias_correction_kl", False, [{}, KL | RLOO, KL | {"grpo.kl_estimator": "k2"}],
      [KL, KL | TWICE | {"grpo.kl_estimator": "k2"}]),

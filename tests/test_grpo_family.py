@@ -1,5 +1,6 @@
 """The rest of GRPO's family, step by step on a tiny model: which completions count, and how much."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -218,3 +219,60 @@ def test_where_every_completion_counts_all_stay(stage, script, option):
 
 def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
     assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]
+
+
+LOSSES = """
+from dataclasses import replace
+
+import torch
+from minivlmrl.losses import grpo_loss
+
+
+def same(logps, advantages, mask, options, **step):
+    loss, metrics = grpo_loss(logps, advantages, mask, replace(options, loss_type="dapo"), **step)
+    return loss, metrics | {"seen": torch.ones(())}
+
+
+def all_rows(logps, advantages, mask, options, scale=1.0, **step):
+    return scale * (logps * mask).sum() / step["counts"].tokens, {"rows": torch.tensor(float(len(mask)))}
+
+
+def flat(logps, advantages, mask, options, **step):
+    return (advantages.sum() * torch.ones((), requires_grad=True)), {}
+
+
+def narrow(logps, advantages, mask):
+    return logps.sum(), {}
+"""
+
+
+@pytest.fixture
+def own_loss(tmp_path):
+    (tmp_path / "my_loss.py").write_text(LOSSES)
+    return f"--grpo.loss_type={tmp_path / 'my_loss.py'}"
+
+
+def test_a_loss_of_a_file_is_called_as_the_books(stage, own_loss):
+    """grpo_loss itself from a file is dapo, bit by bit, also off-policy with a KL; a metric of its own is logged."""
+    options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
+    expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
+    found = stage("grpo", f"{own_loss}:same", *options)
+    assert type(found.algorithm) is Family
+    assert found.go(3) == [line | {"seen": 1.0} for line in expected]
+
+
+def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, script):
+    script(0.5)
+    line = stage("grpo", f"{own_loss}:all_rows(scale=2.0)", "--grpo.micro_batch_size=4").go(1)[0]
+    assert line["rows"] == 4 * 3 and line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("gone", "it cannot be loaded"), ("flat", "raised ValueError: it does not depend on the first argument"),
+    ("narrow", r"raised TypeError: narrow\(\) "), ("all_rows(scle=1)", "there is no option 'scle'; there are: scale"),
+])  # fmt: skip
+def test_a_loss_that_cannot_be_asked_is_refused_before_anything_is_loaded(stage, own_loss, name, says):
+    with pytest.raises(ValueError, match=rf"grpo\.loss_type .*my_loss\.py:{re.escape(name)}.* {says}"):
+        stage("grpo", f"{own_loss}:{name}")
+    with pytest.raises(ValueError, match=r"grpo\.loss_type is 'dap', it must be of type 'grpo', .* or file\.py:name"):
+        stage("grpo", "--grpo.loss_type=dap")

@@ -263,3 +263,12 @@ def test_every_folder_is_installed():
     assert listed == folders | {"minivlmrl.recipes"}
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not [path for path in (ROOT / "tests").rglob("__init__.py")]
+
+
+def test_only_the_file_of_the_option_and_the_sampler_spell_the_engines_name():
+    """In code: what only vLLM needs are methods of its sampler; docstrings may say which program reads a file."""
+    naming = []
+    for name, path in FILES.items():
+        if any("vllm" in text.lower() for _, text in plain.code_tokens(path.read_text())):
+            naming.append(name)
+    assert naming == ["minivlmrl.sampling.filters", "minivlmrl.sampling.vllm_sampler"]

@@ -165,12 +165,17 @@ def test_pairs_without_a_reference_are_planned_without_it(option):
     assert lean == {"train": kept["train"]}
 
 
-def test_an_optimizer_without_moments_is_planned_without_them(monkeypatch):
-    """The plan asks the optimizer that a run builds, as docs/carry_on.md says, not for AdamW's two moments."""
-    monkeypatch.setattr("minivlmrl.adapters.adamw8bit.empty_state", lambda parameter: {})
-    run = run_config(optimizer=OptimizerSection("adamw_8bit"))
+@pytest.mark.parametrize("moments", [0, 1])
+def test_an_optimizer_of_a_file_is_planned_with_what_it_keeps(tmp_path, moments):
+    """SGD without momentum keeps nothing, with it as much as the weights, not AdamW's two moments."""
+    file = tmp_path / "my_opt.py"
+    file.write_text(
+        "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
+        "    return torch.optim.SGD(parameters, rate, momentum)\n"
+    )
+    run = run_config(optimizer=OptimizerSection(f"{file}:sgd(momentum=0.{9 * moments})"))
     phases = plan(run, "grpo", Costs(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
-    assert phases["train"]["optimizer"] == 0 < phases["train"]["weights"]
+    assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 
 
 @pytest.fixture

@@ -205,3 +205,36 @@ def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, mon
         metrics_file.check_trackers([name])
     with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed"):
         run(f"--report_to=[{name}]")
+
+
+TRACKER = """
+def csv(config, steps, closing, sign=","):
+    file = closing.enter_context(open(config.output_dir + "/said.csv", "a" if steps else "w"))
+
+    def log(values, steps):
+        file.writelines(f"{steps}{sign}{name}{sign}{value!r}\\n" for name, value in values.items())
+
+    return log
+
+
+def failing(config, steps, closing):
+    return 1 / 0
+"""
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_tracker_of_a_file_has_what_the_files_say_also_of_a_resumed_run(run, tmp_path):
+    (tmp_path / "my_tracker.py").write_text(TRACKER)
+    options = *OPTIONS, "--state_steps=1"
+    folder = run(*options, f"--report_to=[\"{tmp_path}/my_tracker.py:csv(sign=';')\"]")
+    found = {}
+    for line in (folder / "said.csv").read_text().splitlines():
+        step, name, value = line.split(";")
+        found.setdefault(name, []).append((int(step), float(value)))
+    assert found == expected(folder)
+    with pytest.raises(ValueError, match=r"report_to .*my_tracker\.py:failing raised ZeroDivisionError.*py:12"):
+        run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:failing", name="failing")
+    with pytest.raises(ValueError, match=r"^report_to .*: there is no option 'sing'; there are: sign"):
+        run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:csv(sing=1)", name="wrong")
+    with pytest.raises(ValueError, match="report_to is 'tensorbord', it must be of type 'tensorboard' or 'wandb' or"):
+        run("--report_to=[tensorbord]", name="unknown")

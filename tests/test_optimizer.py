@@ -1,10 +1,20 @@
 """AdamW over what is trained, and the schedule of its learning rate."""
 
+import re
+
 import pytest
 import torch
 
 from minivlmrl.adapters.adamw8bit import AdamW8bit
-from minivlmrl.run.optimizer import OptimizerSection, TrainingConfig, build_optimizer, finish_gradients, learning_rate
+from minivlmrl.run.optimizer import (
+    OptimizerSection,
+    TrainingConfig,
+    begin_state,
+    build_optimizer,
+    check_optimizer,
+    finish_gradients,
+    learning_rate,
+)
 
 from stages import ONE
 
@@ -52,3 +62,82 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up(limit, kept):
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     assert finish_gradients(model, ONE, limit) == 5.0
     assert model.weight.grad.norm().item() == pytest.approx(kept, rel=1e-5)
+
+
+OPTIMIZERS = """
+import torch
+
+
+def sgd(parameters, learning_rate, betas, weight_decay, momentum=0.9):
+    return torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
+
+
+def adagrad(parameters, learning_rate, betas, weight_decay):
+    return torch.optim.Adagrad(parameters, learning_rate)
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, parameters, learning_rate, betas, weight_decay):
+        super().__init__(parameters, learning_rate)
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = 1
+
+
+def nameless(parameters, learning_rate, betas, weight_decay):
+    optimizer = torch.optim.SGD(parameters, learning_rate)
+    del optimizer.param_groups[0]["lr"]
+    optimizer.step = lambda: None
+    return optimizer
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "my_opt.py"
+    file.write_text(OPTIMIZERS)
+    return file
+
+
+def test_an_optimizer_of_a_file_is_called_as_torchs_are(file):
+    """Two steps by hand: momentum 0.5, decay 0.1, of the gradient 2 w."""
+    section = OptimizerSection(f"{file}:sgd(momentum=0.5)", weight_decay=0.1)
+    check_optimizer(section)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = build_optimizer(model, TrainingConfig(learning_rate=0.1), section)
+    for _ in range(2):
+        model.weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first = 1 - 0.1 * 2.1  # 0.79
+    assert model.weight.item() == pytest.approx(first - 0.1 * (0.5 * 2.1 + 2.1 * first))
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("gone", r"it cannot be loaded"), ("Counting", "state steps is 1, it must be a tensor, to be saved"),
+    ("nameless", r'a group is .*, it must be with "lr"'), ("sgd(decay=1)", "there is no option 'decay'; there are: "),
+    ("torch", "it is <module .*, no function or class"),
+])  # fmt: skip
+def test_what_an_optimizer_has_to_offer(file, name, says):
+    with pytest.raises(ValueError, match=rf"^optimizer\.name .*my_opt\.py:{re.escape(name)}: .*{says}"):
+        check_optimizer(OptimizerSection(f"{file}:{name}"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
+def test_a_state_begins_with_what_a_step_leaves(file, name):
+    """Names, shapes and dtypes, also on the meta device, where the plan counts them."""
+    section = OptimizerSection(f"{file}:{name}" if name in OPTIMIZERS else name)
+    shapes = []
+    for device, begins in (("cpu", False), ("cpu", True), ("meta", True)):
+        model = torch.nn.Linear(96, 64, device=device)
+        optimizer = build_optimizer(model, TrainingConfig(), section)
+        if begins:
+            begin_state(optimizer, model.parameters())
+        else:
+            model(torch.ones(2, 96)).sum().backward()
+            optimizer.step()
+        states = [optimizer.state[parameter] for parameter in model.parameters()]
+        shapes.append([{name: (x.shape, x.dtype) for name, x in state.items()} for state in states])
+    assert shapes[0] == shapes[1] == shapes[2] and shapes[0][0]

@@ -117,7 +117,7 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     ("grpo.learning_rat=1", "did you mean grpo.learning_rate or grpo.min_lr_ratio or grpo.scale_rewards?"),
     ("grpo.lr=1", "here it is STAGE.learning_rate"),
     ("max_completion_length=9", "here it is sampling.max_new_tokens"),
-    ("vllm_mode=colocate", "here it is sampling.engine=vllm"),
+    ("use_vllm=true", "here it is sampling: vllm"),
     ("deepspeed=ds.json", "here it is sharding.enabled"),
     ("learning_rate=1", "here it is sft: learning_rate or dpo: learning_rate or "),
     ("grpo_learning_rate=1", "here it is grpo: learning_rate"),

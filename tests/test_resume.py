@@ -174,7 +174,7 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
     ]),
-    "dpo": (["--dpo.precompute_ref_log_probs=true", *DROPOUT], [
+    "dpo": (["--dpo.precompute_ref_log_probs=true", *DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
         ("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3),
     ]),
     "sft, ppo": (["--sft.max_steps=2", "--ppo.critic=separate"], [("in the optimizer", 4), ("in the optimizer", 5)]),

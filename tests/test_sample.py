@@ -119,3 +119,43 @@ def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model
     weights = snapshot(run.model)
     for name, weight in snapshot(again.model).items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-12, msg=name)
+
+
+ENGINES = """
+from minivlmrl.generate import Sampler
+from minivlmrl.sampling.sample import RunSampler
+
+
+class Counting(RunSampler):
+    calls = []
+
+    @classmethod
+    def check(cls, run):
+        if run.sampling.top_k == 9:
+            raise ValueError("no top_k of 9")
+
+    def __call__(self, prompts, num_generations, keys):
+        self.calls.append(len(prompts))
+        return super().__call__(prompts, num_generations, keys)
+
+
+class Book(Sampler):
+    pass
+"""
+
+
+def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
+    """One that wraps the own sampler: the same steps, and it is asked before anything is loaded."""
+    file = tmp_path / "my_engine.py"
+    file.write_text(ENGINES)
+    option = f"--sampling.engine={file}:Counting"
+    expected = stage("grpo").go(2)
+    run = stage("grpo", option)
+    assert run.go(2) == expected and run.algorithm.sample.calls == [4, 4]
+    with pytest.raises(ValueError, match="no top_k of 9"):
+        stage("grpo", option, "--sampling.top_k=9")
+    for name in ("Book", "Counting(a=1)", "RunSampler(a=1)"):
+        with pytest.raises(ValueError, match=r"^sampling\.engine .*: it must be a class made of minivlmrl\.sampling"):
+            stage("grpo", f"--sampling.engine={file}:{name}")
+    with pytest.raises(ValueError, match=r"sampling\.engine is '.*my_eng, it must be own with an environment"):
+        stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")

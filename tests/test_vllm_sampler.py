@@ -1,6 +1,7 @@
 """Rollouts by vLLM, by a stand-in of its interface; with vLLM installed by itself (docs/vllm.md has the commands)."""
 
 import json
+import logging
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,12 +15,12 @@ import torch
 import vllm_stand_in
 
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, set_parameters
-from minivlmrl.algorithms.grpo_stage import VLLM
 from minivlmrl.hub.code_names import load_name
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.run.config import load_config
-from minivlmrl.sampling.sample import RunSampler
+from minivlmrl.sampling.filters import ENGINES
+from minivlmrl.sampling.sample import RunSampler, find_engine
 
 import tiny
 from draws import STOP, ids_of, options, prompts
@@ -38,7 +39,7 @@ def samplers(request, monkeypatch, tokenizer_300):
     def samplers(kind="", **values):
         sampling = options(**{"stop_token_ids": list(STOP), "engine": "vllm"} | values)
         of = model_of(kind), Processor(tokenizer_300, ImageProcessor()), sampling, ONE
-        return RunSampler(*of), load_name(VLLM)(*of)
+        return RunSampler(*of), load_name(ENGINES["vllm"])(*of)
 
     return samplers
 
@@ -58,7 +59,7 @@ def compare(*samplers):
     ours, theirs = ([*chain(*sampler(prompts(5), 2, "abcde"))] for sampler in samplers)
     for mine, drawn in zip(ours, theirs, strict=True):
         assert mine.ids.tolist() == drawn.ids.tolist() and mine.stopped == drawn.stopped
-        assert torch.allclose(mine.logps, drawn.logps, atol=2e-5, rtol=0)
+        assert torch.allclose(mine.logps, drawn.logps, atol=2.5e-5, rtol=0)
         assert all(a.equal(b) for a, b in zip(mine.sampling_mask or (), drawn.sampling_mask or (), strict=True))
 
 
@@ -129,7 +130,47 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
         samplers()[1]([video], 1, ["a"])
     with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
         samplers(vllm={"load_format": "auto"})
-    monkeypatch.setitem(sys.modules, vllm_stand_in.SAMPLER, None)  # as without vLLM
+    for engine_options, says in (
+        ("{max_model_ln: 9}", "sampling.vllm has 'max_model_ln', which vllm.EngineArgs does not have"),
+        ("{load_format: auto}", "sampling.vllm has 'load_format', .* or which is set here"),
+        ("{max_model_len: 6}", "sampling.vllm: max_model_len is 6, it must be sampling.max_new_tokens, 6, and"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            stage("grpo", ENGINE, f"--sampling.vllm={engine_options}")
+    with pytest.raises(ValueError, match=r"sampling\.engine is vllm, which refuses Qwen3\.5 as it is asked here"):
+        stage("grpo", ENGINE, "--model.config=qwen3_5.json")
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as without vLLM
     load_name.cache_clear()
     with pytest.raises(ValueError, match=r"sampling\.engine: install vLLM as docs/vllm\.md says: .*NotFound"):
         stage("grpo", ENGINE)
+
+
+def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch):
+    """By its row: in the rollout, as rows of a task are not counted before, see test_start.py."""
+    own, engine = samplers(vllm={"max_model_len": 47})
+    lengths = [len(prompt.input_ids) for prompt in prompts(5)]
+    assert min(lengths) + 12 <= 47 < max(lengths) + 12
+    rows = prompts(5)
+    for number, row in enumerate(rows):
+        row.row = SimpleNamespace(where=f"rows.jsonl:{number}")
+    fits = lengths.index(min(lengths))
+    assert ids_of(engine([rows[fits]], 2, "a")) == ids_of(own([rows[fits]], 2, "a"))
+    longest = lengths.index(max(lengths))
+    said = rf"rows\.jsonl:{longest}: its prompt of {max(lengths)} tokens and 12 new ones are over sampling\.vllm: max_"
+    with pytest.raises(ValueError, match=said):
+        engine([rows[longest]], 2, "a")
+
+
+def test_the_plan_asks_without_vllm(monkeypatch):
+    """Its module is imported where vLLM is not."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    load_name.cache_clear()
+    sampler = find_engine(options(engine="vllm"))
+    assert sampler.engine_bytes(options(vllm={"dtype": "bfloat16"}), 10, torch.float32) == {"vLLM's weights": 20}
+    assert sampler.engine_bytes(options(), 10, torch.float32) == {"vLLM's weights": 40}
+
+
+def test_what_vllm_says_of_rotary_tables_is_dropped_alone():
+    record = lambda name: logging.LogRecord("", 30, "", 0, "%s: Failed to load weights", (name,), None)  # noqa: E731
+    sampler = sys.modules[load_name(ENGINES["vllm"]).__module__]
+    assert [sampler.is_news(record(name)) for name in ("MRotaryEmbedding", "RotaryEmbedding", "Linear")] == [0, 0, 1]

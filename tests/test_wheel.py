@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
+from test_carry_on import DIFFS, apply
 
 ROOT = Path(__file__).parents[1]
 STEP = """
@@ -138,6 +139,36 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert run(python, tmp_path, "-c", STEP) == (0, "")
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
     assert status == 1 and "explained by: divided by padded length" in out, out
+
+
+MINE = """
+stages: [sft, my_stage.py:Again, grpo]
+model: {config: recipes/shapes_model.json}
+data: {task: shapes, eval_rows: 4}
+sft: {max_steps: 1, prompts_per_step: 2}
+again: {max_steps: 2, prompts_per_step: 2}
+grpo: {max_steps: 2, prompts_per_step: 2, loss_type: my_loss.py:reinforce}
+sampling: {engine: my_engine.py:Telling, max_new_tokens: 8}
+report_to: [my_tracker.py:csv]
+output_dir: run
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_and_four_files_of_a_new_user(python, tmp_path):
+    """A stage, a loss, an engine and a tracker as docs/carry_on.md writes them, in a folder with nothing else."""
+    (tmp_path / "mine.yaml").write_text(MINE)
+    for title in ("A stage", "A loss", "A rollout engine", "A tracker"):
+        apply(tmp_path, DIFFS[title])
+    files = [*tmp_path.glob("my_*.py")]
+    assert len(files) == 4 and all(len(file.read_text().splitlines()) < 30 for file in files)
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", "mine.yaml")
+    assert status == 0 and out.count(" for 2 prompts") == 2, out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in lines] == ["sft", "again", "again", "grpo", "grpo"]
+    logged = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    losses = {step: float(value) for step, name, value in logged if name == "loss"}
+    assert losses == {str(step): line["loss"] for step, line in enumerate(lines, start=1)}
 
 
 @pytest.mark.slow

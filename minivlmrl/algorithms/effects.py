@@ -14,6 +14,7 @@ FILES = "not data.task"  # a task makes its rows itself
 HELD_OUT = "data.eval_file or data.task"
 # ratios of probabilities leave 1: the policy moves between a rollout and the last step on it
 PASSES = "grpo.num_iterations * grpo.steps_per_generation > 1"
+OWN_LOSS = "':' in grpo.loss_type"  # it is handed the section, and may read any of it
 REFERENCE = "stages_with_a_reference  # dpo that keeps one, grpo with beta > 0"
 # option -> a condition on the recipe, in Python, as a user reads it who lacks it
 NEEDS = {
@@ -48,13 +49,19 @@ NEEDS = {
     "dpo.precompute_ref_log_probs": "not dpo.reference_free",
     "dpo.f_divergence_type": "dpo.loss_type != ['sft']",
     "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type == 'alpha_divergence'",
-    "grpo.epsilon_low": f"{PASSES} and grpo.loss_type not in ('cispo', 'sapo', 'vespo')",
-    "grpo.epsilon_high": (
-        f"grpo.loss_type == 'cispo' or {PASSES} and grpo.loss_type not in ('sapo', 'vespo')"
+    "grpo.epsilon_low": (
+        f"{OWN_LOSS} or {PASSES} and grpo.loss_type not in ('cispo', 'sapo', 'vespo')"
     ),
+    "grpo.epsilon_high": (
+        f"{OWN_LOSS} or grpo.loss_type == 'cispo'"
+        f" or {PASSES} and grpo.loss_type not in ('sapo', 'vespo')"
+    ),
+    "grpo.rollout_correction": f"not {OWN_LOSS}",
+    "grpo.top_entropy_quantile": f"not {OWN_LOSS}",
+    "grpo.entropy_coef": f"not {OWN_LOSS}",
     # ratios of 1 have the same gradient by row and by token, unless tokens of a row weigh differently
     "grpo.importance_sampling_level": (
-        f"grpo.loss_type != 'rloo' and ({PASSES} or grpo.rollout_correction"
+        f"{OWN_LOSS} or grpo.loss_type != 'rloo' and ({PASSES} or grpo.rollout_correction"
         " or grpo.top_entropy_quantile < 1 or grpo.beta > 0 and grpo.use_bias_correction_kl)"
     ),
     # the KL of rloo is in its reward

@@ -5,7 +5,7 @@ reward. train.py takes this class if a recipe asks for what the book's GRPO does
 book's options both compute the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal
@@ -18,14 +18,20 @@ from minivlmrl.advantages import combine, group_advantages, group_std
 from minivlmrl.algorithms.grpo_stage import GRPOStage, GRPOStageConfig
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
+from minivlmrl.hub.code_names import find_named, with_options
+from minivlmrl.hub.recipe_values import Code, naming
+from minivlmrl.losses import Counts
 from minivlmrl.objectives.baselines import leave_one_out, normalize_then_sum
 from minivlmrl.objectives.policy_losses import (
+    AVERAGES,
     CorrectionMode,
     FamilyLoss,
+    LossType,
     policy_loss,
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Completion, Row
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
@@ -35,6 +41,8 @@ Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 class FamilyConfig(GRPOConfig, FamilyLoss):
     """Options of the section `grpo`: the book's and these."""
 
+    # term and average, or a function with the signature of losses.grpo_loss
+    loss_type: LossType | Code = "dapo"
     rollout_correction: CorrectionMode | None = None  # of the sampler's mismatch
     rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)  # of that ratio
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
@@ -57,6 +65,33 @@ def needs_family(config: FamilyConfig) -> bool:
         or config.importance_sampling_level == "sequence_token"
         or any(getattr(config, name) != defaults[name] for name in more)
     )
+
+
+def find_loss(config: FamilyConfig) -> Callable:
+    """Find the loss of a recipe: policy_loss, or the user's (ValueError: there is none)."""
+    with naming(f"grpo.loss_type {config.loss_type}"):
+        return with_options(
+            *find_named("loss", config.loss_type, dict.fromkeys(AVERAGES, policy_loss))
+        )
+
+
+def try_loss(loss: Callable, config: FamilyConfig):
+    """Ask a user's loss about one completion of two tokens (it raises what it raises later)."""
+    logps = torch.zeros(1, 2, requires_grad=True)
+    value, metrics = loss(
+        logps,
+        torch.ones(1),
+        torch.ones(1, 2),
+        config,
+        old_per_token_logps=None,
+        ref_per_token_logps=torch.zeros(1, 2),
+        counts=Counts(1, 2, 2),
+    )
+    value.backward()
+    for metric in metrics.values():
+        metric.item()
+    if logps.grad is None:
+        raise ValueError("it does not depend on the first argument, the log-probabilities")
 
 
 @dataclass
@@ -89,8 +124,16 @@ class Family(GRPOStage):
     config_type = GRPOSection
     batch_type = FamilyBatch
 
+    @classmethod
+    def check(cls, run):
+        super().check(run)
+        loss = find_loss(run.grpo)
+        if loss is not policy_loss:
+            guarded(f"grpo.loss_type {run.grpo.loss_type}", try_loss, loss, run.grpo)
+
     def __init__(self, *args):
         super().__init__(*args)
+        self.loss_function = find_loss(self.config)
         self.rloo = self.config.loss_type == "rloo"
         self.options = self.config
         if self.rloo:
@@ -178,8 +221,10 @@ class Family(GRPOStage):
         return batches
 
     def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """Keep all rows where an entropy counts, or bnpo averages over a micro-batch."""
+        """Keep all rows where an entropy counts, bnpo averages over a micro-batch, or a user's loss."""
         config = self.config
+        if self.loss_function is not policy_loss:
+            return rows
         if config.entropy_coef or config.top_entropy_quantile < 1 or config.loss_type == "bnpo":
             return rows
         return super().teaching(rows, advantages)
@@ -242,18 +287,23 @@ class Family(GRPOStage):
         old_logps = batch.old_per_token_logps
         if self.config.num_iterations * self.config.steps_per_generation == 1:
             old_logps = None  # the policy has not moved since
-        loss, metrics = policy_loss(
+        family_options = {}
+        if self.loss_function is policy_loss:
+            family_options = {
+                "importance_sampling_ratio": batch.importance_sampling_ratio,
+                "entropies": batch.group.pad(entropies),
+                "entropy_threshold": batch.entropy_threshold,
+                "num_entropy_tokens": batch.num_entropy_tokens or batch.counts.tokens,
+            }
+        loss, metrics = self.loss_function(
             batch.group.pad(logps),
             batch.advantages,
             batch.loss_mask,
             self.options,
             old_per_token_logps=old_logps,
             ref_per_token_logps=batch.ref_per_token_logps,
-            importance_sampling_ratio=batch.importance_sampling_ratio,
-            entropies=batch.group.pad(entropies),
-            entropy_threshold=batch.entropy_threshold,
-            num_entropy_tokens=batch.num_entropy_tokens or batch.counts.tokens,
             counts=batch.counts,
+            **family_options,
         )
         return loss, metrics | self.diagnose(batch, logps, entropies)
 

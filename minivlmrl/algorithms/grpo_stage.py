@@ -12,12 +12,9 @@ from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_r
 from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
-from minivlmrl.hub.code_names import load_name
-from minivlmrl.hub.recipe_values import naming
 from minivlmrl.reward_functions.names import RewardLog, recipe_columns
 from minivlmrl.sampling.pieces import PiecesConfig, pieces
-
-VLLM = "minivlmrl.sampling.vllm_sampler:VLLMSampler"  # imported where it is asked for
+from minivlmrl.sampling.sample import find_engine
 
 
 @dataclass
@@ -39,9 +36,7 @@ class GRPOStage(Algorithm, GRPO):
         if not run.rewards:
             raise ValueError(f"rewards: {cls.stage} needs at least one")
         check_reward(run.sampling.environment, run.rewards)
-        if run.sampling.engine == "vllm":
-            with naming("sampling.engine: install vLLM as docs/vllm.md says"):
-                load_name(VLLM)
+        find_engine(run.sampling).check(run)
         if FOLDER in run.rewards:
             check_reward_model(run, cls.stage)
 
@@ -54,7 +49,7 @@ class GRPOStage(Algorithm, GRPO):
         has_reward_model = FOLDER in run.rewards
         # a reward model reads prompts with a tower of its own, and so does a reference of a folder
         frozen = not trained_parameters(model.visual) and run.reference.path is None
-        build = build_sampler if run.sampling.engine == "own" else load_name(VLLM)
+        build = build_sampler if run.sampling.engine == "own" else find_engine(run.sampling)
         sample = build(
             model,
             processor,

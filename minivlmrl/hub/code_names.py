@@ -105,8 +105,10 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     """Bind some of the parameters that have a default; bounds of Annotated ones are checked.
 
     Raises:
-        ValueError: there is no such parameter, or its value is not valid.
+        ValueError: it is no function, has no such parameter, or the value is not valid.
     """
+    if not callable(function):
+        raise ValueError(f"it is {function!r:.60}, no function or class")
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

@@ -32,14 +32,12 @@ THEIRS = {
     "reward_funcs": "rewards",
     "chat_template_kwargs": "data.template",
     "model_name_or_path": "model.path",
-    "lora_r": "adapter.r",
     "gradient_checkpointing": "model.activation_checkpointing",
     "deepspeed": "sharding.enabled",
     "epsilon": "grpo.epsilon_low",
     "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
-    "use_vllm": "sampling.engine=vllm",
 }
 # quoted texts of 80 characters or more, but no apostrophes of words, and longer words without spaces
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
@@ -133,15 +131,17 @@ class UnknownKey(ValueError):
 
 def _suggestion(root, section, prefix: str, key: str) -> str:
     """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
-    theirs = THEIRS.get("use_vllm" if "vllm" in key else key)
+    theirs = THEIRS.get(key)
     if theirs:
         return f"here it is {theirs}"
-    elsewhere = []
-    for path in option_paths(root):
-        if key in (path, path.replace(".", "_"), path.split(".")[-1]):
-            elsewhere.append(path.replace(".", ": "))
-    if elsewhere:
-        return f"here it is {' or '.join(elsewhere)}"
+    paths = list(option_paths(root))
+    for words in ([key], key.split("_")):
+        elsewhere = []
+        for path in paths:
+            if key in (path, path.replace(".", "_")) or path.split(".")[-1] in words:
+                elsewhere.append(path.replace(".", ": "))
+        if elsewhere:
+            return f"here it is {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
     return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
 
@@ -221,6 +221,8 @@ def _field_comments(cls) -> dict[str, str]:
 
 def type_text(hint) -> str:
     """Say an annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
+    if hint is Code:
+        return "file.py:name"
     hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
@@ -274,6 +276,8 @@ def _read_union(hint, value, name: str, json: bool):
     if len(choices) == 1:  # its error says more than that of the union
         return read_value(choices[0], value, name, json)
     for choice in choices:
+        if choice is Code and ":" not in str(value):
+            continue  # names that need no file are a Literal beside it
         with suppress(ValueError):
             return read_value(choice, value, name, json)
     require(False, name, value, f"of type {type_text(hint)}")

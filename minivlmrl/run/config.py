@@ -106,7 +106,8 @@ class RunConfig:
     log_completions: Annotated[int, ">= 0"] = 10  # every so many steps, to completions.jsonl
     # weights of the best such result, in best/
     keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None
-    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)  # metrics too
+    # metrics too; a file's function (config, steps, closing) -> log(values, steps)
+    report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
     check_memory: bool = True  # refuse a model that does not fit its GPUs by `minivlmrl plan`
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another
     model: ModelSection = field(default_factory=ModelSection)

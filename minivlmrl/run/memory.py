@@ -33,10 +33,11 @@ from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Completion, Prompt
 from minivlmrl.run.config import RunConfig
-from minivlmrl.run.optimizer import build_optimizer, empty_state
+from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.run.resume import KEPT
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
+from minivlmrl.sampling.sample import find_engine
 from minivlmrl.scale.checkpoint import DTYPES, read_config
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import copy_model, num_shards, recompute_blocks
@@ -301,10 +302,8 @@ def rollout_items(
         "prompts' forward": costs.activations(run, nn.ModuleList([model]), prompts_alone, False),
         "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
     }
-    if run.sampling.engine != "own":  # it sleeps in the other phases
-        engine_dtype = run.sampling.engine_dtype(dtype)
-        items["vLLM's weights"] = costs.parameters * engine_dtype.itemsize
-    return items
+    # an engine sleeps in the other phases
+    return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
 
 
 def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dict[str, float]:
@@ -346,7 +345,8 @@ def reference_bytes(run: RunConfig, model: nn.Module) -> int:
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
     """Bytes of what the optimizer of a run keeps of the weights of a model that it trains."""
     optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
-    return sum(bytes_of(empty_state(optimizer, p).values()) for p in trained_parameters(model))
+    begin_state(optimizer, trained_parameters(model))
+    return sum(bytes_of(state.values()) for state in optimizer.state.values())
 
 
 def compute_dtype(run: RunConfig) -> torch.dtype:

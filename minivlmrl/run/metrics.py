@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minivlmrl.hub.code_names import find_named, with_options
 from minivlmrl.hub.folder import json_text, read_lines
+from minivlmrl.hub.recipe_values import naming
+from minivlmrl.reward_functions.names import guarded
 from minivlmrl.run.alarms import Alarms, check_mismatch, looks_away
 from minivlmrl.run.completions import CompletionsLog, Logged
 from minivlmrl.scale.ranks import World
@@ -54,7 +57,8 @@ class MetricsLog(ExitStack):
             file.flush()
             self.files[name] = file
         for name in dict.fromkeys(config.report_to):
-            self.trackers.append(TRACKERS[name](config, self.steps, self))
+            tracker = find_tracker(name)
+            self.trackers.append(guarded(f"report_to {name}", tracker, config, self.steps, self))
 
     def write(self, name: str, line: dict):
         """Add a line to a file."""
@@ -278,9 +282,18 @@ def curves(evaluation: dict[str, float]) -> dict[str, float]:
     return {f"eval/{name.replace(' ', '_')}": value for name, value in evaluation.items()}
 
 
+def find_tracker(name: str) -> Callable:
+    """Find a tracker, a function (config, steps, closing) -> log(values, steps), by its name."""
+    with naming(f"report_to {name}"):
+        return with_options(*find_named("tracker", name, TRACKERS))
+
+
 def check_trackers(names: list[str]):
-    """Refuse a tracker whose package is not installed (ValueError), before anything is loaded."""
+    """Refuse a tracker that is not there or installed (ValueError), before anything is loaded."""
     for name in names:
+        find_tracker(name)
+        if name not in TRACKERS:
+            continue
         package = importlib.util.find_spec(name)
         if package is None or package.origin is None:  # a folder wandb/ of its runs is no package
             raise ValueError(f"report_to: {name} is not installed; pip install 'minivlmrl[{name}]'")

@@ -1,52 +1,89 @@
-"""AdamW and its schedule."""
+"""The optimizer, by name or by file, and its schedule."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from minivlmrl.adapters import adamw8bit
 from minivlmrl.adapters.adamw8bit import AdamW8bit
 from minivlmrl.adapters.lora import full
 from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.hub.code_names import find_named, with_options
+from minivlmrl.hub.recipe_values import Code, naming, require
+from minivlmrl.reward_functions.names import guarded
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import is_sharded, reshard
 
 
 @dataclass
 class OptimizerSection:
-    """AdamW as all stages have it; learning rate and adam_beta2 are each stage's own."""
+    """What all stages share of an optimizer; learning rate and adam_beta2 are each stage's own."""
 
-    # with moments of the weights' dtype, or of 8 bits a value
-    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    # AdamW with moments of the weights' dtype or of 8 bits a value; a file's is called as they are,
+    # (parameters, learning rate, betas=, weight_decay=), and keeps all in tensors of its `state`
+    name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # for all weights
     max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # scale gradients to this norm
 
 
+def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
+    """Make torch's AdamW, fused where there are numbers: the plan of memory has none."""
+    return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
+
+
+OPTIMIZERS = {"adamw": adamw, "adamw_8bit": AdamW8bit}
+
+
 def build_optimizer(
     model: nn.Module, config: TrainingConfig, section: OptimizerSection
-) -> torch.optim.Optimizer:
-    """Make AdamW over all parameters that require gradients, fused or with moments of 8 bits."""
+) -> Optimizer:
+    """Make the optimizer of all parameters that require gradients (ValueError: it cannot be made)."""
     reshard(model)  # gathered weights are other parameters, and none to train
-    parameters = trained_parameters(model)
-    options = {"betas": (0.9, config.adam_beta2), "weight_decay": section.weight_decay}
-    if section.name == "adamw_8bit":
-        return AdamW8bit(parameters, config.learning_rate, **options)
-    return torch.optim.AdamW(parameters, config.learning_rate, **options, fused=True)
+    return make_optimizer(trained_parameters(model), config, section)
 
 
-def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Make what the optimizer keeps of a parameter before its first update."""
-    if isinstance(optimizer, AdamW8bit):
-        return adamw8bit.empty_state(parameter)
-    return {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
+def make_optimizer(
+    parameters: list, config: TrainingConfig, section: OptimizerSection
+) -> Optimizer:
+    """Make an optimizer of these parameters (ValueError: it cannot be made)."""
+    with naming(f"optimizer.name {section.name}"):
+        make = with_options(*find_named("optimizer", section.name, OPTIMIZERS))
+        return guarded(
+            "it",
+            make,
+            parameters,
+            config.learning_rate,
+            betas=(0.9, config.adam_beta2),
+            weight_decay=section.weight_decay,
+        )
+
+
+def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
+    """Have an optimizer make what it keeps of parameters, by a step with gradients of 0.
+
+    So does torch.distributed.checkpoint: a state that is read afterwards puts the weights back.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check_optimizer(section: OptimizerSection):
+    """Refuse a user's optimizer (ValueError) that fails in a step, or that no state can hold."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer([weight], TrainingConfig(), section)
+    with naming(f"optimizer.name {section.name}"):
+        guarded("its step", begin_state, optimizer, [weight])
+        for group in optimizer.param_groups:
+            require("lr" in group, "a group", sorted(group), 'with "lr", which a schedule sets')
+        for name, value in optimizer.state[weight].items():
+            require(isinstance(value, Tensor), f"state {name}", value, "a tensor, to be saved")
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import evaluate
-from minivlmrl.run.metrics import METRICS, MetricsLog, check_trackers
+from minivlmrl.run.metrics import METRICS, MetricsLog
 from minivlmrl.run.report import write_page
 from minivlmrl.run.resume import check_resume
 from minivlmrl.scale.checkpoint import save_model
@@ -17,11 +17,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Refuse (ValueError) the folder of a finished run, or of any run if nothing is trained.
-
-    Also refuse a tracker that is not installed.
-    """
-    check_trackers(config.report_to)
+    """Refuse (ValueError) the folder of a finished run, or of any run if nothing is trained."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
     has_states = bool(check_resume(config))

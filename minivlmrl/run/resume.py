@@ -42,7 +42,7 @@ from minivlmrl.hub.recipe_values import build
 from minivlmrl.reward_functions.names import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.optimizer import empty_state
+from minivlmrl.run.optimizer import begin_state
 from minivlmrl.run.signals import StopSignals
 from minivlmrl.run.state_files import blocks, find_pieces, read_into, write_tensors
 from minivlmrl.scale.ranks import World
@@ -293,9 +293,11 @@ class States:
             return
         try:
             pieces = find_pieces(folder)
+            moved = []
             for name, parameter in algorithm.trained.named_parameters():
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
-                    optimizer.state[parameter] = empty_state(optimizer, parameter)
+                    moved.append(parameter)
+            begin_state(optimizer, moved)
             targets = tensors(algorithm, optimizer)
             unmatched = sorted(targets.keys() ^ pieces.keys())
             if unmatched:

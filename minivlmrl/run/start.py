@@ -17,7 +17,10 @@ from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import ask_rewards
 from minivlmrl.rows import Dataset, Processor, Row
 from minivlmrl.run.batches import check_shares, load_datasets
+from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.model import build_model
+from minivlmrl.run.optimizer import check_optimizer
+from minivlmrl.sampling.sample import find_engine
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
 
@@ -29,6 +32,8 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
 
     In this order: what takes the least time to refuse comes first.
     """
+    check_optimizer(config.optimizer)
+    check_trackers(config.report_to)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
@@ -219,12 +224,18 @@ def stage_lengths(config, datasets: dict[str, Dataset]) -> dict[str, int]:
 def check_positions(config, needs: dict[str, str], datasets, model, processor: Processor):
     """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
     max_positions = model.config.max_position_embeddings
+    most_drawn = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():
         is_answered = needs.get(name, "prompts") == "prompts"
         num_new = config.sampling.max_new_tokens if is_answered else 0
-        limit = max_positions - num_new
+        most_tokens = max_positions
+        bound = f"the model's {max_positions} (max_position_embeddings)"
+        if needs.get(name) == "prompts" and most_drawn < max_positions:  # it draws no evaluation
+            most_tokens = most_drawn
+            bound = f"the {most_drawn} of sampling.engine"
+        limit = most_tokens - num_new
         reason = (
-            f"and {num_new} new ones are over the model's {max_positions} (max_position_embeddings); "
+            f"and {num_new} new ones are over {bound}; "
             f"shorten it, or leave it out, as data.max_prompt_tokens={limit} does in training"
         )
         check_lengths(rows, processor, limit, reason)

@@ -10,7 +10,12 @@ from torch import Tensor
 from minivlmrl.generate import SamplingConfig
 from minivlmrl.hub.recipe_values import Code, require
 from minivlmrl.rows import Completion
-from minivlmrl.scale.checkpoint import DTYPES
+
+# the samplers of rollouts, by the name of their engine, see sample.find_engine
+ENGINES = {
+    "own": "minivlmrl.sampling.sample:RunSampler",
+    "vllm": "minivlmrl.sampling.vllm_sampler:VLLMSampler",
+}
 
 
 @dataclass
@@ -31,8 +36,8 @@ class SamplingOptions(SamplingConfig):
     # tools that a completion may call: file.py:NAME, docs/tools.md
     environment: Code | None = None
     graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
-    # who computes logits of rollouts: the policy itself, or vLLM (docs/vllm.md)
-    engine: Literal["own", "vllm"] = "own"
+    # who computes logits of rollouts: the policy itself, vLLM (docs/vllm.md), or a file's class
+    engine: Literal["own", "vllm"] | Code = "own"
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
 
     # see algorithms/effects.py
@@ -58,10 +63,6 @@ class SamplingOptions(SamplingConfig):
     def filtered(self) -> bool:
         """Tell whether draws need Filters."""
         return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
-
-    def engine_dtype(self, policy_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which vLLM computes: the policy's, unless an option says another."""
-        return DTYPES.get(self.vllm.get("dtype"), policy_dtype)
 
 
 class Filters:

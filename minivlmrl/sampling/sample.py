@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from minivlmrl.generate import Choose, Decode, Sampler, generate
+from minivlmrl.hub.code_names import find_named
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.rows import Completion, Processor, Prompt
 from minivlmrl.sampling.captured import CapturedDecode
-from minivlmrl.sampling.filters import Filters, SamplingOptions
+from minivlmrl.sampling.filters import ENGINES, Filters, SamplingOptions
 from minivlmrl.sampling.pieces import in_pieces
 from minivlmrl.sampling.stop_strings import StopStrings
 from minivlmrl.scale.ranks import World
@@ -60,8 +62,23 @@ class RunSampler(Sampler):
             self.filters.record_masks(chain(*groups))
         return groups
 
+    # What another engine may have to say; this one says nothing.
+
+    @classmethod
+    def check(cls, run):
+        """Refuse a recipe (ValueError) before anything is loaded."""
+
+    @classmethod
+    def most_tokens(cls, sampling: SamplingOptions) -> int | None:
+        """Say how many tokens a prompt and its completion may have, where the engine has a limit."""
+
+    @classmethod
+    def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype) -> dict[str, int]:
+        """Name the bytes that an engine holds in a rollout alone, of a policy of this dtype."""
+        return {}
+
     def prove(self, rollout, max_logp_mismatch: float):
-        """Prove that the policy drew a grpo.Rollout: another engine has to, see vllm_sampler.py."""
+        """Prove that the policy drew a grpo.Rollout (ValueError: it did not)."""
 
     def decode(self) -> Decode:
         """Make what computes a decode step; environments/ have one that reads answers."""
@@ -99,6 +116,15 @@ class RunSampler(Sampler):
             return ids, logps, self.row_ends(rows, ids, turn_ends)
 
         return choose_and_tell
+
+
+def find_engine(sampling: SamplingOptions) -> type[RunSampler]:
+    """Find the sampler of rollouts that sampling.engine names (ValueError: there is none)."""
+    with naming(f"sampling.engine {sampling.engine}"):
+        kind, options = find_named("engine", sampling.engine, ENGINES)
+        if options or not (isinstance(kind, type) and issubclass(kind, RunSampler)):
+            raise ValueError("it must be a class made of minivlmrl.sampling.sample.RunSampler")
+    return kind
 
 
 def keep_vision(model, prompts: Sequence[Prompt], device):

@@ -3,8 +3,11 @@
 It gets the trainer's weights before each rollout, and prompts as our ids and patches: nothing is
 tokenized, resized or normalised a second time. Tokens are chosen here, so no row's draws depend on
 its batch, and in float32 they are those of the policy itself. r running rows, V vocabulary.
+vLLM is imported where it is needed: the plan of memory asks without it.
 """
 
+import dataclasses
+import logging
 import os
 from hashlib import sha256
 from itertools import chain
@@ -20,20 +23,17 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it binds th
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-import vllm
-from vllm.inputs.engine import mm_input, tokens_input
-from vllm.multimodal import inputs
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
-
 from minivlmrl.adapters.lora import full
 from minivlmrl.batch import pack
 from minivlmrl.generate import Choose, collect
+from minivlmrl.hub.code_names import load_name
+from minivlmrl.hub.folder import find_folder, read_json
+from minivlmrl.hub.recipe_values import naming
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Completion, Prompt
+from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.sample import RunSampler
-from minivlmrl.scale.checkpoint import file_weights, write_settings
+from minivlmrl.scale.checkpoint import DTYPES, file_weights, write_settings
 
 # what the options of a recipe cannot change
 FIXED_OPTIONS = {
@@ -45,7 +45,8 @@ FIXED_OPTIONS = {
     "load_format": "dummy",  # weights are handed over before each rollout
     "generation_config": "vllm",
 }
-ENGINES = WeakKeyDictionary()  # model -> vllm.LLM: the stages of a run share one
+OURS = {*FIXED_OPTIONS, "model", "tokenizer", "logits_processors"}
+STARTED = WeakKeyDictionary()  # model -> vllm.LLM: the stages of a run share one
 
 
 class Rollout:
@@ -68,8 +69,11 @@ class Rollout:
         return torch.full_like(logits, -torch.inf).scatter_(1, ids[:, None], 0.0)
 
 
-class Choosing(LogitsProcessor, LogitsProcessorV2):
-    """Has a Rollout choose tokens: update_state is for vLLM's runner V1, add_request for V2."""
+class Choosing:
+    """Has a Rollout choose tokens: update_state is for vLLM's runner V1, add_request for V2.
+
+    start_engine makes vLLM's LogitsProcessors of it.
+    """
 
     # vLLM makes the object from this class, so the class knows what is drawn; None: vLLM warms up
     rollout: Rollout | None = None
@@ -81,6 +85,8 @@ class Choosing(LogitsProcessor, LogitsProcessorV2):
         return False
 
     def update_state(self, batch_update):
+        from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
         process_dict_updates(self.rows, batch_update, row_of_request)
 
     def add_request(self, slot: int, params) -> bool:
@@ -103,11 +109,43 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
 class VLLMSampler(RunSampler):
     """Draws as RunSampler does, on logits of vLLM; sampling.vllm has options of vllm.LLM."""
 
+    @classmethod
+    def check(cls, run):
+        """Refuse what vLLM cannot do (ValueError), before anything is loaded."""
+        with naming("sampling.engine: install vLLM as docs/vllm.md says"):
+            fields = dataclasses.fields(load_name("vllm:EngineArgs"))
+        names = {field.name for field in fields} - OURS
+        unknown = sorted(run.sampling.vllm.keys() - names)
+        if unknown:
+            raise ValueError(
+                f"sampling.vllm has {unknown[0]!r}, which vllm.EngineArgs does not have, or which is "
+                "set here; take it out"
+            )
+        limit = cls.most_tokens(run.sampling)
+        if limit and limit <= run.sampling.max_new_tokens:
+            raise ValueError(
+                f"sampling.vllm: max_model_len is {limit}, it must be sampling.max_new_tokens, "
+                f"{run.sampling.max_new_tokens}, and the longest prompt together"
+            )
+        config = run.model.config or find_folder(run.model.path) / "config.json"
+        if read_json(Path(config)).get("model_type") == "qwen3_5":
+            raise ValueError(
+                "sampling.engine is vllm, which refuses Qwen3.5 as it is asked here; take own"
+            )
+
+    @classmethod
+    def most_tokens(cls, sampling: SamplingOptions) -> int | None:
+        return sampling.vllm.get("max_model_len")
+
+    @classmethod
+    def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype) -> dict[str, int]:
+        return {"vLLM's weights": num_parameters * engine_dtype(sampling, dtype).itemsize}
+
     def __init__(self, model, processor, sampling, world, *_, **__):
         super().__init__(model, processor, sampling, world)
-        if model not in ENGINES:
-            ENGINES[model] = start_engine(model, processor, sampling.vllm, world)
-        self.llm = ENGINES[model]
+        if model not in STARTED:
+            STARTED[model] = start_engine(model, processor, sampling.vllm, world)
+        self.llm = STARTED[model]
         self.sleeps = world.device.type == "cuda"
         self.proven = False
 
@@ -127,12 +165,14 @@ class VLLMSampler(RunSampler):
         return completions
 
     def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
+        from vllm import SamplingParams
+
         engine = self.llm.llm_engine
         num_rows = len(prompts) * num_generations
         rollout = Rollout(choose, num_rows)
         inputs_of_prompts = [self.make_input(prompt) for prompt in prompts]
         for row in range(num_rows):
-            params = vllm.SamplingParams(
+            params = SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
                 temperature=0,  # the argmax: `leave_chosen` leaves one token
@@ -153,10 +193,20 @@ class VLLMSampler(RunSampler):
 
     def make_input(self, prompt: Prompt) -> dict:
         """Make vLLM's input of a prompt, past its own processor."""
+        from vllm.inputs.engine import mm_input, tokens_input
+        from vllm.multimodal import inputs
+
         ids = prompt.input_ids
         config = self.model.config
         if (ids == config.video_token_id).any():
             raise ValueError(f"{prompt.row.where}: a video needs sampling.engine=own")
+        limit = self.most_tokens(self.sampling)
+        num_new = self.sampling.max_new_tokens
+        if limit and len(ids) + num_new > limit:  # it would cut the completion
+            raise ValueError(
+                f"{prompt.row.where or f'row {prompt.row.index}'}: its prompt of {len(ids)} tokens "
+                f"and {num_new} new ones are over sampling.vllm: max_model_len, {limit}"
+            )
         if not len(prompt.image_grid_thw):
             return tokens_input(ids.tolist())
         num_patches = prompt.image_grid_thw.prod(-1)  # of each image
@@ -183,8 +233,8 @@ class VLLMSampler(RunSampler):
         if self.proven:
             return
         policy_dtype = computed_dtype(self.model)
-        engine_dtype = self.sampling.engine_dtype(policy_dtype)
-        in_16_bits = min(policy_dtype.itemsize, engine_dtype.itemsize) == 2
+        dtypes = policy_dtype, engine_dtype(self.sampling, policy_dtype)
+        in_16_bits = min(dtype.itemsize for dtype in dtypes) == 2
         bound = 0.5 if in_16_bits else 1e-3
         worst = (0.0, "")
         groups = zip(rollout.rows, rollout.prompts, rollout.completions, strict=True)
@@ -210,8 +260,25 @@ def computed_dtype(model) -> torch.dtype:
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Drop, at each hand-over, what vLLM says of rotary tables: these are computed, no weights."""
+    return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
+
+
+def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which vLLM computes: the policy's, unless an option says another."""
+    return DTYPES.get(sampling.vllm.get("dtype"), policy_dtype)
+
+
 def start_engine(model, processor, options: dict, world):
     """Start a vllm.LLM without weights in this process (ValueError: it refuses an option)."""
+    import vllm
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(is_news)
+    chooses = type("VLLMChoosing", (Choosing, LogitsProcessor, LogitsProcessorV2), {})
     on_gpu = world.device.type == "cuda"
     defaults = {
         "dtype": computed_dtype(model),
@@ -225,9 +292,10 @@ def start_engine(model, processor, options: dict, world):
     with TemporaryDirectory() as folder:
         write_settings(Path(folder), model, processor)
         try:
-            llm = vllm.LLM(folder, logits_processors=[Choosing], **FIXED_OPTIONS, **options)
+            llm = vllm.LLM(folder, logits_processors=[chooses], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
+    world.ends_group = False  # vLLM ends it with its own groups
     if on_gpu:
         llm.sleep(level=2)
     return llm

@@ -25,6 +25,7 @@ class World:
     device: torch.device = torch.device("cpu")
     # called in long work between states; StopSignals.leave ends it
     leave: Callable[[], None] = lambda: None
+    ends_group: bool = True  # False: an engine that has joined the process group ends it
 
     @property
     def is_main(self) -> bool:
@@ -184,9 +185,9 @@ def attempt_store(limit: timedelta) -> dist.Store:
     return dist.PrefixStore(attempt, store)
 
 
-def shutdown():
+def shutdown(world: World):
     """Leave the process group, if there is one, all ranks together."""
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves while another still works can abort
-        if "vllm" not in sys.modules:  # its engine ends the group with its own
+        if world.ends_group:
             dist.destroy_process_group()

@@ -80,7 +80,7 @@ def run(tool: str, arguments: list[str]):
         lines += part
     if world.is_main:
         write_summary({"rows": len(rows), **summarise(lines, names)}, out)
-    ranks.shutdown()
+    ranks.shutdown(world)
 
 
 main = partial(run, "evaluate")

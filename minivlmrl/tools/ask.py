@@ -27,7 +27,7 @@ from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Completion, Row
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.config import load_config
-from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.filters import ENGINES, SamplingOptions
 from minivlmrl.sampling.stop_strings import token_bytes
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.scale.ranks import World, find_device
@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
     help_texts = help_of(SamplingOptions)
     for name, hint in typing.get_type_hints(SamplingOptions).items():
-        if name not in ("engine", "vllm"):  # it draws itself
+        if name not in ("engine", *ENGINES):  # it draws itself
             help_text = help_texts[name].replace("%", "%%")
             group.add_argument(
                 f"--{name}", **value_of(hint), default=argparse.SUPPRESS, help=help_text

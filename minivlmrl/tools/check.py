@@ -97,7 +97,7 @@ def check(config) -> Iterator[str]:
             yield from check_rollouts(sample, rows, num_generations, rewards, weights)
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
-    ranks.shutdown()
+    ranks.shutdown(world)
 
 
 def check_sampling(sampling: SamplingOptions) -> Iterator[str]:

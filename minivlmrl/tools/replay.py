@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     finally:
         if film and film.calls:  # of a step that fails too
             film.write(Path(page), f"{options.run}, {stage} step {number}")
-    ranks.shutdown()
+    ranks.shutdown(algorithm.world)
     same = compare(folder, algorithm, step, number, metrics)
     for name, is_same in same.items():
         other = "something else: another CPU, number of threads or ranks, or version of torch?"

@@ -1,6 +1,7 @@
 """A stand-in of what the sampler calls of vLLM; tests/recorded/vllm_0.32.0.json is what the real one did."""
 
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,9 +12,11 @@ from minivlmrl.hub.code_names import load_name
 from minivlmrl.hub.family import hub_name
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Completion, Prompt
+from minivlmrl.sampling.filters import ENGINES
 from minivlmrl.scale.checkpoint import _make, read_config
 
 SAMPLER = "minivlmrl.sampling.vllm_sampler"
+EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "load_format"])
 
 
 class LLM:
@@ -61,7 +64,7 @@ def update(rows, batch, row_of):
 
 GIVEN = ("prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders")
 MODULES = {
-    "vllm": dict(LLM=LLM, SamplingParams=SimpleNamespace),
+    "vllm": dict(LLM=LLM, SamplingParams=SimpleNamespace, EngineArgs=EngineArgs),
     "vllm.inputs.engine": dict(
         mm_input=lambda *given: dict(zip(GIVEN, given, strict=True), type="multimodal"),
         tokens_input=lambda ids: dict(prompt_token_ids=ids, type="token"),
@@ -84,4 +87,4 @@ def install(monkeypatch):
         vars(sys.modules[name]).update(content)
     monkeypatch.delitem(sys.modules, SAMPLER, raising=False)
     load_name.cache_clear()
-    return sys.modules[load_name(f"{SAMPLER}:VLLMSampler").__module__]
+    return sys.modules[load_name(ENGINES["vllm"]).__module__]
