@@ -16,7 +16,7 @@ from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_f
 from minivlmrl.tools.check import main as check_main
 
 TWICE = {"grpo.num_iterations": 2}
-OWN_LOSS = {"grpo.loss_type": "my_loss.py:mine"}
+OWN_LOSS = {"grpo.loss_type": "policy_by_hand:reinforce"}
 RLOO = {"grpo.loss_type": "rloo"}
 GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
 FILES = {"data.task": None, "data.train_file": "rows.jsonl"}

@@ -127,9 +127,10 @@ class Family(GRPOStage):
     @classmethod
     def check(cls, run):
         super().check(run)
-        loss = find_loss(run.grpo)
+        config = getattr(run, cls.stage)
+        loss = find_loss(config)
         if loss is not policy_loss:
-            guarded(f"grpo.loss_type {run.grpo.loss_type}", try_loss, loss, run.grpo)
+            guarded(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
 
     def __init__(self, *args):
         super().__init__(*args)

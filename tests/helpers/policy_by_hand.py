@@ -51,3 +51,8 @@ def policy(ratios, advantages, **options):
 
 # one token of ratio 1.5 with advantage 1 | ratios 0.5, 1, 1.1 with advantage -1
 OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
+
+
+def reinforce(logps, advantages, mask, options, **step):
+    """A user's loss: REINFORCE, over the tokens of the step."""
+    return -(advantages[:, None] * logps * mask).sum() / step["counts"].tokens, {}
