@@ -29,12 +29,12 @@ from minivlmrl import attention, image, logprobs, losses, rewards, rope, train, 
 from minivlmrl.advantages import EPSILON, group_advantages
 from minivlmrl.rows import Processor
 from minivlmrl.run.completions import groups
-from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import finish_gradients
 from minivlmrl.tools.lines import Film
-from minivlmrl.tools.replay import go_to
+from minivlmrl.tools.replay import go_to, run_config
 
 DOCS = Path(__file__).parent
+RECIPE = DOCS.parent / "recipes" / "shapes.yaml"
 PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_threads=1"]
 COMMAND = f"python -m minivlmrl replay recipes/shapes.yaml --prompt={PROMPT} {' '.join(OPTIONS)}"
 FILMED = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
@@ -259,8 +259,7 @@ def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
 
 def write_film():
     """Write step.html: the same step with two prompts of four completions, line by line."""
-    recipe = DOCS.parent / "recipes" / "shapes.yaml"
-    config, film = load_config(recipe, [*OPTIONS, *FILMED]), Film([], "grpo", 0)
+    config, film = run_config(RECIPE, None, [*OPTIONS, *FILMED]), Film([], "grpo", 0)
     algorithm, optimizer, step, _ = go_to(config, "grpo", 0, film)
     with film:
         train.optimizer_step(algorithm, step, optimizer, 0)
@@ -271,7 +270,7 @@ def write_film():
 def begin() -> tuple[Walk, nn.Module]:
     """Train 12 steps of SFT and sample, some seconds; also a copy of the policy, which the walk's last stops train."""
     with contextlib.redirect_stdout(io.StringIO()):
-        moment = go_to(load_config(DOCS.parent / "recipes" / "shapes.yaml", OPTIONS), "grpo", 0)
+        moment = go_to(run_config(RECIPE, None, OPTIONS), "grpo", 0)
     return Walk(*moment), copy.deepcopy(moment[0].policy)
 
 

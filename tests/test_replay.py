@@ -58,6 +58,14 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
 
 
+def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, lively, replayed, home):
+    """As the command of docs/walkthrough.md does after README's first one."""
+    options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
+    folder = run(*options, "--state_steps=1", "--seed=1")
+    code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")
+    assert (code, lines[0]) == (0, "grpo step 1, trained again from the beginning")
+
+
 def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):
     folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
     path = folder / "completions.jsonl"

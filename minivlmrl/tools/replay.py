@@ -1,6 +1,6 @@
 """`python -m minivlmrl replay RUN --step 73 --prompt 4`: one step of a run again.
 
-RUN is the folder of a run, or a recipe. The nearest state before the step is read, or the run
+RUN is the folder of a run, or a recipe. The nearest state of the run before the step is read, or it
 begins anew; the steps in between are trained, and nothing is written in RUN. Draws depend on keys
 alone, so what completions.jsonl and metrics.jsonl say of the step is compared to the last bit.
 """
@@ -90,8 +90,8 @@ def main(arguments: list[str]) -> int:
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]):
     """Read the recipe of a run's folder, or another one (ValueError: it names code unasked)."""
-    if not folder.is_dir():
-        return load_config(folder, overrides)
+    if not folder.is_dir():  # a recipe: what is in its output_dir is another run's
+        return load_config(folder, ["--resume=never", *overrides])
     given = recipe or folder / "config.yaml"
     asked_for = None if recipe else overrides
     return load_config(given, [f"--output_dir={folder}", *overrides], asked_for)
@@ -113,7 +113,8 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
         raise ValueError(f"--step {number}: {stage} has the steps 0 to {max_steps - 1}")
     state = None
     wanted_step = config.stage_names.index(stage), number
-    for path in state_folders(Path(config.output_dir) / "states"):
+    states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
+    for path in states:
         progress = read_progress(path)
         if (progress.stage, progress.step) <= wanted_step:
             state = path
