@@ -368,7 +368,7 @@ def keep(runs: list[Path], lost: Path, chosen: dict[int, int]):
 
     correct = "rewards/accuracy/mean"
     curves = {"accuracy": [curve(run, correct) for run in runs]}
-    curves["lost"] = {"accuracy": curve(lost, correct), "answered calls": curve(lost, "tools/call_frequency")}
+    curves["lost"] = {"accuracy": curve(lost, correct), "answered calls": curve(lost, "tools/answered_frequency")}
     logged = [json.loads(line) for line in (runs[0] / "completions.jsonl").read_text().splitlines()]
     rollouts = []
     for step, right in chosen.items():

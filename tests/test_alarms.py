@@ -3,6 +3,7 @@
 import math
 import re
 from collections import deque
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch, looks_aw
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
     "rewards/accuracy/std": 0.4, "frac_reward_zero_std": 0.8, "completions/clipped_ratio": 0.1, "entropy": 0.5,
-    "grad_norm": 1.0, "tools/call_frequency": 1.0,
+    "grad_norm": 1.0, "tools/call_frequency": 1.0, "tools/answered_frequency": 1.0,
 }  # fmt: skip
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
 CASES = [  # what differs from a healthy step, temperature, what the sentence says
@@ -25,7 +26,6 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
     ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
     ({"tools/failure_frequency": 0.2}, 1.0, r"a fifth of the calls .*; pay for calls that are answered \(docs/tools"),
-    ({"tools/call_frequency": 0.6}, 1.0, "a completion calls 0.6 tools, not 1 as at first"),
     ({"tools/cut_ratio": 0.5}, 1.0, r"exceeds sampling\.max_new_tokens \(9\)"),
     ({"entropy": 1e-4}, 1.0, "certain of every token"),
     ({"entropy": 0.95 * math.log(512)}, 1.0, "writes noise"),
@@ -55,24 +55,58 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
     assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
 
 
+@pytest.mark.parametrize(("shares", "said"), [((0.3, 1.0), True), ((0.6, 1.0), False)])
+def test_calls_that_are_made_and_not_answered_are_counted(shares, said):
+    """On average over a while: seed 11 of the recipe zoom lost up to .70 of them in single steps, and found back."""
+    rules = alarms()
+    assert rules.step(HEALTHY) == []
+    sentences = [rules.step(HEALTHY | {"tools/answered_frequency": share}) for share in shares * WINDOW]
+    assert [text[:43] for text in list(chain(*sentences))] == ["tools answer 0.65 calls of a completion, no"] * said
+
+
+def earns(rewards):
+    return SimpleNamespace(rows=[SimpleNamespace(columns={})] * len(rewards), rewards=torch.tensor(rewards))
+
+
+def test_a_run_that_ends_well_says_so_once():
+    """Where all is well a policy is certain, and groups earn the same: in some steps, and not in others."""
+    changes = [{"entropy": 1e-4}, SAME, {"frac_reward_zero_std": 1.0}, {"grad_norm": 0.0}, {}]
+    said = {}
+    for reward in (1.45, 1.2):  # of 1.5
+        rules = alarms()
+        rules.step(HEALTHY, earns([[0.0, 0.0], [1.0, 1.0], [math.nan, math.nan]]))
+        sentences = []
+        for change in changes * 2:
+            sentences += [rules.step(HEALTHY | {"reward": reward} | change) for _ in range(WINDOW)]
+        said[reward] = list(chain(*sentences))
+    assert said[1.45] == [
+        "completions earn 1.45 of 1.5, the most that one has earned: little is left to learn from these prompts"
+    ]
+    assert len(said[1.2]) == 8 and "at a reward of 1.2; if it should earn more, lower the" in said[1.2][0]
+
+
 @pytest.mark.parametrize("killed", [1, 12, 22, 35, BLIND, BLIND + 1, 2 * BLIND - 1])
 def test_a_resumed_run_says_what_the_run_would_have_said(killed):
     """Of the same metrics and rollouts, with rewards that are NaN where one could not judge."""
 
     def rollout(number):
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
+        if number >= BLIND:
+            rewards = torch.ones(2, 2)
         rows = [SimpleNamespace(columns={"solution": solution}) for solution in ("cat", "dog")]
         return SimpleNamespace(rows=rows, rewards=rewards)
 
     def step(rules, number):
         flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
+        if number > BLIND + 2:
+            flat |= SAME | {"reward": 1.5}
         return rules.step(HEALTHY | flat, rollout(number))
 
     whole = alarms()
     first = alarms()
     second = alarms()
     expected = [step(whole, number) for number in range(2 * BLIND)]
-    assert sum(map(len, expected)) >= 2
+    assert sum(map(len, expected)) >= 3 and "completions earn 1.5" in str(expected)
     said = [step(first, number) for number in range(killed)]
     second.restore(first.state())
     assert said + [step(second, number) for number in range(killed, 2 * BLIND)] == expected

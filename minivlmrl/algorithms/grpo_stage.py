@@ -167,6 +167,7 @@ def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
     made, failed, cut = (sum(values) for values in zip(*calls, strict=True))
     return {
         "tools/call_frequency": made / len(calls),
+        "tools/answered_frequency": (made - failed) / len(calls),
         "tools/failure_frequency": failed / max(made, 1),
         "tools/cut_ratio": cut / len(calls),
     }

@@ -11,6 +11,8 @@ from itertools import compress
 
 import torch
 
+from minivlmrl.advantages import combine
+
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
 # cures that tools/check.py names too
@@ -29,6 +31,10 @@ class Alarms:
         self.broken = set()  # names of the rules that were broken at the last step
         self.rollout = None
         self.earned = deque(maxlen=BLIND)  # solutions and rewards of the last rollouts
+        self.weights = torch.tensor(list(self.run.rewards.values()))
+        # least and most that a completion has earned in all
+        self.lowest = math.inf
+        self.highest = -math.inf
 
     def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
         """Take the metrics of a step, and its Rollout if it has one; return the new sentences."""
@@ -36,21 +42,27 @@ class Alarms:
             self.rollout = rollout
             solutions = [str(row.columns.get("solution")) for row in rollout.rows]
             self.earned.append((solutions, rollout.rewards))
+            totals = combine(rollout.rewards, self.weights)
+            totals = totals[~totals.isnan()].tolist()
+            self.lowest = min([self.lowest, *totals])
+            self.highest = max([self.highest, *totals])
         self.recent.append(metrics)
         self.first = self.first or metrics
         broken = dict(self.rules()) if len(self.recent) == WINDOW else {}
         new_sentences = [text for name, text in broken.items() if name not in self.broken]
-        self.broken = set(broken)
+        self.broken = set(broken) | (self.broken & {"solved"})  # which is said once
         return new_sentences
 
     def state(self) -> str:
         """Write down what a resumed run must know to say neither less nor more, as JSON."""
         earned = [(solutions, rewards.tolist()) for solutions, rewards in self.earned]
-        return json.dumps([list(self.recent), sorted(self.broken), self.first, earned])
+        extremes = [self.lowest, self.highest]
+        return json.dumps([list(self.recent), sorted(self.broken), self.first, earned, extremes])
 
     def restore(self, state: str):
         """Take over what `state` has written down."""
-        recent, broken, self.first, earned = json.loads(state)
+        recent, broken, self.first, earned, extremes = json.loads(state)
+        self.lowest, self.highest = extremes
         self.recent.extend(recent)
         self.broken.update(broken)
         self.earned.extend((solutions, torch.tensor(rewards)) for solutions, rewards in earned)
@@ -59,12 +71,26 @@ class Alarms:
         """Whether a metric was there, and this held of it, in all the last steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
+    def mean(self, name: str) -> float:
+        """Mean of a metric over the last steps; NaN where it was not there."""
+        return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
+
     def rules(self) -> Iterator[tuple[str, str]]:
         """Name and sentence of each rule that is broken."""
-        yield from self.learning_rules()
+        stuck = [*self.learning_rules(), *self.entropy_rules()]
+        reward = self.mean("reward")
+        enough = self.lowest + 0.9 * (self.highest - self.lowest)
+        if stuck and self.lowest < self.highest and reward >= enough:
+            # what would name a fault of a run that fails is how one that succeeds ends
+            yield (
+                "solved",
+                f"completions earn {reward:.3g} of {self.highest:.3g}, the most that one has "
+                "earned: little is left to learn from these prompts",
+            )
+        else:
+            yield from stuck
         yield from self.completion_rules()
         yield from self.tool_rules()
-        yield from self.entropy_rules()
         yield from self.blind_rules()
         yield from self.untouched()
 
@@ -108,20 +134,22 @@ class Alarms:
                 yield name, f"no completion has the form that reward {name} asks for; {FORM}"
 
     def tool_rules(self) -> Iterator[tuple[str, str]]:
-        """Tools fail, are called less and less, or say more than fits."""
-        if self.always("tools/failure_frequency", lambda share: share >= 0.2):
+        """Tools answer fewer and fewer calls, fail, or say more than fits."""
+        name = "tools/answered_frequency"
+        answered = self.mean(name)
+        first_answered = self.first.get(name, 0)
+        if answered < 0.75 * first_answered:
+            yield (
+                "fewer answers",
+                f"tools answer {answered:.2g} calls of a completion, not {first_answered:.2g} as "
+                "at first: others are wrong or left out, see completions.jsonl; if they do not "
+                "come back, pay for calls that are answered (docs/tools.md)",
+            )
+        elif self.always("tools/failure_frequency", lambda share: share >= 0.2):
             yield (
                 "failed",
                 "a fifth of the calls of tools fail, see completions.jsonl; "
                 "pay for calls that are answered (docs/tools.md)",
-            )
-        name = "tools/call_frequency"
-        first_calls = self.first.get(name, 0)
-        if self.always(name, lambda calls: calls < 0.75 * first_calls):
-            yield (
-                "fewer calls",
-                f"a completion calls {self.recent[-1][name]:.2g} tools, not {first_calls:.2g} as at "
-                "first; if they need it, pay for calls that are answered (docs/tools.md)",
             )
         if self.always("tools/cut_ratio", lambda share: share >= 0.5):
             limit = self.run.sampling.max_new_tokens
@@ -138,8 +166,9 @@ class Alarms:
         if self.always("entropy", lambda nats: nats < 1e-3):
             yield (
                 "certain",
-                "the policy is certain of every token (entropy below 0.001); lower the learning "
-                "rate, add beta, or go back to an earlier checkpoint",
+                "the policy is certain of every token (entropy below 0.001) and explores no more, "
+                f"at a reward of {self.mean('reward'):.3g}; if it should earn more, lower the "
+                "learning rate, add beta, or go back to an earlier checkpoint",
             )
         uniform = math.log(self.algorithm.policy.config.vocab_size)
         wrote_text = self.first.get("entropy", uniform) < 0.5 * uniform
