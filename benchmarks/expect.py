@@ -1,9 +1,16 @@
 """What a recipe is expected to reach: recipes/expected.json, which benchmarks/learning.py writes, one run a line.
 
-`torchrun train.py RECIPE --expect` trains, then prints each number after the last stage beside its band: from the
-lowest to the highest run of the recipe, and beyond these by two standard errors of a share of the held-out rows. Where
-seed, threads, CPU and torch are those of a line, every number must be equal to that line's to the last bit. Elsewhere
-sums are rounded otherwise, which over many steps is another draw: every number must be in its band.
+`torchrun train.py RECIPE --expect` trains, then prints each number after the last stage beside its band. Where seed,
+threads, CPU and torch are those of a line, every number must be equal to that line's to the last bit. Elsewhere sums
+are rounded otherwise, which over many steps is another draw: no number may be below its band.
+
+A band goes from the lowest to the highest run of the recipe, and beyond these by two standard errors of a share of the
+held-out rows. Of each ten runs the lowest is left out: a run in ten goes astray, and a band that reaches down to it
+lets every other run fall as far unseen. So one honest run in ten may be below: the sentence says how many of the file's
+were, and another seed tells. A number above its band is said, and is no failure.
+
+The bands of `shapes` rest on ten runs and those of `zoom` on twenty, the others on three, or on one (controls, harder
+variants); each sentence says on how many. Of `zoom`, lines whose environment is docs/tools.md are from the table there.
 """
 
 import json
@@ -97,31 +104,36 @@ def essence(config: RunConfig) -> dict:
 def report(config: RunConfig, runs: list[dict]) -> int:
     """Print where the run that has just ended lies; returns 0 if it is as expected, else 1."""
     found = results(json.loads((Path(config.output_dir) / "summary.json").read_text()))
-    outside = print_band(found, runs, config.data.eval_rows)
+    some_below = print_band(found, runs, config.data.eval_rows)
     here = {"seed": config.seed, "threads": torch.get_num_threads(), "environment": environment()}
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # each line is a run of one process
     same = [run["results"] for run in runs if alone and all(run[name] == value for name, value in here.items())]
-    return print_differences(found, same[0]) if same else int(outside)
+    return print_differences(found, same[0]) if same else int(some_below)
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print each number after the last stage and where it lies; returns whether one is outside its band."""
+    """Print each number after the last stage and where it lies; returns whether one is below its band."""
     stage = list(runs[0]["results"])[-1]
-    some_outside = False
+    some_below = False
     for name, got in found[stage].items():
-        values = [run["results"][stage][name] for run in runs]
+        values = sorted(run["results"][stage][name] for run in runs if name in run["results"][stage])
         share = sum(values) / len(values)
         error = 2 * math.sqrt(share * (1 - share) / rows)
-        low = max(0.0, min(values) - error)
-        high = min(1.0, max(values) + error)
+        low = max(0.0, values[len(values) // 10] - error)
+        high = min(1.0, values[-1] + error)
         position = "inside"
+        hint = ""
         if got < low:
             position = "below"
+            others_below = sum(value < low for value in values)
+            hint = f", {others_below} of which are below it too: try another seed"
+            some_below = True
         if got > high:
             position = "above"
-        some_outside = some_outside or position != "inside"
-        print(f"expect: {stage} {name} {got:.3f} is {position} the band {low:.3f} to {high:.3f} of {len(runs)} runs")
-    return some_outside
+            hint = ": better than expected, which is no failure"
+        band = f"the band {low:.3f} to {high:.3f} of {len(values)} runs"
+        print(f"expect: {stage} {name} {got:.3f} is {position} {band}{hint}")
+    return some_below
 
 
 def print_differences(found: dict, expected: dict) -> int:

@@ -55,13 +55,17 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
     assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
 
 
-@pytest.mark.parametrize(("shares", "said"), [((0.3, 1.0), True), ((0.6, 1.0), False)])
-def test_calls_that_are_made_and_not_answered_are_counted(shares, said):
-    """On average over a while: seed 11 of the recipe zoom lost up to .70 of them in single steps, and found back."""
+SEED_11 = [0.875, 0.3, 0.694, 0.3, 0.406, 0.7, 0.4, 0.9, 0.794, 0.713, 0.95]  # zoom.yaml's steps 32 to 42
+
+
+@pytest.mark.parametrize(("answered", "said"), [(SEED_11, True), ([*SEED_11[:3], *[1.0] * 9], False)])
+def test_calls_that_are_made_and_not_answered_are_counted(answered, said):
+    """On average over a while: a run may lose them in some steps, and not in others."""
     rules = alarms()
-    assert rules.step(HEALTHY) == []
-    sentences = [rules.step(HEALTHY | {"tools/answered_frequency": share}) for share in shares * WINDOW]
-    assert [text[:43] for text in list(chain(*sentences))] == ["tools answer 0.65 calls of a completion, no"] * said
+    sentences = []
+    for share in [1.0] * WINDOW + answered:
+        sentences += rules.step(HEALTHY | {"tools/answered_frequency": share})
+    assert [text[:43] for text in sentences] == ["tools answer 0.73 calls of a completion, no"] * said
 
 
 def earns(rewards):

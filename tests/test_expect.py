@@ -47,10 +47,29 @@ def test_elsewhere_the_band_decides(trained, monkeypatch):
     assert code == 0 and len(lines) == 3
     assert lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 1.000 of 1 runs"
     code, lines = trained(environment="another CPU", sampled=0.9)
-    assert code == 1 and lines[0] == "expect: after_sft sampled 0.000 is below the band 0.600 to 1.000 of 1 runs"
+    band = "the band 0.600 to 1.000 of 1 runs, 0 of which are below it too: try another seed"
+    assert code == 1 and lines[0] == f"expect: after_sft sampled 0.000 is below {band}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, lines = trained(sampled=0.25)
     assert code == 0 and len(lines) == 3, "several processes sum in another order"
+
+
+@pytest.mark.parametrize(("got", "position", "is_low"), [
+    (0.81, "below", True),  # 10 points under nearly every run: a regression
+    (0.742, "below", True),  # the run that went astray, which says that it is not alone
+    (0.86, "inside", False),
+    (0.99, "above", False),
+])  # fmt: skip
+def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position, is_low, capsys):
+    """The band of .742 and nine at .89 to .93 of 256 rows begins at .89 less two standard errors, .038."""
+    values = [0.742, *[0.89, 0.92, 0.93] * 3]
+    runs = [{"results": {"start": {}, "after_grpo": {"sampled": value}}} for value in values]
+    runs.append({"results": {"start": {}, "after_grpo": {}}})  # of another reward
+    assert expect.print_band({"after_grpo": {"sampled": got}}, runs, 256) == is_low
+    out = capsys.readouterr().out
+    assert f"{got:.3f} is {position} the band 0.852 to 0.968 of 10 runs" in out
+    assert ("1 of which are below it too: try another seed" in out) == is_low
+    assert ("better than expected, which is no failure" in out) == (position == "above")
 
 
 def test_another_recipe_is_refused_before_it_trains(trained, home):

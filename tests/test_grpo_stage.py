@@ -3,10 +3,21 @@
 import pytest
 import torch
 
+from minivlmrl.algorithms.grpo_stage import tool_metrics
 from minivlmrl.generate import Sampler, SamplingConfig
 from minivlmrl.grpo import GRPO, GRPOConfig
 
 from stages import ONE, letters
+
+
+def test_calls_of_tools_by_hand():
+    """Of three completions: two calls, one of which failed; none; two that failed, and an answer that did not fit."""
+    assert tool_metrics([(2, 1, False), (0, 0, False), (3, 2, True)]) == {
+        "tools/call_frequency": pytest.approx(5 / 3),
+        "tools/answered_frequency": pytest.approx(2 / 3),
+        "tools/failure_frequency": pytest.approx(3 / 5),
+        "tools/cut_ratio": pytest.approx(1 / 3),
+    }
 
 
 def test_it_computes_what_the_books_parts_compute(stage, samples):
