@@ -5,12 +5,14 @@ threads, CPU and torch are those of a line, every number must be equal to that l
 are rounded otherwise, which over many steps is another draw: no number may be below its band.
 
 A band goes from the lowest to the highest run of the recipe, and beyond these by two standard errors of a share of the
-held-out rows. Of each ten runs the lowest is left out: a run in ten goes astray, and a band that reaches down to it
-lets every other run fall as far unseen. So one honest run in ten may be below: the sentence says how many of the file's
-were, and another seed tells. A number above its band is said, and is no failure.
+held-out rows (by Agresti and Coull, two right and two wrong rows added: where all runs are at 1.000 it has one too). Of
+each ten runs the lowest is left out: one in ten goes astray, and a band that reaches down to it lets every other run
+fall as far unseen. So one honest run in ten may be below: the sentence says how many of the file's were, and another
+seed tells. A number above its band is said, and is no failure.
 
-The bands of `shapes` rest on ten runs and those of `zoom` on twenty, the others on three, or on one (controls, harder
-variants); each sentence says on how many. Of `zoom`, lines whose environment is docs/tools.md are from the table there.
+The bands of `shapes` rest on eight runs of five seeds and those of `zoom` on twenty of ten, the others on three, or on
+one (controls, harder variants); each sentence says on how many. Of `zoom`, lines whose environment is docs/tools.md are
+from the table there.
 """
 
 import json
@@ -117,8 +119,8 @@ def print_band(found: dict, runs: list[dict], rows: int) -> bool:
     some_below = False
     for name, got in found[stage].items():
         values = sorted(run["results"][stage][name] for run in runs if name in run["results"][stage])
-        share = sum(values) / len(values)
-        error = 2 * math.sqrt(share * (1 - share) / rows)
+        share = (rows * sum(values) / len(values) + 2) / (rows + 4)
+        error = 2 * math.sqrt(share * (1 - share) / (rows + 4))
         low = max(0.0, values[len(values) // 10] - error)
         high = min(1.0, values[-1] + error)
         position = "inside"
