@@ -25,7 +25,11 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
     (SAME, 1.0, r"reward format says 0\.9 and accuracy says 0\.5"),
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
     ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
-    ({"tools/failure_frequency": 0.2}, 1.0, r"a fifth of the calls .*; pay for calls that are answered \(docs/tools"),
+    (
+        {"tools/call_frequency": 1.26},
+        1.0,
+        r"answer 1 calls .*, not 1\.3 as it makes .*; if that does not pass, pay for",
+    ),
     ({"tools/cut_ratio": 0.5}, 1.0, r"exceeds sampling\.max_new_tokens \(9\)"),
     ({"entropy": 1e-4}, 1.0, "certain of every token"),
     ({"entropy": 0.95 * math.log(512)}, 1.0, "writes noise"),
@@ -65,7 +69,7 @@ def test_calls_that_are_made_and_not_answered_are_counted(answered, said):
     sentences = []
     for share in [1.0] * WINDOW + answered:
         sentences += rules.step(HEALTHY | {"tools/answered_frequency": share})
-    assert [text[:43] for text in sentences] == ["tools answer 0.73 calls of a completion, no"] * said
+    assert [text[:43] for text in sentences] == ["tools answer 0.76 calls of a completion, no"] * said
 
 
 def earns(rewards):
@@ -86,7 +90,7 @@ def test_a_run_that_ends_well_says_so_once():
     assert said[1.45] == [
         "completions earn 1.45 of 1.5, the most that one has earned: little is left to learn from these prompts"
     ]
-    assert len(said[1.2]) == 8 and "at a reward of 1.2; if it should earn more, lower the" in said[1.2][0]
+    assert len(said[1.2]) == 8 and "explores no more; if it should earn more, lower" in said[1.2][0]
 
 
 @pytest.mark.parametrize("killed", [1, 12, 22, 35, BLIND, BLIND + 1, 2 * BLIND - 1])
