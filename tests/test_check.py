@@ -1,20 +1,29 @@
 """`check`: recipes that learn have no fault; tests/test_planted_faults.py plants them."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import faults
 import PIL.Image
 import pytest
+import torch
 from links import ROOT
 from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix
+from minivlmrl.data.template import DEFAULT, ChatTemplate
+from minivlmrl.image import ImageProcessor
+from minivlmrl.reward_functions.names import get_reward
+from minivlmrl.rows import Processor
 from minivlmrl.run.config import load_config
+from minivlmrl.tasks import shapes
 from minivlmrl.tools import check
 
 RECIPES = ROOT / "recipes"
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in path.read_text()]
 
 
@@ -64,3 +73,66 @@ def test_boxes_in_a_notation_that_no_reward_reads_are_named():
     )
     assert not list(check.unread_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
     assert not list(check.unread_boxes([SimpleNamespace(name="accuracy")], texts, processor))
+
+
+def yes_or_no(num_yes, num_rows, folder):
+    """Rows of a file whose pictures are of one colour."""
+    PIL.Image.new("RGB", (28, 28)).save(folder / "0.png")
+    row = {"problem": "Is it?", "image": "0.png"}
+    lines = [row | {"solution": "yes" if number < num_yes else "no"} for number in range(num_rows)]
+    write_lines(folder / "rows.jsonl", lines)
+    return FileDataset(folder / "rows.jsonl")
+
+
+def constant_sentences(all_rows, names, drawn):
+    """What is said of a constant answer to the drawn rows of a file."""
+    rewards = [get_reward(name) for name in names]
+    rows = [all_rows[number] for number in drawn]
+    counts = Counter(check.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
+    return list(check.check_rewards(rewards, torch.ones(len(names)), rows, counts, PROCESSOR))
+
+
+def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):
+    """All 16 rows drawn say yes, of a file in which half do; and a file in which 9 of 10 do, with one no drawn."""
+    assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
+    [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
+    assert said.startswith("always writing '<think>hm</think><answer>yes</answer>' earns 0.90 of what right answers do")
+
+
+def test_a_reward_without_bound_is_measured_by_what_right_answers_earn(tmp_path):
+    (tmp_path / "long.py").write_text(
+        "def points(answer_texts, solution, **columns):\n"
+        "    return [25.0 * (a == s) - 5 for a, s in zip(answer_texts, solution)]\n"
+    )
+    names = [f"{tmp_path}/long.py:points"]
+    assert not constant_sentences(yes_or_no(30, 40, tmp_path), names, range(20, 36))
+    [said] = constant_sentences(yes_or_no(38, 40, tmp_path), names, range(23, 39))
+    assert "earns 0.94 of what right answers do" in said  # (20 * 38 - 5 * 2) / 40 of 20
+
+
+def test_one_long_demonstration_in_forty_is_found(tmp_path):
+    lines = [{"problem": "?", "completion": "red" if number else "red " * 40} for number in range(40)]
+    write_lines(tmp_path / "rows.jsonl", lines)
+    rows = FileDataset(tmp_path / "rows.jsonl")
+    assert lines[0]["completion"] not in [row.completion for row in check.spread(rows)]
+    config = load_config(RECIPES / "shapes.yaml", ["--sampling.max_new_tokens=20"])
+    [said] = check.check_answers(config, ["completion"], rows, PROCESSOR)
+    assert said == "a completion has 42 tokens, sampling.max_new_tokens is 20: raise it"
+    config.sampling.max_new_tokens = 42
+    assert not list(check.check_answers(config, ["completion"], rows, PROCESSOR))
+
+
+@pytest.mark.parametrize(("opened", "said"), [("<think>\n", False), ("<reasoning>\n", True), ("a < b > ", False)])
+def test_a_template_that_opens_another_tag_than_think(opened, said):
+    template = ChatTemplate(f"{DEFAULT}{opened}", "t")
+    sentences = list(check.check_template(replace(PROCESSOR, template=template)))
+    assert ["with <reasoning>" in sentence for sentence in sentences] == [True] * said
+
+
+def test_a_tool_without_a_docstring(tmp_path):
+    reset = "    def reset(self, **columns):\n        pass\n"
+    tools = "    def zoom(self, x: int):\n        'Zoom.'\n    def turn(self, x: int):\n        pass\n"
+    (tmp_path / "own.py").write_text(f"class Told:\n{reset}{tools}class Quiet(Told):\n    declare_tools = False\n")
+    [said] = check.check_tools(f"{tmp_path}/own.py:Told")
+    assert said.startswith("tool turn has no docstring")
+    assert not list(check.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check.check_tools(None))

@@ -13,6 +13,7 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Dataset, Processor, Row
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
+TASK_ROWS = 1000  # of an embedded task, which may have a million: all are alike
 MARKUP = 1000  # tokens that a template adds to a prompt, at most
 
 
@@ -61,6 +62,18 @@ def outline(rows: Dataset, index: int) -> Row | None:
         with open_image(item.source, rows.folder) as image:
             blank_images.append(PIL.Image.new("L", image.size))
     return replace(row, images=blank_images)
+
+
+def without_media(rows: Dataset) -> Iterator[Row]:
+    """Yield all rows of files without their images and videos; of a task the first, whole."""
+    for row_number in range(len(rows)):
+        dataset, row_index = _source(rows, row_number)
+        if isinstance(dataset, FileDataset):
+            yield dataset.read(row_index)[0]
+        elif row_number < TASK_ROWS:
+            yield dataset[row_index]
+        else:
+            return
 
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:

@@ -6,21 +6,27 @@ It draws completions for 16 prompts, asks the rewards about them and about texts
 and prints what will not work, and what to do: then the exit status is 1. Nothing is written.
 """
 
+import inspect
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minivlmrl.advantages import combine, group_std, nanstd
 from minivlmrl.algorithms.table import find_algorithms, find_class
+from minivlmrl.chat import part_kind
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.turns import as_turns, encode_completion, text_of
+from minivlmrl.data.row_summary import without_media
+from minivlmrl.data.turns import as_turns, encode_completion, parts_of, shown_parts_of, text_of
+from minivlmrl.environments.environment import get_environment, settings_of, tools_of
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
@@ -36,6 +42,7 @@ from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
 PROMPTS = 16  # rows that are asked about
+MARKUP_OF_ANSWER = 64  # tokens that a template adds to an answer, at most
 ORIENTATION = 0x0112  # of a photograph, in its EXIF
 UNIT = re.compile(r"^(-?[\d.,]+) ?(?!(?:st|nd|rd|th)$)[a-zA-Zµ°%]+$")  # of a number: 3 cm, not 3rd
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
@@ -73,12 +80,12 @@ def check(config) -> Iterator[str]:
     if online:
         yield from check_sampling(config.sampling)
     for stage, algorithm in stages.items():
-        rows = spread(datasets[stage])
         yield from check_training(config, stage, model, len(datasets[stage]))
-        yield from check_files(datasets[stage], algorithm.answers)
-        yield from check_rows(rows, processor)
-        yield from check_answers(config, algorithm.answers, rows, processor)
+        yield from check_all_rows(config, datasets[stage], algorithm.answers, processor)
+    yield from check_template(processor)
+    yield from check_tools(config.sampling.environment)
     rewards, weights = online_rewards(config)
+    yield from check_twice(rewards)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
         yield from check_demonstrations(rewards, spread(rows_of["demonstrations"]), processor)
@@ -87,7 +94,8 @@ def check(config) -> Iterator[str]:
         rows = [replace(row, key=f"check/{index}") for index, row in enumerate(rows)]
         yield from check_held_out(spread(datasets.get("eval", ())), rows)
         if (weights > 0).any():
-            yield from check_rewards(rewards, weights, rows, processor)
+            solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
+            yield from check_rewards(rewards, weights, rows, solution_counts, processor)
         if (
             config.model.path and config.stage_names[0] in online
         ):  # else the model is another by then
@@ -140,12 +148,77 @@ def check_training(config, stage: str, model, num_rows: int) -> Iterator[str]:
         yield f"a step repeats its {num_rows} rows several times: lower {stage}.prompts_per_step"
 
 
+def check_all_rows(
+    config, all_rows: Dataset, names: Sequence[str], processor: Processor
+) -> Iterator[str]:
+    """Rows of a stage, and their answers of these names."""
+    yield from check_files(all_rows, names)
+    yield from check_conversations(all_rows, config.data.system_prompt)
+    yield from check_rows(spread(all_rows), processor)
+    yield from check_answers(config, names, all_rows, processor)
+
+
 def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
     parts = getattr(rows, "parts", [rows])  # a weight has the rows of a file several times
     for file_rows in parts:
         if isinstance(file_rows, FileDataset):
             yield from check_copies(file_rows, names)
             yield from check_turned(file_rows)
+
+
+def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
+    """Rows with two system messages, or with pictures now before and now after the question."""
+    num_two_systems = 0
+    image_places = Counter()  # of rows that begin or end with a picture, and not both
+    for row in without_media(all_rows):
+        systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
+        num_two_systems += len({*systems, system_prompt} - {None}) > 1
+        kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
+        if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
+            image_places[kinds[0] == "text"] += 1
+    if num_two_systems:
+        yield (
+            f"{num_two_systems} of {len(all_rows)} rows have two system messages, or one beside "
+            "data.system_prompt, which is not used for them: leave one out"
+        )
+    if min(image_places[True], image_places[False]) > 0.2 * image_places.total():
+        yield (
+            f"{image_places[True]} questions have their image at the end, {image_places[False]} at "
+            "the beginning: write all in one way"
+        )
+
+
+def check_template(processor: Processor) -> Iterator[str]:
+    """Prompts that open a tag of the answer other than <think>."""
+    if processor.template:
+        *_, last_piece = processor.template.render([{"role": "user", "content": "?"}])
+        tag = re.search(r"<(\w+)>\s*$", last_piece)
+        if tag and tag[1] != "think":
+            yield (
+                f"prompts open the answer with <{tag[1]}>, and what reads answers knows <think> "
+                "alone: take a chat template that opens <think>, or nothing"
+            )
+
+
+def check_tools(environment_name: str | None) -> Iterator[str]:
+    """Tools of which a prompt says no more than their name."""
+    if environment_name is None:
+        return
+    environment = get_environment(environment_name)()
+    for name, tool in tools_of(environment).items():
+        if settings_of(environment).declare_tools and not inspect.getdoc(tool):
+            yield f"tool {name} has no docstring, which tells the model what it does: write one"
+
+
+def check_twice(rewards: list[Reward]) -> Iterator[str]:
+    """A reward under two names."""
+    names = {}  # function and options -> the name of the first
+    for reward in rewards:
+        function = getattr(reward.function, "func", reward.function)
+        options = getattr(reward.function, "keywords", {})
+        first_name = names.setdefault((function, repr(options)), reward.name)
+        if first_name != reward.name:
+            yield f"reward {reward.name} is {first_name} again: leave one out"
 
 
 def check_copies(rows: FileDataset, names: Sequence[str]) -> Iterator[str]:
@@ -200,6 +273,23 @@ def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
             f"{num_plain} of {len(pictures)} images have one colour: "
             "look at the files, they may be damaged, or masks"
         )
+    num_stretched = sum(map(is_stretched, pictures))
+    if 5 * num_stretched > len(pictures):
+        yield (
+            f"{num_stretched} of {len(pictures)} images are thumbnails that were stretched "
+            "(squares of one colour): take the files that they were made of"
+        )
+
+
+def is_stretched(image) -> bool:
+    """Tell whether a picture has many colours, and no block of 4 x 4 pixels more than 4 of them."""
+    pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.int64))  # (H, W, 3)
+    colours = pixels @ torch.tensor([1, 256, 256**2])
+    if len(colours.unique()) <= 64 or min(colours.shape) < 4:
+        return False
+    blocks = colours.unfold(0, 4, 4).unfold(1, 4, 4).flatten(2)  # (H / 4, W / 4, 16)
+    num_colours = 1 + (blocks.sort().values.diff() != 0).sum(-1)
+    return num_colours.max().item() <= 4
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -220,8 +310,8 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 def check_questions(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
     """Questions that hold their answer; one that names all answers to choose from may."""
-    questions = [text_of(row.messages[-1]).strip().lower() for row in rows]
-    answers = [(find_answer(text) or text).strip().lower() for text in solutions]
+    questions = [letters_of(text_of(row.messages[-1])) for row in rows]
+    answers = [letters_of(find_answer(text) or text) for text in solutions]
     num_told = 0
     for answer, question in zip(answers, questions, strict=True):
         num_told += answer != "" and answer in question
@@ -229,6 +319,11 @@ def check_questions(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[s
     names_few = sum(others_told) < len(others_told) / 3
     if len(rows) > 3 and num_told > 0.8 * len(rows) and names_few:
         yield f"{num_told} of {len(rows)} questions hold their solution: take it out of the prompt"
+
+
+def letters_of(text: str) -> str:
+    """Leave letters and digits: "Green_Square.png" names a green square."""
+    return re.sub(r"[\W_]", "", text.lower())
 
 
 def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
@@ -257,8 +352,9 @@ def in_first_quarter(box: Box) -> bool:
     return box.x1 + box.x2 < width and box.y1 + box.y2 < height
 
 
-def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+def check_answers(config, names, all_rows: Dataset, processor: Processor) -> Iterator[str]:
     """Answers to learn from that are alike, do not end, or are longer than what is drawn later."""
+    rows = spread(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
     draws_later = not all(algorithm.answers for algorithm in map(find_class, config.stages))
@@ -268,15 +364,25 @@ def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> I
         last_ids = {int(answer_ids[-1]) for answer_ids in id_lists} - set(stop_ids)
         if last_ids:
             yield f"a {name} ends with {min(last_ids)}: name it in sampling.stop_token_ids, or none"
-        longest_answer = max(map(len, id_lists))
-        if draws_later and longest_answer > max_new_tokens:
+        lengths = list(map(len, id_lists))
+        lengths += answer_lengths(all_rows, name, processor, max_new_tokens)
+        if draws_later and max(lengths) > max_new_tokens:
             yield (
-                f"a {name} has {longest_answer} tokens, "
+                f"a {name} has {max(lengths)} tokens, "
                 f"sampling.max_new_tokens is {max_new_tokens}: raise it"
             )
     labels = {row.columns.get("label") for row in rows}
     if names == ("completion",) and len(labels) == 1 and None not in labels:
         yield f"every label is {labels.pop()}: kto needs good and bad answers; or take sft"
+
+
+def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
+    """Count the tokens of answers without pictures, but of those that are within a limit for sure."""
+    for row in without_media(all_rows):
+        answer = getattr(row, name)
+        num_bytes = len(repr(answer).encode())  # at most one token a byte
+        if num_bytes + MARKUP_OF_ANSWER > limit and not shown_parts_of(as_turns(answer)):
+            yield len(encode_completion(processor, row.messages, answer).ids)
 
 
 def check_demonstrations(
@@ -330,14 +436,28 @@ def check_held_out(held_out: Sequence[Row], trained: Sequence[Row]) -> Iterator[
 
 
 def check_rewards(
-    rewards: list[Reward], weights: Tensor, rows: Sequence[Row], processor: Processor
+    rewards: list[Reward],
+    weights: Tensor,
+    rows: Sequence[Row],
+    solution_counts: Counter,
+    processor: Processor,
 ) -> Iterator[str]:
-    """What the rewards give for texts that need no picture."""
+    """What the rewards give for texts that need no picture; solution_counts: of all rows."""
     solutions = solutions_of(rows)
     texts = [as_rollout(find_answer(text) or text, processor) for text in solutions]
     right_values = earned(rewards, rows, texts, processor)
     if any(row.columns.get("solution") is not None for row in rows):
-        yield from check_constant(rewards, weights, rows, texts, processor)
+        readers = torch.tensor([len(reward.columns) > 0 for reward in rewards])
+        right_mean = combine(right_values[:, readers], weights[readers]).nanmean().item()
+        yield from check_empty(rewards, rows, solution_counts, processor)
+        yield from check_constant(
+            list(compress(rewards, readers)),
+            weights[readers],
+            rows,
+            solution_counts,
+            right_mean,
+            processor,
+        )
     yield from check_units(rewards, rows, solutions, right_values, processor)
     hacks = {}  # name of a text -> what it earns, (n, K)
     for name, text in HACKS.items():
@@ -356,17 +476,47 @@ def check_rewards(
             yield from check_hacks(reward, hack_means)
 
 
-def check_constant(
-    rewards: list[Reward], weights: Tensor, rows: Sequence[Row], texts, processor: Processor
+def check_empty(
+    rewards: list[Reward], rows: Sequence[Row], solution_counts: Counter, processor: Processor
 ) -> Iterator[str]:
-    """One right answer that is right for nearly all rows."""
-    [(constant_text, num_equal)] = Counter(texts).most_common(1)
-    constant_values = earned(rewards, rows, [constant_text] * len(rows), processor)
-    earned_share = combine(constant_values, weights).nanmean() / weights.clamp(min=0).sum()
-    if num_equal > 1 and earned_share > 0.8:
+    """Solutions that are empty, which a reward of boxes judges and others may not."""
+    num_empty = sum(count for solution, count in solution_counts.items() if not solution.strip())
+    if not num_empty:
+        return
+    empty_row = replace(rows[0], columns=rows[0].columns | {"solution": "", "row_rewards": None})
+    values = earned(rewards, [empty_row], [as_rollout("none", processor)], processor)[0]
+    for reward, is_unjudged in zip(rewards, values.isnan(), strict=True):
+        if is_unjudged and "solution" in reward.columns:
+            yield (
+                f"{num_empty} of {solution_counts.total()} rows have an empty solution, which "
+                f"reward {reward.name} does not judge: write one, or leave the rows out"
+            )
+
+
+def check_constant(
+    rewards: list[Reward],
+    weights: Tensor,
+    rows: Sequence[Row],
+    solution_counts: Counter,
+    right_mean: float,
+    processor: Processor,
+) -> Iterator[str]:
+    """One right answer that earns nearly what all right answers do (right_mean), over all rows.
+
+    rewards: those that read a column. How often it is right is counted; the `rows` say what it
+    earns where it is, and where it is not.
+    """
+    [(solution, num_equal)] = solution_counts.most_common(1)
+    text = as_rollout(find_answer(solution) or solution, processor)
+    totals = combine(earned(rewards, rows, [text] * len(rows), processor), weights)
+    is_equal = torch.tensor([truth == solution for truth in solutions_of(rows)])
+    equal_share = num_equal / solution_counts.total()
+    constant_mean = equal_share * totals[is_equal].nanmean().nan_to_num(0.0).item()
+    constant_mean += (1 - equal_share) * totals[~is_equal].nanmean().nan_to_num(0.0).item()
+    if num_equal > 1 and constant_mean > 0.8 * right_mean > 0:
         yield (
-            f"always writing {constant_text!r:.80} earns {earned_share:.2f} of all: "
-            "the rows hardly need their pictures; balance them"
+            f"always writing {text!r:.80} earns {constant_mean / right_mean:.2f} of what right "
+            "answers do: the rows hardly need their pictures; balance them"
         )
 
 
@@ -530,7 +680,7 @@ def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Process
     return ask_rewards(rewards, recipe_columns(rows, prompts, groups, processor))
 
 
-def solutions_of(rows: Sequence[Row]) -> list[str]:
+def solutions_of(rows: Iterable[Row]) -> list[str]:
     return [str(row.columns.get("solution")) for row in rows]
 
 

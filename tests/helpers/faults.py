@@ -42,6 +42,17 @@ def turned(number: int, row: dict) -> dict:
     return {"image": f"turned_{number}.png", "solution": [20 + number, 20, 45, 45]}
 
 
+def stretched(number: int, row: dict) -> dict:
+    """A picture of 16 x 16 pixels, each of them shown as 4 x 4."""
+    PIL.Image.effect_noise((16, 16), 90).resize((64, 64), 0).save(f"stretched_{number}.png")
+    return {"image": f"stretched_{number}.png"}
+
+
+def asked_twice(number: int, row: dict) -> dict:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name it."}]
+    return {"prompt": talk, "problem": None}
+
+
 IOU = ["--rewards={iou: 1, box_format: 1}"]
 
 
@@ -150,6 +161,28 @@ FAULTS = {
     "boxes in another unit": Fault(
         IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
         check=("is outside", "in pixels of the file"),
+    ),
+    "thumbnails that were stretched": Fault(
+        change=stretched, check=("8 of 8 images are thumbnails", "take the files that they were made of"),
+    ),
+    "two system messages": Fault(
+        ["--data.system_prompt=Be kind."], asked_twice, check=("8 of 8 rows have two system messages", "leave one out"),
+    ),
+    "half of the images after the question": Fault(
+        change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
+        check=("4 questions have their image at the end, 4 at", "write all in one way"),
+    ),
+    "the prompt spells the answer as a file": Fault(
+        change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
+        check=("8 of 8 questions hold their solution", "take it out of the prompt"),
+    ),
+    "empty solutions": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "write one"),
+    ),
+    "a reward under two names": Fault(
+        ["--rewards={accuracy: 1, minivlmrl.rewards:accuracy: 1}"],
+        check=("reward minivlmrl.rewards:accuracy is accuracy again", "leave one out"),
     ),
     # answers to learn from
     "demonstrations without an end token": Fault(
