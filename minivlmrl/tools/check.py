@@ -169,21 +169,21 @@ def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Rows with two system messages, or with pictures now before and now after the question."""
     num_two_systems = 0
-    image_places = Counter()  # of rows that begin or end with a picture, and not both
+    image_orders = Counter()  # of rows that begin or end with a picture, and not both
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
         kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
         if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
-            image_places[kinds[0] == "text"] += 1
+            image_orders[kinds[0] == "text"] += 1
     if num_two_systems:
         yield (
             f"{num_two_systems} of {len(all_rows)} rows have two system messages, or one beside "
             "data.system_prompt, which is not used for them: leave one out"
         )
-    if min(image_places[True], image_places[False]) > 0.2 * image_places.total():
+    if min(image_orders[True], image_orders[False]) > 0.2 * image_orders.total():
         yield (
-            f"{image_places[True]} questions have their image at the end, {image_places[False]} at "
+            f"{image_orders[True]} questions have their image at the end, {image_orders[False]} at "
             "the beginning: write all in one way"
         )
 
@@ -513,7 +513,8 @@ def check_constant(
     equal_share = num_equal / solution_counts.total()
     constant_mean = equal_share * totals[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - equal_share) * totals[~is_equal].nanmean().nan_to_num(0.0).item()
-    if num_equal > 1 and constant_mean > 0.8 * right_mean > 0:
+    # a constant that earns more: the rewards do not read right answers as they are written here
+    if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"always writing {text!r:.80} earns {constant_mean / right_mean:.2f} of what right "
             "answers do: the rows hardly need their pictures; balance them"
