@@ -67,9 +67,12 @@ GRANTED = {
             "tokens: recipes": 2_000,
             "tokens: tests": 9_000,
             "fields of a recipe": 13,
-            "words of README and docs": 2_000,
+            "words of README and docs": 2_300,
         },
-        "what strangers found": {"tokens: core": 1_000, "tokens: audit": 460, "tokens: tests": 9_000},
+        "what strangers found": {"tokens: core": 1_000, "tokens: audit": 460, "tokens: tests": 9_500},
+        # More than was granted, to be taken back: both issues cost 7,300 tokens, and KTO and distillation, which left,
+        # gave 1,900.
+        "beyond what was granted": {"tokens: core": 2_600},
     },
 }
 # Two lists that may only get shorter: files of core, audit and recipes with lines that pack several things into one,

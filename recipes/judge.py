@@ -53,7 +53,8 @@ def judge(
         answer = answer_texts[row]
         if not answer:
             return 0.0
-        fields = {name: values[row] for name, values in columns.items()}
+        # what else rewards are given, such as log_metric, is no list
+        fields = {name: values[row] for name, values in columns.items() if isinstance(values, list)}
         fields["answer"] = answer[:LONGEST]
         fields["problem"] = fields.get("problem") or fields.get("prompts")
         # in one pass: an answer that says {solution} is not filled in

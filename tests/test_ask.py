@@ -200,7 +200,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
 def test_a_tool_answers(ask, monkeypatch):
     """It is called after the first words; what it says is printed with the rest."""
     calls = iter([[("calculator", "1 + 1")]])
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</calculator>")
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<calculator></calculator>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: next(calls, []))
     status, out, _ = ask("--environment", f"{ROOT}/recipes/tools.py:calculator", "--max_new_tokens", "40")
     assert status == 0 and out.count("<result>2</result>") == 1
