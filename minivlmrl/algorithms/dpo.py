@@ -97,7 +97,7 @@ class DPO(PairAlgorithm):
         batch = super().pack(prompts, answers)
         ref_logps = []
         for prompt, pair in zip(prompts, answers, strict=True):
-            values = self.brought(prompt.row)
+            values = self.brought(prompt.row) if prompt.row else None  # made without its row
             if values is None and self.config.precompute_ref_log_probs:
                 values = self.precomputed.get(pair_key(prompt, pair))
                 if values is None:
