@@ -4,9 +4,9 @@ import timeit
 from functools import partial
 from importlib.util import find_spec
 
-from minivlmrl.algorithms.grpo_stage import VLLM, build_sampler
+from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.hub.code_names import load_name
-from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.filters import ENGINES, SamplingOptions
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World, find_device
 from minivlmrl.tasks import shapes
@@ -17,7 +17,7 @@ model, processor = random_model("recipes/shapes_model.json", shapes.tokenizer(),
 prompts = [shapes.Shapes(8, "speed")[i].prompt(processor) for i in range(8)]
 builders = [build_sampler]
 if find_spec("vllm"):
-    builders.append(load_name(VLLM))
+    builders.append(load_name(ENGINES["vllm"]))
 options = SamplingOptions(max_new_tokens=64, stop_token_ids=[])
 for build in builders:
     sample = build(model, processor, options, world)
