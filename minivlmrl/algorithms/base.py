@@ -32,7 +32,11 @@ class TrainingConfig:
 
 
 class Algorithm:
-    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
+    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
+
+    Args:
+        steps_done: optimizer steps of the stage before a resume, for those that count them.
+    """
 
     stage: str  # its name, and that of its section in a recipe
     config_type = TrainingConfig  # the dataclass of that section

@@ -96,9 +96,8 @@ def check(config) -> Iterator[str]:
         if (weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(rewards, weights, rows, solution_counts, processor)
-        if (
-            config.model.path and config.stage_names[0] in online
-        ):  # else the model is another by then
+        is_drawn_first = config.stage_names[0] in online  # else the model is another by then
+        if config.model.path and is_drawn_first:
             gather_weights = config.rollout.gather_weights
             sample = build_sampler(model, processor, config.sampling, world, gather_weights)
             num_generations = getattr(config, online[0]).num_generations

@@ -36,9 +36,7 @@ def show_mistake(error: Exception) -> bool:
         message += ": the disk is full; make room and go on with --resume=auto"
     elif code == errno.EFBIG:
         message += ": raise the largest size of a file (ulimit -f) and go on with --resume=auto"
-    elif names_a_file:  # one that is a folder, or belongs to somebody else
-        pass
-    elif not is_ours or not last.line.startswith("raise "):
+    elif not names_a_file and not (is_ours and last.line.startswith("raise ")):
         return False
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
