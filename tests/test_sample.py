@@ -1,6 +1,5 @@
 """The sampler of a recipe: what decides a draw, where it ends, how a step is run, and what a frozen tower saw."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -145,11 +144,9 @@ class Book(Sampler):
 """
 
 
-def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path, monkeypatch):
+def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
     """One that wraps the own sampler: the same steps, and it is asked before anything is loaded."""
-    environment = f"--sampling.environment={Path('recipes/zoom.py').resolve()}:Zoom"
-    monkeypatch.chdir(tmp_path)  # a message cuts long paths
-    file = Path("my_engine.py")
+    file = tmp_path / "my_engine.py"
     file.write_text(ENGINES)
     option = f"--sampling.engine={file}:Counting"
     expected = stage("grpo").go(2)
@@ -160,5 +157,5 @@ def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path, monkeypatch):
     for name in ("Book", "Counting(a=1)", "RunSampler(a=1)"):
         with pytest.raises(ValueError, match=r"^sampling\.engine .*: it must be a class made of minivlmrl\.sampling"):
             stage("grpo", f"--sampling.engine={file}:{name}")
-    with pytest.raises(ValueError, match=r"sampling\.engine is 'my_engine\.py:Counting', it must be own with"):
-        stage("grpo", option, environment)
+    with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be own with an environment"):
+        stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")
