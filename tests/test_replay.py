@@ -58,6 +58,26 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
 
 
+def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_called_that(
+    run, plain, lively, replayed
+):
+    """As a run leaves them that is killed in the middle of a step, or that goes on while it is read."""
+    folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", *LOUD)
+    metrics_file = folder / "metrics.jsonl"
+    (folder / "completions.jsonl").write_text("")
+    first, second, third = metrics_file.read_bytes().splitlines(keepends=True)
+    metrics_file.write_bytes(first)
+    code, lines = replayed(folder, "grpo", 2)
+    assert lines[0] == f"grpo step 2, trained again from {folder / 'states' / '000002'}"
+    assert (code, lines[-1]) == (0, f"nothing to compare with: {metrics_file} ends with grpo step 0")
+    metrics_file.write_bytes(first + second + third[:-9])
+    (folder / "states" / "000002" / "complete.json").unlink()
+    code, lines = replayed(folder, "grpo", 2)
+    assert lines[0] == "grpo step 2, trained again from the beginning"
+    cut = "and a part of a line, which is written now or was cut by a kill"
+    assert (code, lines[-1]) == (0, f"nothing to compare with: {metrics_file} ends with grpo step 1 {cut}")
+
+
 def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, lively, replayed, home):
     """As the command of docs/walkthrough.md does after README's first one."""
     options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
@@ -85,7 +105,7 @@ def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed)
     assert (code, said[-1]) == (1, SAME[1])
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
-    assert replayed(folder, "grpo", 0)[1][-1] == "nothing to compare with: no file of a run has this step"
+    assert replayed(folder, "grpo", 0)[1][-1] == f"nothing to compare with: {folder} has no metrics of a run"
     for arguments, words in (
         (("sft", 0), "--stage sft: the run has grpo"),
         (("grpo", 1), "--step 1: grpo has the steps 0 to 0"),

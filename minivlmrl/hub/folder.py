@@ -113,7 +113,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_json(path: Path) -> dict:
     """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; a Hugging Face folder has one")
+        raise ValueError(f"{path}: no such file; a folder of a model, run or state has one")
     with naming(path):
         content = parse_json(path.read_bytes())
         if not isinstance(content, dict):

@@ -26,7 +26,8 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged, groups, is_past
 from minivlmrl.run.config import load_config
-from minivlmrl.run.resume import read_progress, state_folders
+from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.resume import COMPLETE, read_progress, state_folders
 from minivlmrl.scale import ranks
 from minivlmrl.tools.lines import Film
 from minivlmrl.tools.process import is_first
@@ -81,10 +82,13 @@ def main(arguments: list[str]) -> int:
     ranks.shutdown(algorithm.world)
     same = compare(folder, algorithm, step, number, metrics)
     for name, is_same in same.items():
-        other = "something else: another CPU, number of threads or ranks, or version of torch?"
+        other = (
+            "something else: another CPU, number of threads or ranks, version of torch, or other "
+            "options before a resume?"
+        )
         print(f"{name} says {'the same' if is_same else other}")
     if not same:
-        print("nothing to compare with: no file of a run has this step")
+        print(f"nothing to compare with: {log_end(folder / METRICS)}")
     return int(not all(same.values()))
 
 
@@ -115,6 +119,8 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
+        if not (path / COMPLETE).is_file():  # it is damaged, or the run goes on and has removed it
+            continue
         progress = read_progress(path)
         if (progress.stage, progress.step) <= wanted_step:
             state = path
@@ -243,3 +249,15 @@ def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[s
                 replayed_line = replayed_lines.get(line.get("row"), {"row": None})
                 same[name] = same.get(name, True) and line == line | replayed_line
     return same
+
+
+def log_end(path: Path) -> str:
+    """Say where the metrics of a run end."""
+    lines = read_lines(path, Logged)
+    if not lines:
+        return f"{path.parent} has no metrics of a run"
+    last_line = lines[-1]
+    end = f"{path} ends with {last_line['stage']} step {last_line['step']}"
+    if not path.read_bytes().endswith(b"\n"):
+        end += " and a part of a line, which is written now or was cut by a kill"
+    return end
