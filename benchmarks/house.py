@@ -93,7 +93,7 @@ GRANTED = {
             "fields of a recipe": 1,
             "words of README and docs": 900,
         },
-        "the audit: names instead of places": {"tokens: tests": 4_000},
+        "the audit: names, not indices": {"tokens: tests": 4_000},
         "pages that a newcomer reads": {"lines of HTML": 80, "tokens: tests": 2_000},
         "pictures of a run: live, experts, trajectories": {"lines of HTML": 40},
     },
