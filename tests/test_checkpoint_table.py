@@ -17,7 +17,7 @@ import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+from oracle import CLASSES, EAGER, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
 TOLERANCE = 1e-13  # largest difference of a logit, as a share of the largest logit
 ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # two images, text, one image: one batch
@@ -44,7 +44,7 @@ def source(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_text(json.dumps(published))
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = CLASSES[model_type]._from_config(config, attn_implementation="eager").double().eval()
+    model = CLASSES[model_type]._from_config(config, **EAGER).double().eval()
     tiny.telling_weights(model)
     model.tie_weights()
     model.config.save_pretrained(folder / "saved")

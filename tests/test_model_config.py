@@ -154,12 +154,13 @@ def test_newer_models_have_the_config_of_qwen3_5():
     assert (tower.depth, tower.hidden_size, tower.patch_size) == (27, 1152, 16)
 
 
-NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5; mixtures of experts and qwen4_exp are not computed"
+NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5 or qwen3_vl_moe or qwen3_5_moe; "
+NO_OTHER += "other mixtures of experts and qwen4_exp are not computed"
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
     ("model_type", "llama", "model_type is 'llama', it must be qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5"),
-    *[("model_type", name, f"{name}', it must be {NO_OTHER}") for name in ("qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp")],
+    *[("model_type", name, f"{name}', it must be {NO_OTHER}") for name in ("qwen3_moe", "qwen4_exp")],
     ("qwen3_5/text_config.output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', it must be 'swish'"),
     ("hidden_size", ..., "hidden_size is missing"),
     ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
@@ -173,6 +174,9 @@ NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5; mixtures of experts a
     ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
     ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
     ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
+    ("qwen3_vl_moe/text_config.num_experts_per_tok", 6, "num_experts_per_tok is 6, it must be num_experts (5) or less"),
+    ("qwen3_vl_moe/text_config.moe_intermediate_size", 32, "must be neither hidden_size (64) nor half of it"),
+    ("qwen3_vl_moe/text_config.norm_topk_prob", False, "norm_topk_prob is False, it must be True"),
     ("vision_config.window_size", 27, "vision_config.window_size is 27, it must be 28 or more"),
 ])  # fmt: skip
 def test_what_no_model_of_ours_computes_is_named(path, value, says):

@@ -82,6 +82,10 @@ def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
     LoRAConfig(r=2, target=FEW, quantize="nf4").place(model)
     packed = {name.removesuffix(".base") for name in packed_layers(model)}
     decoder = {name for name in names if name.startswith("model.") and should_convert_module(name, kept)}
+    experts = {name for name in packed if ".mlp.experts." in name}  # which it does not convert; routers stay
+    assert bool(experts) == model_type.endswith("moe") and not any(name.endswith("mlp.gate") for name in packed)
+    packed -= experts
+    names |= {name for name, module in model.named_modules() if name.endswith("mlp.gate")}
     assert packed == decoder | {name for name in adapters(model) if part_of(name) == "merger"}
     assert names - packed == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert len(adapters(model)) < len(packed) and kept == ["lm_head"] and "lm_head" not in packed

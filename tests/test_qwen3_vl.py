@@ -34,8 +34,9 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
 
-def random_config(model_type: str, rng: random.Random) -> ModelConfig:
-    """Other layers, heads, sections, patch and merge sizes each time, and deep blocks or recurrent layers."""
+def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
+    """Other layers, heads, sections, patch and merge sizes each time, and deep blocks or recurrent layers; `more` of
+    the text."""
     layers, depth = rng.randint(2, 5), rng.randint(1, 5)
     heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
     half = rng.choice([4, 8, 12])  # pairs of a head that turn
@@ -50,7 +51,7 @@ def random_config(model_type: str, rng: random.Random) -> ModelConfig:
         "patch_size": rng.choice([2, 4, 16]), "spatial_merge_size": rng.choice([1, 2, 3]), "out_hidden_size": 40,
         "temporal_patch_size": rng.choice([1, 2]), "num_position_embeddings": rng.randint(1, 6) ** 2,
     }  # fmt: skip
-    if model_type == "qwen3_vl":
+    if model_type.startswith("qwen3_vl"):
         text |= {"head_dim": 2 * half, "rope_scaling": rope}
         vision["deepstack_visual_indexes"] = rng.sample(range(depth), rng.randint(0, min(depth, layers - 1)))
     else:
@@ -66,6 +67,7 @@ def random_config(model_type: str, rng: random.Random) -> ModelConfig:
         }  # fmt: skip
     ids = {"image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO, "vision_start_token_id": tiny.VISION_START}
     ids |= {"vision_end_token_id": tiny.VISION_END, "tie_word_embeddings": rng.random() < 0.5}
+    text |= more
     return ModelConfig.from_dict({"model_type": model_type, **ids, "text_config": text, "vision_config": vision})
 
 

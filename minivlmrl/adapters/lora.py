@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.nf4 import NF4Linear
+from minivlmrl.hub.experts import ROUTED, ROUTER, StackedExperts
 from minivlmrl.hub.recipe_values import FilePath, require
 from minivlmrl.rows import random_numbers
 
@@ -40,7 +41,7 @@ class LoRAConfig:
     alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
     # share of the inputs of A that is 0 in training, see dropout
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # also vision, merger, or a regex of layers' names
+    # also vision, merger, experts (with their routers), or a regex of layers' names
     target: list[str] = field(default_factory=lambda: ["language"])
     # frozen weights of the decoder, and of what else has adapters, in 4 bits a value (QLoRA)
     quantize: Literal["nf4"] | None = None
@@ -93,8 +94,10 @@ class LoRALinear(nn.Module):
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
-def full(tensor: Tensor | LoRALinear | NF4Linear) -> Tensor:
+def full(tensor: Tensor | LoRALinear | NF4Linear | StackedExperts) -> Tensor:
     """Gather a tensor if it is sharded, without gradient; of a layer its merged or unpacked weight."""
+    if isinstance(tensor, StackedExperts):
+        return tensor.stack(full)
     if isinstance(tensor, LoRALinear):
         return tensor.merged()
     if isinstance(tensor, NF4Linear):
@@ -215,13 +218,13 @@ def place_like(model: nn.Module, other: nn.Module):
 def quantize_base(model: nn.Module):
     """Pack the linear layers of a frozen decoder, and those under adapters, one after the other.
 
-    Not the head and the embeddings, nor a tower or merger without adapters, on any device.
+    Not routers, the head and the embeddings, nor a tower or merger without adapters, on any device.
     bitsandbytes in transformers 5.23 packs all linear layers but the head, those of the tower too.
     """
     names = []
     for name, module in model.named_modules():
         in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
-        if isinstance(module, nn.Linear) and in_decoder_or_adapted:
+        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not ROUTER.search(name):
             names.append(name)
     for name in names:
         quantize_layer(model, name)
@@ -271,7 +274,7 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
             linear_names.append(name)
     try:
         target_names = [
-            name for name in linear_names if part_of(name) == target or re.fullmatch(target, name)
+            name for name in linear_names if kind_of(name) == target or re.fullmatch(target, name)
         ]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
@@ -279,10 +282,15 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
         target_names,
         "target",
         target,
-        "language, vision, merger or a regular expression of layers' whole names, "
+        "language, vision, merger, experts or a regular expression of layers' whole names, "
         f"such as {linear_names[-1]}",
     )
     return target_names
+
+
+def kind_of(layer_name: str) -> str:
+    """Tell what adapters call the part of a layer: experts and routers are one of their own."""
+    return "experts" if ROUTED.search(layer_name) else part_of(layer_name)
 
 
 def part_of(name: str) -> Part:

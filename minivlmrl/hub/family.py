@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub import qwen2_vl, qwen3_5, qwen3_vl
+from minivlmrl.hub import experts, qwen2_vl, qwen3_5, qwen3_vl
 from minivlmrl.vision import VisionTransformer
 
 CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
@@ -51,6 +51,9 @@ class Family:
     memory_names: bool = False  # its files name tensors as transformers in memory, see memory_name
     unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not computed with
     model: Callable[..., nn.Module] = Qwen2_5_VL  # of a ModelConfig, with visual, model, lm_head
+    # what config.json says of experts, and what transformers takes for what is missing
+    experts: dict[str, Any] = field(default_factory=dict)
+    turned_experts: bool = False  # its files have them transposed
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # what its preprocessor_config.json may leave out
     images: dict[str, Any] = field(default_factory=dict)
@@ -123,4 +126,19 @@ FAMILIES["qwen3_5"] = replace(
     write=qwen3_5.write_config,
     unread=("mtp.",),  # a layer that predicts the token after the next
     model=partial(FAMILIES["qwen3_vl"].model, layer_type=qwen3_5.Layer),
+)
+FAMILIES["qwen3_vl_moe"] = replace(
+    FAMILIES["qwen3_vl"],
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
+    experts=experts.QWEN3_VL,
+    turned_experts=True,
+    model=partial(FAMILIES["qwen3_vl"].model, layer_type=experts.ExpertsLayer),
+)
+FAMILIES["qwen3_5_moe"] = replace(
+    FAMILIES["qwen3_5"],
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text={**FAMILIES["qwen3_5"].text, "intermediate_size": 1},  # no layer is dense
+    experts=experts.QWEN3_5,
+    model=partial(FAMILIES["qwen3_vl"].model, layer_type=experts.RecurrentExpertsLayer),
 )

@@ -5,6 +5,7 @@ from collections.abc import Container
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
+from minivlmrl.hub.experts import ExpertsConfig
 from minivlmrl.hub.family import FAMILIES, Family
 from minivlmrl.hub.recipe_values import build, require
 
@@ -89,6 +90,7 @@ class ModelConfig:
     linear_key_head_dim: Size | None = None
     linear_value_head_dim: Size | None = None
     linear_conv_kernel_dim: Annotated[int, ">= 2"] | None = None  # tokens that it mixes
+    experts: ExpertsConfig | None = None  # of its MLPs; None: all are dense
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655
@@ -193,7 +195,7 @@ class ModelConfig:
             model_type in list(FAMILIES),
             f"{where}: model_type",
             model_type,
-            f"{' or '.join(FAMILIES)}; mixtures of experts and qwen4_exp are not computed",
+            f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not computed",
         )
         family = FAMILIES[model_type]
         text = _section(config, where, "text_config")
@@ -201,7 +203,9 @@ class ModelConfig:
         flat = {**config, **text, "model_type": model_type}
         _check_supported(flat, vision, family, where)
         flat.pop("mrope_section", None)  # only the rope's own counts
-        for name, value in family.defaults.items():
+        if family.experts:  # as transformers 5 calls them
+            flat.setdefault("num_experts", flat.pop("num_local_experts", None))
+        for name, value in {**family.defaults, **family.experts}.items():
             if flat.get(name) is None:  # null is missing
                 flat[name] = value
         rope = _rope(flat, where)
@@ -216,8 +220,22 @@ class ModelConfig:
         flat["vision_config"] = _flat_vision(vision, family, where)
         flat |= family.text
         names = {field.name for field in fields(cls)}
-        flat["extra"] = without(flat, names | REWRITTEN)
-        return build(cls, flat, where, json=True)
+        flat["experts"] = None
+        flat["extra"] = without(flat, names | REWRITTEN | family.experts.keys())
+        config = build(cls, flat, where, json=True)
+        if family.experts:
+            sizes = {name: flat[name] for name in family.experts}
+            config.experts = build(ExpertsConfig, sizes, where, json=True)
+            width = config.hidden_size
+            ambiguous = width / config.experts.moe_intermediate_size in (1, 2)
+            require(
+                not (family.turned_experts and ambiguous),
+                f"{where}: moe_intermediate_size",
+                config.experts.moe_intermediate_size,
+                f"neither hidden_size ({width}) nor half of it: nobody could tell whether the "
+                "experts of a file are transposed",
+            )
+        return config
 
     def to_dict(self) -> dict:
         """Write the hub's config.json, which vLLM and every transformers with the family read."""
@@ -225,6 +243,7 @@ class ModelConfig:
         text = asdict(self)
         vision = text.pop("vision_config")
         extra = text.pop("extra")
+        experts = text.pop("experts")
         mrope_section = text.pop("mrope_section")
         in_channels = vision.pop("in_channels")
         config = {
@@ -232,6 +251,7 @@ class ModelConfig:
             "architectures": [family.architecture],
             "hidden_act": "silu",
             **without(text, family.text),
+            **{name: experts[name] for name in family.experts},
             "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
             "vision_config": {
                 "model_type": self.model_type,
@@ -287,6 +307,7 @@ def _check_supported(flat: dict, vision: dict, family: Family, where: str):
             rope.get("mrope_interleaved"),
             family.text["mrope_interleaved"],
         ),
+        "norm_topk_prob": (flat.get("norm_topk_prob"), True),
         "use_sliding_window": (flat.get("use_sliding_window"), False),
         "attn_output_gate": (flat.get("attn_output_gate"), True),
         "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),

@@ -242,7 +242,6 @@ def write_config(config: dict) -> dict:
     """Nest a flat config, as the hub has it."""
     config = qwen3_vl.write_config(config)
     text = config["text_config"]
-    text["model_type"] = "qwen3_5_text"
     text["layer_types"] = list(text["layer_types"])
     text["rope_parameters"] = {
         **text.pop("rope_scaling"),

@@ -150,7 +150,7 @@ def write_config(config: dict) -> dict:
     top_level = {name: text.pop(name) for name in TOP_LEVEL}
     text["tie_word_embeddings"] = top_level["tie_word_embeddings"]
     text["eos_token_id"] = top_level["eos_token_id"]
-    text["model_type"] = "qwen3_vl_text"
+    text["model_type"] = f"{config['model_type']}_text"
     text["attention_bias"] = False
     text["rope_scaling"] = {
         "rope_type": "default",

@@ -201,10 +201,14 @@ class Alarms:
                 )
 
     def untouched(self) -> Iterator[tuple[str, str]]:
-        """Name what is trained and never had a gradient: AdamW has no moments of it."""
+        """Name what is trained and never had a gradient: AdamW has no moments of it.
+
+        Experts have a rule of their own.
+        """
         names = []
         for name, parameter in self.algorithm.trained.named_parameters():
-            if parameter.requires_grad and parameter not in self.optimizer.state:
+            has_state = parameter in self.optimizer.state
+            if parameter.requires_grad and not has_state and ".mlp.experts." not in name:
                 names.append(name)
         if not names:
             return

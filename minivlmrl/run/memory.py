@@ -116,6 +116,12 @@ class Costs:
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.active_parameters = self.parameters  # that a token is computed with
+        if config.experts is not None:
+            idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
+            for name, parameter in self.model.named_parameters():
+                if ".mlp.experts." in name:
+                    self.active_parameters -= round(parameter.numel() * idle_share)
 
     def build(self, run: RunConfig, stage: str) -> nn.Module:
         """Make the model that a stage of a run trains on the meta device."""

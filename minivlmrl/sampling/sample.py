@@ -38,7 +38,9 @@ class RunSampler(Sampler):
         self.listen = listen
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
-        on_gpu = world.device.type == "cuda" and not by_layer
+        # a graph waits for no counts of experts' tokens
+        fits_graph = not by_layer and model.config.experts is None
+        on_gpu = world.device.type == "cuda" and fits_graph
         self.captured = sampling.graph == "auto" and on_gpu
         self.filters = self.texts = None  # of the present call
 

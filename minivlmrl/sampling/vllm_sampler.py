@@ -128,9 +128,10 @@ class VLLMSampler(RunSampler):
                 f"{run.sampling.max_new_tokens}, and the longest prompt together"
             )
         config = run.model.config or find_folder(run.model.path) / "config.json"
-        if read_json(Path(config)).get("model_type") == "qwen3_5":
+        model_type = read_json(Path(config)).get("model_type")
+        if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"):
             raise ValueError(
-                "sampling.engine is vllm, which refuses Qwen3.5 as it is asked here; take own"
+                f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own"
             )
 
     @classmethod

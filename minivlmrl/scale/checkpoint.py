@@ -25,6 +25,7 @@ from minivlmrl.adapters.lora import (
 )
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.hub.experts import StackedExperts, split_experts, stack_experts
 from minivlmrl.hub.family import CONTROL_TOKENS, FAMILIES, Family, family_of, hub_name, memory_name
 from minivlmrl.hub.folder import (
     ASKED,
@@ -121,12 +122,13 @@ def _read_weights(
     """
     expected = base_weights(model)  # a tied head is in it once, under the embedding's name
     is_tied = model.config.tie_word_embeddings
-    unread_prefixes = family_of(model).unread
+    family = family_of(model)
     weights: dict[str, Tensor] = {}
     read_names = set()
     for file in files:
-        for name, tensor in read_tensors(file):
-            if name.startswith(unread_prefixes):
+        tensors = read_tensors(file)
+        for name, tensor in split_experts(tensors, model.config, family.turned_experts, file):
+            if name.startswith(family.unread):
                 continue
             # some folders have the tied head too
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
@@ -370,16 +372,25 @@ def split_weights(weights: dict[str, object], max_shard_size: int):
     """Share weights out to files of at most so many bytes, or one weight each."""
     shapes = {}
     for name, weight in weights.items():
-        layer = weight.base if isinstance(weight, LoRALinear) else weight
-        tensor = layer if isinstance(layer, Tensor) else layer.weight
-        shapes[name] = torch.empty_like(tensor, device="meta")
+        shapes[name] = on_meta(weight)
     return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
+
+
+def on_meta(weight: object) -> Tensor:
+    """Make a tensor without numbers of a weight's shape and dtype."""
+    if isinstance(weight, StackedExperts):
+        return weight.stack(on_meta)
+    layer = weight.base if isinstance(weight, LoRALinear) else weight
+    tensor = layer if isinstance(layer, Tensor) else layer.weight
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def file_weights(model: nn.Module) -> dict[str, object]:
     """Name each weight of the plain model as files of its family do: see plain_weights."""
-    name_of = memory_name if family_of(model).memory_names else str
-    return {name_of(name): weight for name, weight in plain_weights(model).items()}
+    family = family_of(model)
+    name_of = memory_name if family.memory_names else str
+    weights = {name_of(name): weight for name, weight in plain_weights(model).items()}
+    return stack_experts(weights, family.turned_experts)
 
 
 def check_finite(name: str, tensor: Tensor, folder: object):

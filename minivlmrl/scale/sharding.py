@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.adapters.lora import place_like, shared_base
 from minivlmrl.attention import GroupAttention, GroupLayout
+from minivlmrl.hub.experts import Experts
 from minivlmrl.hub.family import family_of
 from minivlmrl.scale.ranks import World
 
@@ -108,6 +109,9 @@ class Sharding:
         for tower in (model.visual.blocks, model.model.layers):
             for previous_block, block in zip([tower[0], *tower], tower, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.sum_over_ranks = sum_counts
         vision = VisionInStep()
         # runs after FSDP's own, which gathers the root
         model.register_forward_pre_hook(vision.before)
@@ -142,6 +146,13 @@ def shard_rows(mesh: dist.DeviceMesh, num_rows: int) -> slice:
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
     return slice(first_row, first_row + rows_per_rank)
+
+
+def sum_counts(counts: list[int]) -> list[int]:
+    """Add up counts of all ranks; on the host: nobody waits for a GPU."""
+    total = torch.tensor(counts)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
 class VisionInStep:

@@ -21,16 +21,19 @@ CLASSES = {
     "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
     "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
     "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
+    "qwen3_vl_moe": transformers.Qwen3VLMoeForConditionalGeneration,
+    "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
 }
 
 # how far two logits may be apart by float32's rounding, as a share of the largest; a recurrence carries it on
-ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), "qwen3_5": 3e-5}
+ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), 3e-5)}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
     """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
     config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
-    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager").to(dtype)
+    theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
     tiny.telling_weights(theirs)
     theirs.tie_weights()
     theirs.save_pretrained(folder)

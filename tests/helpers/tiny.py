@@ -7,6 +7,7 @@ import torch
 
 from minivlmrl import batch
 from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.experts import ExpertsConfig
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig, VisionConfig
 from minivlmrl.rows import Completion, Prompt
@@ -50,6 +51,17 @@ RUN_QWEN35 = {
     },
 }  # fmt: skip
 
+# the same with 5 experts, 2 of them for each token; of Qwen3-VL's two layers the first has experts
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+RUN_QWEN3_MOE = {
+    **RUN_QWEN3, "model_type": "qwen3_vl_moe",
+    "text_config": RUN_QWEN3["text_config"] | EXPERTS | {"mlp_only_layers": [1]},
+}  # fmt: skip
+RUN_QWEN35_MOE = {
+    **RUN_QWEN35, "model_type": "qwen3_5_moe",
+    "text_config": RUN_QWEN35["text_config"] | EXPERTS | {"shared_expert_intermediate_size": 20},
+}  # fmt: skip
+
 
 def recipe(stage: dict, **sections) -> dict:
     """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
@@ -83,20 +95,25 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
         own = {"intermediate_size": 64, **family.tower}
-    elif model_type == "qwen3_vl":  # heads of another size than hidden_size / heads
+    elif model_type in ("qwen3_vl", "qwen3_vl_moe"):  # heads of another size than hidden_size / heads
         text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
         own = {"intermediate_size": 64, **family.tower}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
-    elif model_type == "qwen3_5":  # every second layer attends
+    elif model_type in ("qwen3_5", "qwen3_5_moe"):  # every second layer attends
         text = {**family.text, **RECURRENT, "mrope_section": (2, 1, 1)}
         own = {"intermediate_size": 64, **family.tower, "num_position_embeddings": 36}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
+    if model_type == "qwen3_vl_moe":
+        text["experts"] = ExpertsConfig(**EXPERTS, mlp_only_layers=[1])
+    elif model_type == "qwen3_5_moe":
+        text["experts"] = ExpertsConfig(**EXPERTS, shared_expert_intermediate_size=20)
     vision = VisionConfig(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
     return ModelConfig(
         model_type=model_type,
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, **text, tie_word_embeddings=tied, image_token_id=IMAGE,
+        **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96} | text,
+        num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, image_token_id=IMAGE,
         video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, bos_token_id=1,
         eos_token_id=2, vision_config=vision,
     )  # fmt: skip
@@ -113,7 +130,7 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     centred = {  # norms that scale by 1 + weight
         f"{name}.weight"
         for name, m in model.named_modules()
-        if type(m).__name__ in ("CentredRMSNorm", "Qwen3_5RMSNorm")
+        if type(m).__name__ in ("CentredRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
     }
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -125,6 +142,8 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
             p.copy_((name not in centred) + 0.2 * noise)
         elif "embed_tokens" in name:
             p.copy_(2 * noise / p.shape[1] ** 0.5)
+        elif name.endswith("_proj"):  # of all experts of a layer, as transformers holds them
+            p.copy_(noise / p.shape[2] ** 0.5)
         else:
             p.copy_(noise / p[0].numel() ** 0.5)
     return model
