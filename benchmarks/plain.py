@@ -10,6 +10,7 @@ import io
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = ast.Module | ast.ClassDef | FUNCTIONS
@@ -22,6 +23,7 @@ LAYOUT = {
 }
 
 
+@cache  # a file counts in several parts
 def code_tokens(source: str) -> list[tuple[int, str]]:
     """List the tokens of a source text that count, each (row, text)."""
     tree = ast.parse(source)
@@ -106,6 +108,7 @@ def is_documented(node: ast.AST) -> bool:
     return isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None
 
 
+@cache  # a file counts in several parts
 def function_tokens(source: str) -> dict[str, int]:
     """Count the tokens in the body of each function, nested ones included: {"Sampler.generate": 120}."""
     tokens_of_row = Counter(row for row, _ in code_tokens(source))
@@ -125,6 +128,7 @@ def function_tokens(source: str) -> dict[str, int]:
     return counts
 
 
+@cache  # a file counts in several parts
 def packings(source: str) -> list[tuple[int, str]]:
     """List the lines that pack several things into one, each (row, what to write instead)."""
     found = []
@@ -186,6 +190,7 @@ def has_walrus(node: ast.AST) -> bool:
     return is_comprehension and any(isinstance(inner, ast.NamedExpr) for inner in ast.walk(node))
 
 
+@cache  # a file counts in several parts
 def variable_names(source: str) -> list[str]:
     """List the variables that are assigned, once for each assignment."""
     names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
