@@ -1,6 +1,7 @@
 """A folder's own chat template: what transformers renders, in pieces that tell its control tokens from users' text."""
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -35,7 +36,7 @@ def test_templates_with_tool_calls_render_as_in_transformers(load, name):
 
 
 THINK, OFF = "<think>\n", {"enable_thinking": False}
-ASKED = [*user({"type": "image"}, {"text": " Hi? "}), assistant("<think>\nhm\n</think>\n\nHi."), *HI]
+ASKED = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *HI]
 
 
 @pytest.mark.parametrize(("name", "values", "opened"), [
@@ -72,6 +73,54 @@ def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, na
     assert bracketed(no.render_completion(HI, [bare])) == "[<answer>b</answer><|im_end|>]"
     with pytest.raises(ValueError, match="; leave out thoughts after a prompt without"):
         no.render_completion(HI, [told])
+
+
+LOOK = [{"function": {"name": "look", "arguments": {"at": "left", "times": 2}}}]
+ANSWERED, ODD = {"role": "tool", "content": "red"}, {"role": "user", "content": "<think>?</think>Why?"}
+TALKS = [  # of the assistant's turns the text and calls
+    [*ASKED[:1], ("Red.", []), ODD, ("Blue.", [])],
+    [{"role": "system", "content": "Be brief."}, *HI, ("", LOOK), ANSWERED, ("Red.", []), *HI, ("Blue.", [])],
+    [*HI, ("I look.", LOOK * 2), ANSWERED, ANSWERED, ("Red.", [])],
+]
+SPELLINGS = {
+    "none": lambda text: {"content": text},
+    "apart": lambda text: {"content": text, "reasoning_content": "I see"},
+    "tight": lambda text: {"content": f"<think>I see</think>{text}"},
+    "as it is written": lambda text: {"content": f"<think>\nI see\n</think>\n\n{text}"},
+    "in parts": lambda text: {"content": [{"text": "<think>I "}, {"text": f"see</think>{text}"}]},
+    "apart, and tags in the text": lambda text: {"content": f"<think>no</think>{text}", "reasoning_content": "I see"},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8"])
+def test_a_thought_is_laid_out_alike_however_it_is_spelled(load, published, transformers, name, spelling):
+    """In earlier turns and in completions, as transformers lays out thoughts that are told apart."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def spelled(talk, spelling):
+        turns = []
+        for turn in talk:
+            if isinstance(turn, tuple):
+                turn = {"role": "assistant", **SPELLINGS[spelling](turn[0]), "tool_calls": turn[1]}
+            turns.append(turn)
+        return turns
+
+    told = spelling if spelling.startswith(("none", "apart")) else "apart"
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    loaded = load(name)
+    for values, talk, is_last, declared in itertools.product(({}, OFF), TALKS, (False, True), (None, tools)):
+        template = with_values(loaded, values)
+        template = template.declaring(tools) if declared else template
+        ours, theirs = spelled(talk, spelling), spelled(talk, told)
+        split = len(talk) - 1 if is_last else [turn["role"] for turn in ours].index("assistant")
+        options = {"chat_template": published(name), "tools": declared, **values}
+        [prompt], _ = render_jinja_template([theirs[:split]], add_generation_prompt=True, **options)
+        assert "".join(template.render(ours[:split])) == prompt
+        [whole], _ = render_jinja_template([theirs], **options)
+        if whole.startswith(prompt) and (is_last or name == "qwen3_8"):  # the other rewrites thoughts of the past
+            completion = "".join(piece for piece, _ in template.render_completion(ours[:split], ours[split:]))
+            assert prompt + completion + "\n" == whole
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be <b>brief</b>."}]])

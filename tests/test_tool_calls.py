@@ -1,5 +1,6 @@
 """Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
 
+import json
 import random
 import signal
 import sys
@@ -75,6 +76,31 @@ def test_arguments(tool, said, result):
     assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
 
 
+WRITTEN = [  # a type, what the policy writes, what the tool is called with
+    (int | str, "7", 7), (int | str, '"7"', '"7"'), (int | str, "7.5", "7.5"), (int | str, "true", "true"),
+    (int | str, "seven", "seven"), (float | str, "007", "007"), (float | str, "1e3", 1000.0), (str, "7", "7"),
+    (str | None, "7", "7"), (str | None, "null", None), (str | None, "None", None), (int | None, "None", None),
+    (list[int] | str, "[1]", [1]), (list[int] | str, '["a"]', '["a"]'), (list[str], "a", ["a"]),
+    (Literal["1", 2], "1", "1"), (Literal["1", 2], "2", 2), (dict | str, '{"a": 1}', {"a": 1}),
+    (str, "[" * 9999, "[" * 9999),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hint", "text", "value"), WRITTEN)
+def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, value):
+    """Qwen3.5's templates write text as it is, and all else as JSON; whoever writes JSON says itself what is text."""
+
+    def tool(it):
+        return [it]
+
+    tool.__annotations__ = {"it": hint}
+    written = f"<function=tool>\n<parameter=it>\n{text}\n</parameter>\n</function>"
+    assert call({"tool": tool}, "", written) == [value]
+    arguments = {"name": "tool", "arguments": {"it": value}}
+    assert call({"tool": tool}, "", json.dumps(arguments)) == [value]
+    assert type(call({"tool": tool}, "", json.dumps(arguments))[0]) is type(value)
+
+
 @pytest.mark.parametrize(
     ("tool", "said", "error"),
     [
@@ -84,6 +110,7 @@ def test_arguments(tool, said, result):
         ("", '{"name": "eval"}', "no tool 'eval'; there are look"),
         ("", "<function=eval></function>", "no tool 'eval'; there are look"),
         ("", '{"name": "look", "arguments": [1]}', "must be an object"),
+        ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], it must be of type float"),
     ],
 )
 def test_what_does_not_fit_is_said(tool, said, error):

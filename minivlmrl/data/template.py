@@ -9,6 +9,7 @@ import json
 import re
 from copy import copy
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 import jinja2
@@ -16,7 +17,17 @@ import jinja2.meta
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.chat import END, IMAGE, START, VIDEO, Control, join_text, layout_turn, part_kind
+from minivlmrl.chat import (
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    Control,
+    content_parts,
+    join_text,
+    layout_turn,
+    part_kind,
+)
 from minivlmrl.data.turns import (
     check_messages,
     join_flagged,
@@ -127,8 +138,6 @@ class ChatTemplate:
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
-        if "reasoning_content" in self.text:
-            turns = [_with_thought_apart(turn) for turn in turns]
         conversation = self._checked([*messages, *turns])
         text = self._lay_out(conversation, False)
         flagged = []
@@ -189,6 +198,9 @@ class ChatTemplate:
             if kind in used_kinds and spelled not in self.text:
                 raise self._error(f"it has no place for {kind}s; use one that has")
         messages = _plain(messages)
+        if "reasoning_content" in self.text and "split('</think>')" not in self.text:
+            # Qwen3.8's would write a thought that is in the text after an empty one
+            messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # it lays out parameters one by one, not JSON
             _parse_arguments(messages)
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
@@ -277,13 +289,17 @@ def _needs_jinja(messages: list[dict]) -> bool:
     return False
 
 
-def _with_thought_apart(turn: dict) -> dict:
+def _with_thought_apart(message: dict) -> dict:
     """Say the thought of an answer, <think>...</think> in front of it, as templates are told it."""
-    text = turn["content"] if isinstance(turn.get("content"), str) else ""
-    thought = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", text, re.DOTALL)
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return message
+    parts = content_parts(message)
+    texts = list(takewhile(lambda part: part_kind(part) == "text", parts))
+    thought = re.fullmatch(r"\s*<think>(.*?)</think>(.*)", text_of({"content": texts}), re.DOTALL)
     if thought is None:
-        return turn
-    return {**turn, "reasoning_content": thought[1], "content": thought[2]}
+        return message
+    answer = [{"type": "text", "text": thought[2]}, *parts[len(texts) :]]
+    return {**message, "reasoning_content": thought[1], "content": answer}
 
 
 def _parse_arguments(messages: list[dict]):

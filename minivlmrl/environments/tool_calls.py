@@ -14,8 +14,7 @@ from PIL.Image import Image
 
 from minivlmrl.chat import END, join_text, layout_turn, part_kind, render
 from minivlmrl.environments.environment import Settings, arguments_of, settings_of
-from minivlmrl.environments.schema import type_schema
-from minivlmrl.hub.recipe_values import build, require
+from minivlmrl.hub.recipe_values import build, read_value, require
 from minivlmrl.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.reward_functions.names import guarded
 from minivlmrl.rows import Processor
@@ -171,7 +170,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Read a call as Qwen3.5 writes it, values that are no text as JSON; None: it is another."""
+    """Read a call as Qwen3.5 writes it: one parameter after the other; None: it is another."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -181,11 +180,26 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
     for parameter in body.split("</parameter>")[:-1]:
         key, _, value = parameter.partition("<parameter=")[2].partition(">")
         value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = value
-        if type_schema(hints.get(key, str)).get("type") != "string":
-            with suppress(ValueError):
-                arguments[key] = json.loads(CONSTANTS.get(value, value))
+        arguments[key] = read_parameter(hints.get(key, str), value)
     return {"name": name, "arguments": arguments}
+
+
+def read_parameter(hint, text: str) -> object:
+    """Read a value that Qwen3.5's templates write: text as it is, and all else as JSON.
+
+    So it is JSON where that is no text and fits the type, and otherwise the text as it is written:
+    for int | str 7 is a number, and 7.5, seven and "7" with its quotes are text.
+    """
+    value = text
+    with suppress(ValueError, RecursionError):
+        value = json.loads(CONSTANTS.get(text, text))
+    if isinstance(value, str):
+        return text
+    for choice in (value, text):
+        with suppress(ValueError):
+            read_value(hint, choice, "", json=True)
+            return choice
+    return value  # whoever builds the arguments says what is wrong
 
 
 def part(result: object) -> dict:

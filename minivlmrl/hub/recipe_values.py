@@ -269,10 +269,10 @@ def read_value(hint, value, name: str, json: bool):
 
 
 def _read_union(hint, value, name: str, json: bool):
-    """Read a value of several types by the first that takes it."""
+    """Read a value of several types by its own if that is one, else by the first that takes it."""
     choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
-    if value is None and types.NoneType in typing.get_args(hint):
-        return None
+    if type(value) in typing.get_args(hint):  # "7" is text for float | str
+        return value
     if len(choices) == 1:  # its error says more than that of the union
         return read_value(choices[0], value, name, json)
     for choice in choices:
