@@ -40,6 +40,7 @@ def rows_of_memory(name):
     return [[text.strip() for text in row] for row in rows]
 
 
+THOUGHTS = ["--data.template.enable_thinking=true", "--sampling.max_new_tokens=2048"]
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 
 
@@ -89,6 +90,9 @@ def test_recipes_fit_the_cards_that_their_heads_name():
         ("lora_7b", "Qwen2.5-VL-7B", 25, ["--adapter.quantize=null"]),
         ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 12, ["--adapter.quantize=nf4"]),
         ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 27, ["--adapter.quantize=null"]),
+        ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
+        ("lora_qwen3_5_4b", "Qwen3.5-4B", 19, THOUGHTS),
+        ("lora_qwen3_5_9b", "Qwen3.5-9B", 30, THOUGHTS),
     ],
 )
 def test_recipes_of_one_card_fit_it(name, model, other, options):
@@ -98,9 +102,12 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
     found = [needed(load_config(path, given), "grpo", model) for given in ([], options)]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
-    if model.startswith("Qwen3"):  # docs/memory.md has a line of it
-        [[_, *cells]] = rows_of_memory(name)
-        assert cells == [cell(size) for size in sorted(found)[::-1]]
+    [row] = rows_of_memory(name) or [None]
+    if model.startswith("Qwen3-VL"):  # docs/memory.md has a line of it
+        assert row[1:] == [cell(size) for size in sorted(found)[::-1]]
+    if options is THOUGHTS:
+        card_and_sizes = [str(card), *(f"{size:.1f}" for size in found)]
+        assert row[1:] == card_and_sizes and " ".join(options) in head
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ QWEN3_SIZES = {
     "Qwen3-VL-4B": (4_437_815_808, 713),
     "Qwen3-VL-8B": (8_767_123_696, 750),
 }
-QWEN35_SIZES = ("Qwen3.5-2B", "Qwen3.5-9B", "Qwen3.5-27B")
+QWEN35_SIZES = ("Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B")
 
 
 def real_config(size: str) -> dict:
