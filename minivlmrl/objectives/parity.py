@@ -1,5 +1,6 @@
 """For other people's tests: hold a loss against values and gradients that were recorded from TRL
 1.16, and name its mistake; needs no TRL. docs/audit.md says what `batch` and `options` have.
+`sees` says whether a trainer's log-probabilities come from the pictures of their row.
 
 `pytest tests/parity`, in a clone, holds every loss and option of ours against the TRL that is
 installed.
@@ -107,3 +108,58 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     difference = (ours - theirs).nan_to_num(0.0).abs().max()
     scale = theirs.nan_to_num(0.0).abs().max().clamp(min=1)
     return (difference / scale).item()
+
+
+def sees(
+    my_logps,
+    input_ids: Tensor,
+    pixel_values: Tensor,
+    image_grid_thw: Tensor,
+    image_token_id: int,
+    tolerance: float = 1e-3,
+) -> str:
+    """Say which picture of a row does not reach a trainer's log-probabilities, or in another order.
+
+    Each picture in turn is replaced by its negative. That changes what comes after the picture and
+    nothing before it; and rows that differ in one picture give the same in one batch as alone.
+
+    Args:
+        my_logps: (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3)) -> (B, T),
+            log-probabilities of each row's last T tokens; with T = L - 1 the order is seen too.
+        input_ids: (L,), a row as a processor of Qwen's gives it, with N pictures.
+        pixel_values: (P, D), the patches of one picture after the other.
+        image_grid_thw: (N, 3); wrong orders show where pictures differ in size.
+        tolerance: nats, the rounding of my_logps; about 0.1 in bfloat16.
+
+    Returns:
+        What is wrong and by how many nats; "" if each picture is seen where it belongs.
+
+    Raises:
+        ValueError: the row has no picture, or another number than image_grid_thw has.
+    """
+    starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()  # of placeholders
+    N = len(image_grid_thw)
+    if not len(starts) == N > 0:
+        raise ValueError(f"input_ids have {len(starts)} pictures, image_grid_thw has {N}")
+    signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row is as it was
+    rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]
+    alone = torch.cat([my_logps(input_ids[None], row, image_grid_thw) for row in rows])
+    batch = my_logps(
+        input_ids.repeat(N + 1, 1), rows.flatten(0, 1), image_grid_thw.repeat(N + 1, 1)
+    )
+    changes = (alone[:-1] - alone[-1]).abs()  # (N, T) by each picture
+    for picture in range(N):
+        change = changes[picture]
+        largest_change = change.max()
+        if not largest_change > tolerance:
+            return f"does not see picture {picture}: its negative changes {largest_change:.1e} nats"
+        early_change = change[: starts[picture] + 1 - len(input_ids)].sum()
+        if early_change > tolerance:
+            return (
+                f"sees pictures in another order: picture {picture} "
+                f"changes what comes before it by {early_change:.1e} nats"
+            )
+    difference = (batch - alone).abs().max()
+    if difference > changes.amax(1).min() / 2:
+        return f"sees another row's pictures: a batch is {difference:.1e} nats from its rows alone"
+    return ""
