@@ -50,6 +50,8 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, befo
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
     world = signals.world
     check_outputs(config)
+    if world.is_main:
+        print(f"output: {config.output_dir}; open page.html there in a browser", flush=True)
     check_memory(config, world)
     model, processor, datasets = prepare(config, algorithms, world)
     states = States(config, world, signals)

@@ -199,6 +199,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "num_threads": "test_train.py: test_num_threads",
     "resume": "test_resume.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
     "check_memory": "test_memory.py: test_a_run_that_does_not_fit_is_refused",
+    "page_minutes": "test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",
     "timeout": "test_resume.py: test_timeout_is_how_long_a_rank_waits_for_another",
     "model.path": "test_trained.py: test_a_run_goes_on_from_an_adapter",
     "model.compute_dtype": "test_sharding.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",

@@ -1,5 +1,6 @@
 """The page of a run: in a real browser it shows what the run's files say, and nothing in them can break it."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -8,7 +9,10 @@ import pytest
 from pytest import approx
 from runs import LETTERS, metrics, write_lines
 
-from minivlmrl.run.report import TEMPLATE, collect
+from minivlmrl import train
+from minivlmrl.run import results
+from minivlmrl.run.config import load_config
+from minivlmrl.run.report import TEMPLATE, collect, write_page
 from minivlmrl.tools import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -96,6 +100,68 @@ def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(train
     sampled, flat = charts["eval/sampled by step"], charts["eval/loss by step"]
     assert '<path class="error" d="M46.0 112.0L46.0 46.4"></path>' in sampled and ">1</text>" in sampled
     assert 'd="M46.0 64.0L294.0 64.0"' in flat and "error" not in flat
+
+
+@pytest.fixture
+def watched(home, tmp_path, monkeypatch):
+    """watched(look, options) trains three steps of 61 seconds, before each look() sees tmp_path / "run"."""
+    now = [0]
+    monkeypatch.setattr(results, "clock", lambda: now[0])
+
+    def before_step(*_):
+        now[0] += 61
+        now[1]()
+
+    def watched(look, *options):
+        now[1:] = [look]
+        options = "--stages=[sft]", f"--output_dir={tmp_path / 'run'}", "--resume=never", *options
+        train.start(load_config(home / "recipe.yaml", options), before_step)
+
+    return watched
+
+
+def shown(path):
+    """After how many seconds a page loads itself again, and how many steps it has."""
+    text = path.read_text().partition('type="application/json">')[2].partition("</script>")[0]
+    return [(run["reload"], len(run["metrics"])) for run in json.loads(text)]
+
+
+def test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it(watched, tmp_path, capsys):
+    page, seen = tmp_path / "run" / "page.html", []
+    watched(lambda: seen.extend(shown(page)))
+    assert seen == [(60, 0), (60, 1), (60, 2)] and shown(page) == [(0, 3)]
+    assert capsys.readouterr().out.startswith(f"output: {page.parent}; open page.html there in a browser\n")
+    with pytest.raises(ZeroDivisionError):  # a run that fails has ended too
+        watched(lambda: len(shown(page)) / (shown(page)[0][1] < 2))
+    assert shown(page) == [(0, 2)]
+    page.unlink()
+    watched(lambda: seen.append(page.exists()), "--page_minutes=0")
+    assert seen[3:] == [False] * 3 and shown(page) == [(0, 3)]
+
+
+@pytest.mark.slow
+def test_a_browser_sees_another_step_while_a_run_lives(watched, tmp_path):
+    pages = []
+    watched(lambda: pages.append(browse(tmp_path / "run" / "page.html", "", tmp_path)))
+    assert [re.findall(r"step (\d+)</text>", page)[:1] for page in pages] == [[], ["1"], ["2"]]
+
+
+@pytest.mark.slow
+def test_a_page_that_is_loaded_again_keeps_step_stage_folds_and_scroll(trained, tmp_path):
+    """A script at its end changes all four and loads it again, and then writes them into the title."""
+    write_lines(trained / "metrics.jsonl", [{"stage": "sft", "step": 0, "loss": 1.0}, *metrics(trained)])
+    page = trained / "page.html"
+    write_page([trained], page)
+    script = """<script>
+const write = () => document.title = [scrollY, location.hash, byId("stage").value, folds.map((fold) => fold.open)];
+if (sessionStorage.length) onload = write; else {
+  sessionStorage.again = folds[0].open = true;
+  byId("stage").value = "sft"; byId("stage").onchange(); byId("slider").value = 1; drawGroups();
+  scrollTo(0, 321); location.reload();
+}
+</script>"""
+    page.write_text(page.read_text().replace("</body>", f"{script}</body>"))
+    assert "<title>321,#grpo/2/1,sft,true,false</title>" in browse(page, "", tmp_path)
 
 
 def test_what_is_no_run_is_named(tmp_path):

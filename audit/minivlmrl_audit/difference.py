@@ -20,7 +20,15 @@ from minivlmrl.run.resume import COMPLETE, RUN
 from minivlmrl.run.state_files import find_pieces, read_rows
 
 # of a recipe, what a resumption may say otherwise
-OPTIONS = {"output_dir", "report_to", "num_threads", "timeout", "state_steps", "state_minutes"}
+OPTIONS = {
+    "output_dir",
+    "report_to",
+    "num_threads",
+    "timeout",
+    "state_steps",
+    "state_minutes",
+    "page_minutes",
+}
 # numbers of a clock and of memory; a state has all of timings.jsonl
 MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib", TIMINGS}
 PATHS = {"where", "recipe"}  # of completions.jsonl and of a state: they name files

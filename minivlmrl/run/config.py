@@ -104,6 +104,7 @@ class RunConfig:
     eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every so many too; 0: between stages only
     save_steps: Annotated[int, ">= 0"] = 0  # checkpoint/ every so many too; 0: after a stage only
     log_completions: Annotated[int, ">= 0"] = 10  # every so many steps, to completions.jsonl
+    page_minutes: Annotated[float, ">= 0"] = 1.0  # write page.html so often; 0: when the run ends
     # weights of the best such result, in best/
     keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None
     # metrics too; a file's function (config, steps, closing) -> log(values, steps)

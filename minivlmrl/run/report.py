@@ -32,16 +32,21 @@ class Shown(Logged):
     completions: list[Earned] = field(default_factory=list)
 
 
-def write_page(folders: list[Path], out: Path):
-    """Write the page of these runs' folders."""
-    fill_template(TEMPLATE, json_text([collect(folder) for folder in folders]), out)
-    print(f"open {out} in a browser")
+def write_page(folders: list[Path], out: Path, seconds: float = 0):
+    """Write the page of these runs' folders, which loads itself again after so many seconds.
+
+    0: it does not, as the runs have ended.
+    """
+    runs = [collect(folder) | {"reload": seconds} for folder in folders]
+    fill_template(TEMPLATE, json_text(runs), out)
 
 
 def fill_template(template: Path, text: str, out: Path):
-    """Write a page with JSON in it."""
+    """Write a page with JSON in it; a browser that reads it meanwhile has the page of before."""
     text = text.replace("<", "\\u003c")  # no </script> in it
-    out.write_bytes(template.read_text("utf-8").replace("{{DATA}}", text).encode())
+    draft = out.with_suffix(".partial")
+    draft.write_bytes(template.read_text("utf-8").replace("{{DATA}}", text).encode())
+    draft.replace(out)
 
 
 def collect(folder: Path) -> dict:

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from time import monotonic as clock
 
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
@@ -13,7 +14,7 @@ from minivlmrl.run.resume import check_resume
 from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.tasks.task import get_task
 
-SUMMARY, BEST = "summary.json", "best"
+SUMMARY, BEST, PAGE = "summary.json", "best", "page.html"
 
 
 def check_outputs(config: RunConfig):
@@ -50,7 +51,9 @@ class Results:
             first_line = f"# {config.recipe}; {rows}\n"  # the page reads it
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())
-            print(f"output: {self.folder}", flush=True)
+            log.callback(write_page, [self.folder], self.folder / PAGE)  # however the run ends
+        self.next_page = 0.0  # when the page is written again
+        self.show_page()
 
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
@@ -58,8 +61,17 @@ class Results:
             steps_done = algorithm.config.max_steps if algorithm else 0
             self.progress.results[name] = self.evaluate(name, algorithm, steps_done)
 
+    def show_page(self):
+        """Write the page if it is time; in a run of days that takes a hundredth of it at most."""
+        begin = clock()
+        seconds = 60 * self.config.page_minutes
+        if self.world.is_main and seconds and begin >= self.next_page:
+            write_page([self.folder], self.folder / PAGE, seconds)
+            self.next_page = clock() + max(seconds, 100 * (clock() - begin))
+
     def after_step(self, algorithm, steps_done: int):
         """Evaluate and save if it is time after so many steps; at the end measure() evaluates."""
+        self.show_page()
         if steps_done == 0:
             return
         config = self.config
@@ -93,7 +105,7 @@ class Results:
         return values
 
     def write(self, algorithm=None):
-        """Write the table and the page, and then, as this may fill the disk, the weights."""
+        """Write the table and then, as this may fill the disk, the weights."""
         if self.world.is_main:
             task = self.config.data.task and get_task(self.config.data.task)
             chance = task.chance(self.held_out) if task else None
@@ -104,7 +116,6 @@ class Results:
                 print_table(results, len(self.held_out), chance, task.chance_name if task else "")
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())
             print(f"training: {', '.join(times)}")
-            write_page([self.folder], self.folder / "page.html")
         if algorithm is not None:
             algorithm.save(self.folder)
         if algorithm is None or not algorithm.trains_policy:

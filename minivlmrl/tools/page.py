@@ -24,4 +24,6 @@ def main(arguments: list[str]):
     for folder in folders:
         if not (folder / METRICS).is_file():
             raise ValueError(f"{folder}: has no metrics.jsonl; give the output_dir of a run")
-    write_page(folders, Path(options.out or folders[0] / "page.html"))
+    out = Path(options.out or folders[0] / "page.html")
+    write_page(folders, out)
+    print(f"open {out} in a browser")
