@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from talk import IMAGE_PART, text, user
 
 from minivlmrl import chat
+from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
 from minivlmrl.hub.family import FAMILIES
@@ -330,6 +331,14 @@ def test_a_wrong_tensor_is_named(copy, change, says):
     edit_weights(copy, change)
     with pytest.raises(ValueError, match=says):
         load_model(copy)
+
+
+def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bits_is_finite(copy):
+    name = "model.layers.0.mlp.up_proj.weight"
+    checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), name, copy)
+    edit_weights(copy, lambda weights: weights[name][0].fill_(torch.inf))
+    with pytest.raises(ValueError, match=f"tensor {name} has numbers that are not finite"):
+        load_model(copy, None, "cpu", None, LoRAConfig(r=2, quantize="nf4").place)
 
 
 @pytest.mark.parametrize("file, content, says", [

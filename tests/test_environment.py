@@ -65,7 +65,7 @@ def untyped(x) -> str: ...
 def unknown(x: "Nothing") -> str: ...
 def odd(x: datetime.date) -> str: ...
 class Refusing(Counter):
-    def reset(self, **columns): columns["answer"]
+    def reset(self, prompt, images, extents, **columns): columns["answer"]
 
 
 class Empty: reset = lambda self, **columns: None
@@ -133,6 +133,7 @@ def test_a_reward_that_asks_the_environment_is_tried_on_one_that_was_told_a_row(
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
     try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?"})]})
     config.sampling.environment = f"{tmp_path}/own.py:Refusing"
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]})
     with pytest.raises(
         ValueError, match=r"^the first row: sampling.environment .*own\.py:Refusing: reset raised KeyError: 'answer'"
     ):

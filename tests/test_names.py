@@ -112,6 +112,13 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
     with pytest.raises(ValueError, match=r"KeyError\('says_clas'\) in .*; did you mean says_class\?$"):
         ask(monkeypatch, misspelt, ["two"], says_class=["a"])
 
+    def logging(completions, log_extra, **columns):
+        log_extra("length", [len(text) for text in completions])
+        return strict(completions)
+
+    with pytest.raises(ValueError, match=r"^rows.jsonl:2: reward own raised KeyError\('five'\)"):
+        ask(monkeypatch, logging, ["two", "five", "six"], row_names=rows)
+
     def fickle(completions, **columns):
         if len(completions) > 1:
             raise OSError("too many")
