@@ -89,7 +89,8 @@ def constant_sentences(all_rows, names, drawn):
     rewards = [get_reward(name) for name in names]
     rows = [all_rows[number] for number in drawn]
     counts = Counter(check.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
-    return list(check.check_rewards(rewards, torch.ones(len(names)), rows, counts, PROCESSOR))
+    trial = check.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
+    return list(check.check_rewards(trial, counts))
 
 
 def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):

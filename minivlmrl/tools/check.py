@@ -11,8 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import compress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +57,29 @@ HACKS = {
 AGAIN = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
 
 
+@dataclass
+class Trial:
+    """Rewards, their weights (K,), and n rows that they are asked about."""
+
+    rewards: list[Reward]
+    weights: Tensor
+    rows: Sequence[Row]
+    processor: Processor
+
+    def earned(self, texts: Iterable[str]) -> Tensor:
+        """What a text for each row earns, (n, K)."""
+        prompts = [row.prompt(self.processor) for row in self.rows]
+        groups = []
+        for text in texts:
+            ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
+            groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
+        return ask_rewards(self.rewards, recipe_columns(self.rows, prompts, groups, self.processor))
+
+    def answered(self, answers: Iterable[str]) -> Tensor:
+        """What answers earn where the rewards look for them, (n, K)."""
+        return self.earned(as_rollout(answer, self.processor) for answer in answers)
+
+
 def main(arguments: list[str]) -> int:
     """Print what will go wrong; returns 1 if something will."""
     if not arguments or "--help" in arguments:
@@ -84,24 +106,27 @@ def check(config) -> Iterator[str]:
         yield from check_all_rows(config, datasets[stage], algorithm.answers, processor)
     yield from check_template(processor)
     yield from check_tools(config.sampling.environment)
-    rewards, weights = online_rewards(config)
+    # the rewards that need no model of their own
+    rewards = [reward for reward in config.training_rewards if reward.name != "reward_model"]
+    weights = torch.tensor([config.rewards[reward.name] for reward in rewards])
     yield from check_twice(rewards)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
-        yield from check_demonstrations(rewards, spread(rows_of["demonstrations"]), processor)
+        rows = spread(rows_of["demonstrations"])
+        yield from check_demonstrations(Trial(rewards, weights, rows, processor))
     if "prompts" in rows_of:
         rows = spread(rows_of["prompts"])
         rows = [replace(row, key=f"check/{index}") for index, row in enumerate(rows)]
         yield from check_held_out(spread(datasets.get("eval", ())), rows)
+        trial = Trial(rewards, weights, rows, processor)
         if (weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
-            yield from check_rewards(rewards, weights, rows, solution_counts, processor)
+            yield from check_rewards(trial, solution_counts)
         is_drawn_first = config.stage_names[0] in online  # else the model is another by then
         if config.model.path and is_drawn_first:
             gather_weights = config.rollout.gather_weights
             sample = build_sampler(model, processor, config.sampling, world, gather_weights)
-            num_generations = getattr(config, online[0]).num_generations
-            yield from check_rollouts(sample, rows, num_generations, rewards, weights)
+            yield from check_rollouts(trial, sample, getattr(config, online[0]).num_generations)
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
     ranks.shutdown(world)
@@ -153,13 +178,19 @@ def check_all_rows(
     """Rows of a stage, and their answers of these names."""
     yield from check_files(all_rows, names)
     yield from check_conversations(all_rows, config.data.system_prompt)
-    yield from check_rows(spread(all_rows), processor)
+    rows = spread(all_rows)
+    solutions = [str(row.columns.get("solution") or "") for row in rows]
+    yield from check_pictures(rows)
+    yield from check_prompts(rows, processor)
+    yield from check_questions(rows, solutions)
+    yield from check_boxes(rows, solutions)
     yield from check_answers(config, names, all_rows, processor)
 
 
 def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
-    parts = getattr(rows, "parts", [rows])  # a weight has the rows of a file several times
-    for file_rows in parts:
+    for file_rows in getattr(
+        rows, "parts", [rows]
+    ):  # a weight has the rows of a file several times
         if isinstance(file_rows, FileDataset):
             yield from check_copies(file_rows, names)
             yield from check_turned(file_rows)
@@ -252,14 +283,6 @@ def all_inside(boxes: Sequence, image) -> bool:
     return all(Box(*corners, image.size).inside() for corners in boxes)
 
 
-def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    solutions = [str(row.columns.get("solution") or "") for row in rows]
-    yield from check_pictures(rows)
-    yield from check_prompts(rows, processor)
-    yield from check_questions(rows, solutions)
-    yield from check_boxes(rows, solutions)
-
-
 def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
     """Pictures that are one and the same, or show nothing."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
@@ -281,14 +304,14 @@ def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def is_stretched(image) -> bool:
-    """Tell whether a picture has many colours, and no block of 4 x 4 pixels more than 4 of them."""
-    pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.int64))  # (H, W, 3)
-    colours = pixels @ torch.tensor([1, 256, 256**2])
-    if len(colours.unique()) <= 64 or min(colours.shape) < 4:
+    """Tell whether a picture has many colours, and none of its columns differs from both beside it."""
+    if image.getcolors(64) is not None:
         return False
-    blocks = colours.unfold(0, 4, 4).unfold(1, 4, 4).flatten(2)  # (H / 4, W / 4, 16)
-    num_colours = 1 + (blocks.sort().values.diff() != 0).sum(-1)
-    return num_colours.max().item() <= 4
+    pixels = np.array(image.convert("RGB"))  # (H, W, 3)
+    differs = (pixels[:, 1:] != pixels[:, :-1]).any(
+        (0, 2)
+    )  # (W - 1,), a column from the one before
+    return not (differs[1:] & differs[:-1]).any()
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -384,16 +407,15 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
             yield len(encode_completion(processor, row.messages, answer).ids)
 
 
-def check_demonstrations(
-    rewards: list[Reward], rows: Sequence[Row], processor: Processor
-) -> Iterator[str]:
+def check_demonstrations(trial: Trial) -> Iterator[str]:
     """Demonstrations must earn the rewards that a later stage gives."""
-    texts = [text_of(as_turns(row.completion)[-1]) for row in rows]
+    processor = trial.processor
+    texts = [text_of(as_turns(row.completion)[-1]) for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
-    for reward in rewards:
-        if not reward.columns <= rows[0].columns.keys():
+    for reward in trial.rewards:
+        if not reward.columns <= trial.rows[0].columns.keys():
             continue
-        mean = earned([reward], rows, texts, processor).nanmean().item()
+        mean = replace(trial, rewards=[reward]).earned(texts).nanmean().item()
         if mean < 0.2:
             advice = "are the labels shuffled, or does the reward ask for another form?"
             if reward.name != "format" and processor.answer == "tags" and not has_tags:
@@ -402,7 +424,7 @@ def check_demonstrations(
                 f"demonstrations earn {mean:.2f} of reward {reward.name}: "
                 f"sft would teach what is not rewarded; {advice}"
             )
-    yield from unread_boxes(rewards, texts, processor)
+    yield from unread_boxes(trial.rewards, texts, processor)
 
 
 def unread_boxes(
@@ -434,57 +456,40 @@ def check_held_out(held_out: Sequence[Row], trained: Sequence[Row]) -> Iterator[
         )
 
 
-def check_rewards(
-    rewards: list[Reward],
-    weights: Tensor,
-    rows: Sequence[Row],
-    solution_counts: Counter,
-    processor: Processor,
-) -> Iterator[str]:
+def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
     """What the rewards give for texts that need no picture; solution_counts: of all rows."""
+    rows = trial.rows
     solutions = solutions_of(rows)
-    texts = [as_rollout(find_answer(text) or text, processor) for text in solutions]
-    right_values = earned(rewards, rows, texts, processor)
+    right_values = trial.answered(solutions)
     if any(row.columns.get("solution") is not None for row in rows):
-        readers = torch.tensor([len(reward.columns) > 0 for reward in rewards])
-        right_mean = combine(right_values[:, readers], weights[readers]).nanmean().item()
-        yield from check_empty(rewards, rows, solution_counts, processor)
-        yield from check_constant(
-            list(compress(rewards, readers)),
-            weights[readers],
-            rows,
-            solution_counts,
-            right_mean,
-            processor,
-        )
-    yield from check_units(rewards, rows, solutions, right_values, processor)
-    hacks = {}  # name of a text -> what it earns, (n, K)
-    for name, text in HACKS.items():
+        yield from check_empty(trial, solution_counts)
+        yield from check_constant(trial, solution_counts, right_values)
+    yield from check_units(trial, solutions, right_values)
+    values = []  # of each text what it earns, (n, K); the right answers come last
+    for text in HACKS.values():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
-        hacks[name] = earned(rewards, rows, texts, processor)
-    yield from check_scales(rewards, weights, torch.cat([right_values, *hacks.values()]))
-    nothing_mean = combine(hacks["nothing"], weights).nanmean()
-    if columns_of(rewards) and combine(right_values, weights).nanmean() <= nothing_mean:
+        values.append(trial.earned(texts))
+    values = torch.stack([*values, right_values])  # (texts, n, K)
+    yield from check_scales(trial, values.flatten(0, 1))
+    nothing_mean, *_, right_mean = [combine(x, trial.weights).nanmean() for x in values]
+    if columns_of(trial.rewards) and right_mean <= nothing_mean:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
-    for k, reward in enumerate(rewards):
-        hack_means = {name: values[:, k].nanmean().item() for name, values in hacks.items()}
+    columns = values.nanmean(1).T.tolist()  # K of what each text earns
+    for reward, weight, means in zip(trial.rewards, trial.weights, columns, strict=True):
         if not reward.columns:
-            right_mean = right_values[:, k].nanmean().item()
-            yield from check_same(reward, [*hack_means.values(), right_mean])
-        elif weights[k] > 0:
-            yield from check_hacks(reward, hack_means)
+            yield from check_same(reward, means)
+        elif weight > 0:
+            yield from check_hacks(reward, means)
 
 
-def check_empty(
-    rewards: list[Reward], rows: Sequence[Row], solution_counts: Counter, processor: Processor
-) -> Iterator[str]:
+def check_empty(trial: Trial, solution_counts: Counter) -> Iterator[str]:
     """Solutions that are empty, which a reward of boxes judges and others may not."""
     num_empty = sum(count for solution, count in solution_counts.items() if not solution.strip())
     if not num_empty:
         return
-    empty_row = replace(rows[0], columns=rows[0].columns | {"solution": "", "row_rewards": None})
-    values = earned(rewards, [empty_row], [as_rollout("none", processor)], processor)[0]
-    for reward, is_unjudged in zip(rewards, values.isnan(), strict=True):
+    columns = trial.rows[0].columns | {"solution": "", "row_rewards": None}
+    values = replace(trial, rows=[replace(trial.rows[0], columns=columns)]).answered(["none"])[0]
+    for reward, is_unjudged in zip(trial.rewards, values.isnan(), strict=True):
         if is_unjudged and "solution" in reward.columns:
             yield (
                 f"{num_empty} of {solution_counts.total()} rows have an empty solution, which "
@@ -492,54 +497,44 @@ def check_empty(
             )
 
 
-def check_constant(
-    rewards: list[Reward],
-    weights: Tensor,
-    rows: Sequence[Row],
-    solution_counts: Counter,
-    right_mean: float,
-    processor: Processor,
-) -> Iterator[str]:
-    """One right answer that earns nearly what all right answers do (right_mean), over all rows.
+def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor) -> Iterator[str]:
+    """One right answer that earns nearly what all right answers do, (n, K), over all rows.
 
-    rewards: those that read a column. How often it is right is counted; the `rows` say what it
-    earns where it is, and where it is not.
+    Only rewards that read a column count. How often it is right is counted; the trial's rows say
+    what it earns where it is, and where it is not.
     """
+    reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
+
+    def totals(values: Tensor) -> Tensor:
+        return combine(values.masked_fill(reads_none, torch.nan), trial.weights)
+
     [(solution, num_equal)] = solution_counts.most_common(1)
-    text = as_rollout(find_answer(solution) or solution, processor)
-    totals = combine(earned(rewards, rows, [text] * len(rows), processor), weights)
-    is_equal = torch.tensor([truth == solution for truth in solutions_of(rows)])
+    right_mean = totals(right_values).nanmean().item()
+    constant = totals(trial.answered([solution] * len(trial.rows)))  # (n,)
+    is_equal = torch.tensor([truth == solution for truth in solutions_of(trial.rows)])
     equal_share = num_equal / solution_counts.total()
-    constant_mean = equal_share * totals[is_equal].nanmean().nan_to_num(0.0).item()
-    constant_mean += (1 - equal_share) * totals[~is_equal].nanmean().nan_to_num(0.0).item()
+    constant_mean = equal_share * constant[is_equal].nanmean().nan_to_num(0.0).item()
+    constant_mean += (1 - equal_share) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
     # a constant that earns more: the rewards do not read right answers as they are written here
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
-            f"always writing {text!r:.80} earns {constant_mean / right_mean:.2f} of what right "
-            "answers do: the rows hardly need their pictures; balance them"
+            f"always writing {as_rollout(solution, trial.processor)!r:.80} earns "
+            f"{constant_mean / right_mean:.2f} of what right answers do: the rows hardly need "
+            "their pictures; balance them"
         )
 
 
-def check_units(
-    rewards: list[Reward],
-    rows: Sequence[Row],
-    solutions: Sequence[str],
-    right_values: Tensor,
-    processor: Processor,
-) -> Iterator[str]:
+def check_units(trial: Trial, solutions: Sequence[str], right_values: Tensor) -> Iterator[str]:
     """Solutions with a unit that no question names and a reward insists on."""
     bare_numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
     num_unnamed = 0
-    for row, solution, bare_number in zip(rows, solutions, bare_numbers, strict=True):
+    for row, solution, bare_number in zip(trial.rows, solutions, bare_numbers, strict=True):
         unit = solution.removeprefix(bare_number).strip()
         num_unnamed += unit not in text_of(row.messages[-1])
-    if 2 * num_unnamed <= len(rows):
+    if 2 * num_unnamed <= len(solutions):
         return
-    texts = [as_rollout(bare_number, processor) for bare_number in bare_numbers]
-    bare_means = earned(rewards, rows, texts, processor).nanmean(0)  # (K,)
-    for reward, bare_mean, right_mean in zip(
-        rewards, bare_means, right_values.nanmean(0), strict=True
-    ):
+    means = torch.stack([trial.answered(bare_numbers), right_values]).nanmean(1).T  # (K, 2)
+    for reward, (bare_mean, right_mean) in zip(trial.rewards, means, strict=True):
         if bare_mean < 0.5 * right_mean:
             yield (
                 f"reward {reward.name} takes {solutions[0]!r:.40} and not {bare_numbers[0]!r:.40}: "
@@ -547,14 +542,14 @@ def check_units(
             )
 
 
-def check_scales(rewards: list[Reward], weights: Tensor, values: Tensor) -> Iterator[str]:
+def check_scales(trial: Trial, values: Tensor) -> Iterator[str]:
     """A reward beside which the others do not count; values: of all texts, (m, K)."""
-    weighted_spreads = nanstd(values.double().T) * weights.abs()  # (K,)
+    weighted_spreads = nanstd(values.double().T) * trial.weights.abs()  # (K,)
     largest_spread = weighted_spreads.max().item()
     other_spreads = (weighted_spreads.nansum() - weighted_spreads.max()).item()
     if 0 < 100 * other_spreads < largest_spread:
         yield (
-            f"reward {rewards[int(weighted_spreads.argmax())].name} "
+            f"reward {trial.rewards[int(weighted_spreads.argmax())].name} "
             f"differs by {largest_spread:.2g} between texts, the others by {other_spreads:.2g}: "
             "they count for nothing; lower its weight"
         )
@@ -562,32 +557,28 @@ def check_scales(rewards: list[Reward], weights: Tensor, values: Tensor) -> Iter
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
     """A reward that is told no truth and gives the same to all texts, of which one is empty."""
-    if means[0] != 0 and all(mean == means[0] for mean in means):
+    if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"reward {reward.name} says {means[0]:.3g} of every text that was tried, "
             "even of nothing: look at what it reads"
         )
 
 
-def check_hacks(reward: Reward, hack_means: dict[str, float]) -> Iterator[str]:
-    """A reward that is told the truth and likes what is no answer."""
-    for name, mean in hack_means.items():
+def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
+    """A reward that is told the truth and likes what is no answer; means: of HACKS, then others."""
+    for (name, text), mean in zip(HACKS.items(), means, strict=False):
         if mean > 0.3:
             yield (
-                f"reward {reward.name} gives {mean:.2f} to {name} ({HACKS[name]!r:.40}): "
+                f"reward {reward.name} gives {mean:.2f} to {name} ({text!r:.40}): "
                 "a policy finds this; make the reward ask for the answer itself"
             )
 
 
-def check_rollouts(
-    sample: RunSampler,
-    rows: Sequence[Row],
-    num_generations: int,
-    rewards: list[Reward],
-    weights: Tensor,
-) -> Iterator[str]:
+def check_rollouts(trial: Trial, sample: RunSampler, num_generations: int) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
-    processor = sample.processor
+    rows = trial.rows
+    rewards = trial.rewards
+    processor = trial.processor
     values, groups = draw(sample, rows, num_generations, rewards)
     completions = [completion for group in groups for completion in group]
     cut_share = sum(not completion.stopped for completion in completions) / len(completions)
@@ -596,7 +587,7 @@ def check_rollouts(
             f"{cut_share:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
             f"({sample.sampling.max_new_tokens}); {LONGER}"
         )
-    totals = combine(values, weights)
+    totals = combine(values, trial.weights)
     stds = group_std(totals.double(), num_generations)  # NaN for groups of one
     equal_share = (stds < 1e-8).double().mean().item()
     if equal_share > 0.9:
@@ -615,7 +606,7 @@ def check_rollouts(
     if equal_share < 1 and any(row.images for row in rows):
         grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
         grey_values, _ = draw(sample, grey_rows, num_generations, rewards)
-        yield from check_grey(totals, combine(grey_values, weights))
+        yield from check_grey(totals, combine(grey_values, trial.weights))
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
     yield from check_labels(rewards, columns, num_generations)
 
@@ -664,20 +655,11 @@ def check_labels(
 
 
 def as_rollout(answer: str, processor: Processor) -> str:
-    """Write an answer where the rewards look for it."""
+    """Write an answer, or what is in the tags of one, where the rewards look for it."""
+    answer = find_answer(answer) or answer
     if processor.answer == "tags":
         return ROLLOUT.format("hm", answer)
     return answer if processor.answer == "whole" else f"hm\n{answer}"
-
-
-def earned(rewards: list[Reward], rows: Sequence[Row], texts, processor: Processor) -> Tensor:
-    """What a text for each row earns, (n, K)."""
-    prompts = [row.prompt(processor) for row in rows]
-    groups = []
-    for text in texts:
-        ids = torch.tensor([*processor.tokenizer.encode(text), processor.stop_token_ids[0]])
-        groups.append([Completion(ids, torch.zeros(len(ids)), True)])
-    return ask_rewards(rewards, recipe_columns(rows, prompts, groups, processor))
 
 
 def solutions_of(rows: Iterable[Row]) -> list[str]:
@@ -688,9 +670,3 @@ def spread(rows: Sequence) -> list:
     """Draw at most PROMPTS rows: with a fixed step all could be of one kind, as every second is."""
     row_indices = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
     return [rows[index] for index in sorted(row_indices)]
-
-
-def online_rewards(config) -> tuple[list[Reward], Tensor]:
-    """The rewards that need no model of their own, and their weights (K,)."""
-    rewards = [reward for reward in config.training_rewards if reward.name != "reward_model"]
-    return rewards, torch.tensor([config.rewards[reward.name] for reward in rewards])
