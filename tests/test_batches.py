@@ -105,15 +105,6 @@ def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps
         assert {len(share[draw]) for share in shares} == {steps * own}
 
 
-def test_the_rows_of_the_first_draws_are_known_before_them():
-    """Of ten rows, eight in two draws of four, and all in three."""
-    for count, ranks in ((2, 1), (2, 2), (3, 1)):
-        shares = [drawn(batches(rank, ranks), count) for rank in range(ranks)]
-        met = {number for share in shares for draw in share for number, _, _ in draw}
-        assert batches(0, ranks).numbers_until(count) == sorted(met)
-        assert len(met) == (8 if count == 2 else 10)
-
-
 def test_a_step_that_the_ranks_cannot_share_equally_is_refused():
     with pytest.raises(ValueError, match=r"^ppo\.prompts_per_step is 32, it must be a multiple of 3, the number of"):
         check_shares("ppo", 32, 3)

@@ -52,14 +52,13 @@ def test_precomputed_references_are_the_references(stage, options):
     assert precomputed.accuracy() == kept.accuracy()
 
 
-def test_precomputing_scores_what_the_stage_meets_and_no_more(stage):
-    """Four of eight rows in a step, and the held-out ones; a resumed run brings them along, as JSON writes them."""
-    run = stage("dpo", PRECOMPUTE, "--dpo.max_steps=1", held_out=Shapes(3, "other"))
-    assert len(run.kept) == 4 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
+def test_precomputing_scores_all_pairs_once(stage):
+    """Eight rows and three held-out ones; a resumed run brings them along, as JSON writes them, and no other rows."""
+    run = stage("dpo", PRECOMPUTE, held_out=Shapes(3, "other"))
+    assert len(run.kept) == 8 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
     assert run.algorithm.begin(run.batches, run.held_out, run.kept) is run.kept
-    run.go()
-    with pytest.raises(ValueError, match=r"not scored before the first step: resume with the rows and dpo\.max_steps"):
-        run.go()
+    with pytest.raises(ValueError, match=r"not scored before the first step: resume with the rows that the run began"):
+        run.algorithm.micro_batch(list(Shapes(1, "new")))
 
 
 def test_precomputing_tells_pictures_apart(stage):
@@ -108,13 +107,6 @@ def test_rows_bring_what_their_reference_says(stage):
 def test_sums_that_rows_bring_in_vain_are_refused(stage, options, columns):
     with pytest.raises(ValueError, match=r"^rows\.jsonl:4: ref_chosen_logps and ref_rejected_logps are sums over"):
         stage("dpo", *options, rows=Scored({3: columns})).go(2)
-
-
-@pytest.mark.parametrize("option", [PRECOMPUTE, "--dpo.reference_free=true"])
-def test_options_of_a_reference_that_is_not_kept_are_refused(stage, option):
-    for change in ("path=gone", "sync_ref_model=true", "num_shared_layers=1"):
-        with pytest.raises(ValueError, match=r"^reference: dpo keeps none with precompute_ref_log_probs or refer"):
-            stage("dpo", option, f"--reference.{change}")
 
 
 def test_without_a_reference_its_log_ratios_are_0(stage):

@@ -25,6 +25,7 @@ SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
 GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
+BOTH = {"stages": ["dpo", "grpo"], "grpo.beta": 0.1, "reference.path": "folder"}
 MOVING = {"reference.sync_ref_model": True}
 CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
@@ -51,7 +52,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("reference.ref_model_sync_steps", 2, [KL], [KL | MOVING]),
     ("reference.num_shared_layers", 1, [{}], [KL]),
     ("reference.pattern", "layers.{layer}", [KL], [KL | {"reference.num_shared_layers": 0}]),
-    ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}], [{}]),
+    ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}, BOTH], [{}]),
     ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
     ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),

@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, pieces
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.hub.folder import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
@@ -42,31 +41,23 @@ class DPO(PairAlgorithm):
     def has_reference(config) -> bool:
         return not config.precompute_ref_log_probs and not config.reference_free
 
-    @staticmethod
-    def check(run):
-        if not DPO.has_reference(run.dpo) and run.reference != ReferenceConfig():
-            raise ValueError(
-                "reference: dpo keeps none with precompute_ref_log_probs or reference_free; "
-                "leave the section reference out, or these"
-            )
-
     def begin(self, batches, held_out: Dataset | None, kept: dict | None) -> dict:
-        """Score the pairs that will be met, unless a resumed run has done so."""
+        """Score all pairs, unless a resumed run has done so."""
         self.precomputed = kept or {}  # pair_key: ref_logps of the pair
         if kept is None and self.config.precompute_ref_log_probs:
-            met = batches.numbers_until(self.config.max_steps)
-            self.score(batches.dataset, met, batches.row)
+            self.score(batches.dataset, batches.row)
             if held_out is not None:
-                self.score(held_out, self.answered(held_out), held_out.__getitem__)
+                self.score(held_out, held_out.__getitem__)
         return self.precomputed
 
     @torch.no_grad()
-    def score(self, rows: Dataset, indices: Sequence[int], make_row: Callable[[int], Row]):
+    def score(self, rows: Dataset, make_row: Callable[[int], Row]):
         """Let the policy, which is the reference before its first step, score rows, on all ranks.
 
         Rows that bring their scores are left out.
         """
-        share, _ = self.world.equal_share([i for i in indices if self.brought(rows[i]) is None])
+        unscored = [index for index in self.answered(rows) if self.brought(rows[index]) is None]
+        share, _ = self.world.equal_share(unscored)
         parts = pieces(share, self.config.micro_batch_size)
         scores = {}
         for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
@@ -103,7 +94,7 @@ class DPO(PairAlgorithm):
                 if values is None:
                     raise ValueError(
                         f"{prompt.row.where}: dpo.precompute_ref_log_probs: not scored before the "
-                        "first step: resume with the rows and dpo.max_steps that the run began with"
+                        "first step: resume with the rows that the run began with"
                     )
             ref_logps.append(values or [0.0, 0.0])
         batch.ref_logps = torch.tensor(ref_logps, dtype=torch.float64, device=self.world.device)

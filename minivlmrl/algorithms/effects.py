@@ -46,7 +46,10 @@ NEEDS = {
     "reference.num_shared_layers": REFERENCE,
     "reference.pattern": "reference.num_shared_layers is not None",
     "reward_model.path": "'reward_model' in rewards",
-    "dpo.precompute_ref_log_probs": "not dpo.reference_free",
+    # they are the policy's as it was
+    "dpo.precompute_ref_log_probs": (
+        "not (dpo.reference_free or reference.path or reference.sync_ref_model)"
+    ),
     "dpo.f_divergence_type": "dpo.loss_type != ['sft']",
     "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type == 'alpha_divergence'",
     "grpo.epsilon_low": (

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -175,8 +174,7 @@ class Batches(Iterator):
         self.key = f"{seed}/{algorithm.stage}"
         self.step_size = algorithm.config.prompts_per_step
         draw_size = self.step_size * algorithm.steps_per_rollout
-        self.shuffled = partial(shuffled, len(dataset), draw_size, seed)
-        self.numbers = self.shuffled(draws * draw_size)
+        self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
         # each with one CPU thread: with teams of their own all would wait longer
         num_workers = max(1, data.image_workers)
         self.workers = ThreadPoolExecutor(
@@ -195,10 +193,6 @@ class Batches(Iterator):
             for position in self.world.share(range(first, first + self.step_size)):
                 rows.append((numbers[position], f"{self.key}/{number}/{position}"))
         return rows
-
-    def numbers_until(self, draws: int) -> list[int]:
-        """List the numbers of the rows that the first `draws` draws of all ranks have, each once."""
-        return sorted(set(itertools.chain(*itertools.islice(self.shuffled(), draws))))
 
     def __next__(self) -> list[Row]:
         draw = self.next_draw
