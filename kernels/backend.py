@@ -64,10 +64,8 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the kernels compute in float32, not {dtype}: use MINIVLMRL_KERNELS=auto"
     if device.type == "cpu" and INTERPRETED:
         return None
-    if device.type == "cpu":
-        return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
     if device.type != "cuda":
-        return f"it does not run on {device.type} devices: use MINIVLMRL_KERNELS=auto"
+        return "without a GPU it needs a CPU and TRITON_INTERPRET=1, set before Python starts"
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} is older than compute capability 8.0: use MINIVLMRL_KERNELS=auto"

@@ -180,11 +180,10 @@ def get_reward(name: str) -> Reward:
     """Find a reward (ValueError: there is none, or its function has no such option)."""
     function, options = find_named("reward", name, REWARDS)
     with naming(f"reward {name}"):
-        if not callable(function):
-            raise ValueError(f"it is {function!r:.80}, no function")
+        function = with_options(function, options)
         if not inspect.getfullargspec(function).varkw:
             raise ValueError("end its arguments with **columns")
-        return Reward(name, with_options(function, options))
+        return Reward(name, function)
 
 
 def columns_of(rewards: Iterable[Reward]) -> list[str]:

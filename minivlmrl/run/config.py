@@ -16,7 +16,7 @@ import yaml
 
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.adapters.trained import Part
-from minivlmrl.algorithms.base import Algorithm, TrainingConfig
+from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import GRPOSection
 from minivlmrl.algorithms.ppo import PPOConfig
@@ -128,9 +128,6 @@ class RunConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self):
-        for stage in self.data.files:
-            if not isinstance(getattr(self, stage, None), TrainingConfig):
-                raise ValueError(f"data.files: {stage} is no stage, such as sft or grpo")
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
         if not self.adapter.target:

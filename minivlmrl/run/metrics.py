@@ -52,7 +52,7 @@ class MetricsLog(ExitStack):
             return
         for name in FILES:
             path = Path(config.output_dir, name)
-            file = self.enter_context(path.open("wb"))
+            file = self.enter_context(path.open("wb+"))
             file.write(progress.logs.get(name, "").encode())
             file.flush()
             self.files[name] = file
@@ -99,8 +99,8 @@ class MetricsLog(ExitStack):
         """
         logs = {}
         for name, file in self.files.items():
-            content = Path(file.name).read_bytes()
-            logs[name] = content[: self.file_ends[name]].decode()
+            file.seek(0)  # the next write is at the end again: all was read
+            logs[name] = file.read()[: self.file_ends[name]].decode()
         if self.files:
             logs["alarms"] = self.alarms.state()
         return logs
@@ -111,9 +111,6 @@ class MetricsLog(ExitStack):
         self.steps += 1
         if not self.files:
             return
-        for file in self.files.values():
-            if not Path(file.name).exists():
-                raise ValueError(f"{file.name}: deleted while the run writes it; the run ends")
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
         self.write(METRICS, line | metrics)

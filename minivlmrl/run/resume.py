@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from time import monotonic as clock
 from typing import Annotated
@@ -128,13 +127,9 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Folders of states, the oldest first (ValueError: two are of the same step)."""
+    """Folders of states, the oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
-    folders.sort(key=lambda path: int(path.name))
-    for first, second in pairwise(folders):
-        if int(first.name) == int(second.name):
-            raise ValueError(f"{first} and {second.name} are of one step; remove the wrong one")
-    return folders
+    return sorted(folders, key=lambda path: int(path.name))
 
 
 def read_progress(folder: Path) -> Progress:

@@ -7,15 +7,13 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl import train as loop
-from minivlmrl.data.conversations import TEXT_COLUMNS
 from minivlmrl.hub.folder import digest, json_text, read_json
 from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.rows import Row
 from minivlmrl.run.config import as_overrides, load_config
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
-Rows = Sequence[dict | Row]
+Rows = Sequence[dict]
 Rewards = dict[str | Callable, float]
 
 
@@ -75,8 +73,6 @@ def _register(reward: str | Callable) -> str:
 
 def _plain(value, folder: Path, is_path: bool = False):
     """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
-    if isinstance(value, Row):
-        return _plain(_columns(value), folder)
     if isinstance(value, dict):
         return {name: _plain(field, folder, name in MEDIA) for name, field in value.items()}
     if isinstance(value, list | tuple):
@@ -90,16 +86,3 @@ def _plain(value, folder: Path, is_path: bool = False):
     if is_path and isinstance(value, str | Path) and not is_url:
         return str(Path(value).resolve())
     return value
-
-
-def _columns(row: Row) -> dict:
-    """Take a row apart into columns: its texts and media are in fields of their own."""
-    own_fields = (*TEXT_COLUMNS, *MEDIA)
-    columns = {name: value for name, value in row.columns.items() if name not in own_fields}
-    return columns | {
-        "completion": row.completion,
-        "chosen": row.chosen,
-        "rejected": row.rejected,
-        "prompt": row.messages,
-        "images": list(row.images),
-    }
