@@ -106,20 +106,14 @@ def check(config) -> Iterator[str]:
         yield from check_all_rows(config, datasets[stage], algorithm.answers, processor)
     yield from check_template(processor)
     yield from check_tools(config.sampling.environment)
-    # the rewards that need no model of their own
-    rewards = [reward for reward in config.training_rewards if reward.name != "reward_model"]
-    weights = torch.tensor([config.rewards[reward.name] for reward in rewards])
-    yield from check_twice(rewards)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
-        rows = spread(rows_of["demonstrations"])
-        yield from check_demonstrations(Trial(rewards, weights, rows, processor))
+        yield from check_demonstrations(trial_of(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
-        rows = spread(rows_of["prompts"])
-        rows = [replace(row, key=f"check/{index}") for index, row in enumerate(rows)]
-        yield from check_held_out(spread(datasets.get("eval", ())), rows)
-        trial = Trial(rewards, weights, rows, processor)
-        if (weights > 0).any():
+        trial = trial_of(config, rows_of["prompts"], processor)
+        yield from check_twice(trial.rewards)
+        yield from check_held_out(spread(datasets.get("eval", ())), trial.rows)
+        if (trial.weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(trial, solution_counts)
         is_drawn_first = config.stage_names[0] in online  # else the model is another by then
@@ -130,6 +124,14 @@ def check(config) -> Iterator[str]:
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
     ranks.shutdown(world)
+
+
+def trial_of(config, all_rows: Dataset, processor: Processor) -> Trial:
+    """Ask the rewards that need no model of their own about some rows."""
+    rewards = [reward for reward in config.training_rewards if reward.name != "reward_model"]
+    weights = torch.tensor([config.rewards[reward.name] for reward in rewards])
+    rows = [replace(row, key=f"check/{index}") for index, row in enumerate(spread(all_rows))]
+    return Trial(rewards, weights, rows, processor)
 
 
 def check_sampling(sampling: SamplingOptions) -> Iterator[str]:
