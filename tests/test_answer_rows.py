@@ -1,7 +1,9 @@
-"""`evaluate` and `generate` over a file of rows: lines and means; pass@k of such a file."""
+"""`evaluate` and `generate` over a file of rows: lines and means; pass@k and a band of such a file."""
 
 import json
+import runpy
 import shutil
+import sys
 
 import pytest
 from links import ROOT
@@ -9,7 +11,7 @@ from pytest import approx
 
 from minivlmrl.rewards import accuracy, find_answer
 from minivlmrl.tools import answer_rows
-from recipes import pass_at_k
+from recipes import bands, pass_at_k
 
 SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
@@ -84,6 +86,25 @@ def test_pass_at_k_by_hand():
     lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]
     by_hand = {"pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5}
     assert pass_at_k.summarise(lines) == approx(by_hand)
+
+
+def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows, monkeypatch, capsys):
+    """Of what `generate` wrote, with other answers: row i of eight is right i times of eight, the last is not judged."""
+    lines, _ = evaluate("--num_generations=8", tool=answer_rows.generate)
+    for i, line in enumerate(lines):
+        for g, answer in enumerate(line["answers"]):
+            answer["answer"] = line["solution"] if g < i else "no"
+    lines[7]["solution"] = None
+    texts = rows.read_text().splitlines()
+    assert [*bands.rows_in_band(lines, 0.25, 0.75)] == texts[2:7]
+    assert [*bands.rows_in_band(lines, 0.0, 1.0)] == texts[:7]
+    lines[3]["where"] = "rows.parquet: row 3"
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 3: rows must be in a \.jsonl, one a line"):
+        [*bands.rows_in_band(lines, 0.0, 1.0)]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["bands.py", "out.jsonl", "0", "0"])
+    runpy.run_path(bands.__file__, run_name="__main__")
+    assert capsys.readouterr().out == rows.read_text()  # the untrained model is never right
 
 
 def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_path):
