@@ -89,7 +89,7 @@ def test_pass_at_k_by_hand():
 
 
 def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows, monkeypatch, capsys):
-    """Of what `generate` wrote, with other answers: row i of eight is right i times of eight, the last is not judged."""
+    """Of what `generate` wrote, with other answers: row i of eight is right i times; the last is not judged."""
     lines, _ = evaluate("--num_generations=8", tool=answer_rows.generate)
     for i, line in enumerate(lines):
         for g, answer in enumerate(line["answers"]):
