@@ -93,6 +93,25 @@ def test_a_run_that_ends_well_says_so_once():
     assert len(said[1.2]) == 8 and "explores no more; if it should earn more, lower" in said[1.2][0]
 
 
+# zoom.yaml with seed 10 from step 86 on: s where all completions earn the same, e where it is certain, b both
+SEED_10 = (
+    "..bsssssbsssss.s.s.sssss.....sssssssss.sss.ssssbs.b.ss.bbbssbseesbbbebbsbbbbsbebbb"
+    "bbbsbbbssb.bsssss.bbbebbbbbbbbbbbbebbbbbbs.bbbesbbbbbbbbbbbbbbbebbbbbbbbbbbebbbb.s"
+)
+
+
+def test_a_run_that_solves_its_task_says_one_sentence():
+    """It said seven, two of them to lower the learning rate or to go back."""
+    rules = alarms()
+    rules.step(HEALTHY, earns([[1.0, 0.0], [1.0, 1.0]]))
+    certain = {"entropy": 1e-4}
+    changes = {".": {}, "s": SAME, "e": certain, "b": SAME | certain}
+    sentences = [rules.step(HEALTHY | {"reward": 1.49} | changes[letter]) for letter in SEED_10]
+    assert [text.partition(":")[0] for text in chain(*sentences)] == [
+        "completions earn 1.49 of 1.5, the most that one has earned"
+    ]
+
+
 @pytest.mark.parametrize("killed", [1, 12, 22, 35, BLIND, BLIND + 1, 2 * BLIND - 1])
 def test_a_resumed_run_says_what_the_run_would_have_said(killed):
     """Of the same metrics and rollouts, with rewards that are NaN where one could not judge."""

@@ -107,7 +107,8 @@ def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):
     write_folder(tmp_path / "FOLDER", model_type, published(TEMPLATES[model_type]))
     (tmp_path / "tool.py").write_text(TOOL)
     (tmp_path / "squares.yaml").write_text(RECIPE)
-    page, seen = PAGE.read_text(), {""}
+    held = page = PAGE.read_text()  # once: the file may be written while this runs
+    seen = {""}
     for command, said in re.findall(r"```bash\n(.*?)\n```\n(?:\n```text\n(.*?)\n```)?", page, re.DOTALL):
         capsys.readouterr()
         try:
@@ -121,8 +122,9 @@ def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):
     if model_type == "qwen3_5" and os.environ.get("REHEARSAL"):
         PAGE.write_text(page)
     if model_type == "qwen3_5":  # another machine may warn of something else
-        lost = set(PAGE.read_text().splitlines()) - set(page.splitlines())
-        assert not [line for line in lost if not line.startswith(("step ", "grpo "))]
+        lost = set(held.splitlines()) - set(page.splitlines())
+        changed = [line for line in lost if not line.startswith(("step ", "grpo "))]
+        assert changed == [] or os.environ.get("REHEARSAL")
 
     lines = [line for line in metrics(tmp_path / "runs" / "squares") if line["stage"] == "grpo"]
     assert len(lines) == 14 and max(line["reward"] for line in lines) > 0  # how much it learns is a draw of the machine
