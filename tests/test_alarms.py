@@ -59,6 +59,13 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
     assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
 
 
+def test_a_run_without_rewards_is_told_nothing_of_them():
+    """It said `of every completion reward ; look at completions.jsonl`."""
+    rules = alarms()
+    rules.run.rewards = {}
+    assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
+
+
 SEED_11 = [0.875, 0.3, 0.694, 0.3, 0.406, 0.7, 0.4, 0.9, 0.794, 0.713, 0.95]  # zoom.yaml's steps 32 to 42
 
 

@@ -92,7 +92,8 @@ class Alarms:
         """There is nothing to learn from, or nothing changes."""
         rewards = self.run.rewards
         sampling = self.run.sampling
-        if all(self.always(f"rewards/{name}/std", lambda std: std == 0) for name in rewards):
+        stds = [f"rewards/{name}/std" for name in rewards]
+        if stds and all(self.always(name, lambda std: std == 0) for name in stds):
             metrics = self.recent[-1]
             means = (f"{name} says {metrics[f'rewards/{name}/mean']:.3g}" for name in rewards)
             yield (
