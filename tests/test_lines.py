@@ -1,13 +1,16 @@
 """The page of a step, line by line: what it shows is what the step made, and looking changes nothing."""
 
 import ast
+import html
 import json
+import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from test_page import browse
 from test_replay import LOUD, SAME, replayed  # noqa: F401 (a fixture)
 
 from benchmarks import house
@@ -17,7 +20,7 @@ from minivlmrl.batch import pack
 from minivlmrl.image import ImageProcessor, patchify
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
-from minivlmrl.tools.lines import Film, looked, matrix, pictures
+from minivlmrl.tools.lines import SIDE, Film, looked, matrix, pictures
 from minivlmrl.tools.replay import go_to
 
 import stages
@@ -32,10 +35,17 @@ class Page:
         [data] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
         self.__dict__ |= json.loads(data)
 
+    def value(self, number):
+        """A value with its items, which the page has by their numbers."""
+        value = self.values[number]
+        if isinstance(value, dict) and "items" in value:
+            value = value | {"items": [[name, self.value(item)] for name, item in value["items"]]}
+        return value
+
     def made(self, name, function):
         """Each value of a name in calls of a function, in order."""
         events = [made for _, call, _, made, *_ in self.events if self.calls[call][1] == function]
-        return [self.values[value] for made in events for _, what, value in made if what == name]
+        return [self.value(value) for made in events for _, what, value in made if what == name]
 
 
 @pytest.fixture
@@ -86,11 +96,10 @@ def test_a_step_that_fails_is_filmed_too(home, replayed, plain, lively, tmp_path
     assert code == 2 and "not finite" in lines[-1] and Page(tmp_path / "a.html").events[-1][0] == "r"
 
 
-def test_questions_that_the_page_answers(film):
+def test_values_are_those_of_the_step(film):
     page, algorithm, step, *_ = film("grpo", True)
     [batch], [run], decode = step.micro_batches, page.runs, algorithm.processor.tokenizer.decode
     assert [page.words[str(i)] for i in run["ids"]] == [decode([i]) for i in batch.group.input_ids.tolist()]
-    assert run["sees"] == visible(batch.group.layout).int().tolist()
     advantages = page.made("advantages", "grpo_loss")[-1]["rows"]  # (R, 1)
     assert [x for [x] in advantages] == pytest.approx(batch.advantages.tolist(), rel=1e-3)
     [ratio] = page.made("ratio", "grpo_loss")
@@ -98,6 +107,75 @@ def test_questions_that_the_page_answers(film):
     assert len(page.made("pixel_values", "VisionTransformer.forward")[-1]["pictures"]) == 4
     rounds = [n for call, _, name, n in page.more if page.calls[call][1] == "generate" and not name]
     assert 2 + max(rounds) == max(len(c.ids) for group in step.rollout.completions for c in group)
+
+
+ASK = """{
+const answers = {}, all = (selector) => [...document.querySelectorAll(selector)];
+const text = (selector) => document.querySelector(selector).textContent, wait = (done) => setTimeout(done, 99);
+const reads = () => document.activeElement.querySelector("output").textContent;
+const press = (key, place = document.activeElement, times = 1) => {
+  while (times--) place.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+};
+const type = (selector, words) => {
+  const input = document.querySelector(selector); input.value = words;
+  input.dispatchEvent(new Event("input", {bubbles: true}));
+};
+const enter = () => { press("Enter", byId("query")); return new Promise(wait); };
+const find = (words) => { type("#query", words); return enter(); };
+const ask = async () => {
+  await find("ratio"); answers.ratio = text('[data-path="ratio"] .largest');
+  await find("batch.advantages"); press("ArrowRight", undefined, 3); answers.advantage = reads();
+  answers.visible = innerWidth < 760 && byId("vars").getBoundingClientRect().top < innerHeight;
+  type("#query", "entropy"); all("#found button").find((one) => one.textContent === "entropies").click();
+  await enter(); answers.entropy = reads();
+  for (const words of ["pixel values", "beta * kl", "learning rate"]) {
+    type("#query", words); answers[words] = text("#found");
+  }
+  await find("norms of gradients"); answers.tower = text('[data-path="visual"] > :last-child');
+  await find("group.position_ids"); press("ArrowRight", undefined, LAST); answers.position = reads();
+  press("s", document.body); answers.without = text("#without");
+  answers.sees = RUNS[0].ids.map((_, token) => { type(".ask", token); return text(".seen output"); });
+};
+ask().catch((error) => { answers.error = error.stack; }).then(() => { document.title = JSON.stringify(answers); });
+}"""
+
+
+@pytest.mark.slow
+def test_ten_questions_on_ones_own_run(film, tmp_path):
+    """Typed, clicked and read in a browser of a phone's width; the rollout's second step, so that ratios differ."""
+    reward = tmp_path / "mine.py"
+    reward.write_text("def long(completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n")
+    options = ["--grpo.num_iterations=2", "--grpo.num_generations=4", f"--rewards={{'{reward}:long': 1.0}}"]
+    page, _, step, metrics, _ = film("grpo", True, *options)
+    [batch], path = step.micro_batches, tmp_path / "step.html"
+    prompt_length = batch.group.layout.prompt_lengths[0]
+    script = f"<script>const LAST = {prompt_length - 1};{ASK}</script></body>"
+    path.write_text(path.read_text("utf-8").replace("</body>", script), "utf-8")
+    shown = browse(path, "", tmp_path, "--window-size=400,840", "--virtual-time-budget=60000")
+    answers = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))
+    assert answers.get("error", "") == "" and answers["visible"]
+    index = batch.completion_index.tolist()
+    names = [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
+    [ratio] = page.made("ratio", "grpo_loss")
+    largest = max(ratio["rows"][2][: batch.group.layout.row_lengths[2]])
+    assert largest != 1 and f"2 ({names[index[2]]}): {largest:g} at " in answers["ratio"]
+    assert answers["advantage"] == f"row 3 ({names[index[3]]}): {batch.advantages[3].item():.4g}"
+    entropies = page.made("entropies", "GRPO.loss")[0]["rows"][0]
+    assert answers["entropy"].startswith("row 0 (") and answers["entropy"].endswith(f": {entropies[0]:g}")
+    shape = ", ".join(map(str, batch.group.pixel_values.shape))
+    assert f"pixel_values: ({shape})" in answers["pixel values"]
+    assert re.match(r"not run losses\.py:\d+ .*\+ options\.beta \* kl$", answers["beta * kl"])
+    assert f"returns.learning_rate: {metrics['learning_rate']:g}" in answers["learning rate"]
+    norms = [norm for name, norm in page.made("norms of gradients", "optimizer_step")[1]["items"] if "visual." in name]
+    assert float(answers["tower"]) == pytest.approx(math.hypot(*norms), rel=1e-3)
+    last = batch.group.position_ids[:, prompt_length - 1].tolist()
+    time_height_width = "time {}, height {}, width {}".format(*last)
+    assert answers["position"].startswith(f"token {prompt_length - 1} ") and time_height_width in answers["position"]
+    left_out = [names[i] for i in range(16) if i not in index]
+    assert left_out and answers["without"] == f"Left out of the loss: {'; '.join(left_out)}."
+    for token, row in enumerate(visible(batch.group.layout)):
+        spans = re.findall(r"(\d+) to (\d+)", answers["sees"][token].partition(" sees ")[2])
+        assert row.nonzero()[:, 0].tolist() == [i for start, end in spans for i in range(int(start), int(end) + 1)]
 
 
 def test_pictures_come_back_from_their_patches():
@@ -109,8 +187,11 @@ def test_pictures_come_back_from_their_patches():
 
 def test_a_matrix_has_its_numbers_or_means_of_tiles():
     x = torch.tensor([[[1.0, 2.0], [float("nan"), 6.0]]])
-    assert matrix(x, 2)["stats"] == (3.0, 1.0, 6.0, 1) and matrix(x, 2)["rows"][0] == [1.0, 2.0]
-    assert matrix(torch.arange(64.0).view(8, 8), 2)["rows"] == [[13.5, 17.5], [45.5, 49.5]]
+    assert matrix(x)["stats"] == [3.0, 1.0, 6.0, 1] and matrix(x)["rows"][0] == [1.0, 2.0]
+    for usual in (torch.randn(128, 20), torch.randn(1536), torch.arange(12_000).view(3, -1)):
+        assert matrix(usual)["rows"] == (usual if usual.dim() > 1 else usual[None]).tolist()
+    tiles = torch.arange(SIDE**2, dtype=torch.float64).view(SIDE, SIDE)
+    assert matrix(tiles.repeat_interleave(5, 0).repeat_interleave(4, 1))["rows"] == tiles.tolist()
 
 
 def test_where_the_reward_looked_is_what_a_pixel_changes(film):

@@ -30,11 +30,18 @@ def trained(run, plain, lively, tmp_path, tmp_path_factory):
     return shutil.copytree(FOLDERS[0], tmp_path / "run")
 
 
-def browse(path, place, folder):
+def browse(path, place, folder, *flags):
     """What the page shows: its HTML after its script has run, without the script."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{path}#{place}"]
+    command = [
+        CHROMIUM,
+        *FLAGS,
+        *flags,
+        f"--user-data-dir={folder / 'browser'}",
+        "--dump-dom",
+        f"file://{path}#{place}",
+    ]
     html = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     return html.partition('<script id="data"')[0]
 

@@ -20,9 +20,9 @@ import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from minivlmrl import train
-from minivlmrl.attention import visible
 from minivlmrl.batch import pack
 from minivlmrl.hub.folder import json_text
 from minivlmrl.logprobs import per_token_logps
@@ -32,9 +32,11 @@ from minivlmrl.run.report import fill_template
 PACKAGE = Path(train.__file__).parent
 PAGE = Path(__file__).with_suffix(".html")
 TWICE = 2
-LONGEST_RUN = 400  # tokens of a run, at most, of which the page says who sees whom
 ITEMS = (1000, 12, 4, 0)  # of a container, and of those in it, that are shown
-SIDE = 22  # numbers of a row and of a column of a matrix; half as many inside a container
+# So many floats of a matrix are all shown, and five times as many integers: (R, T) and (M,), (3, N)
+# of some thousand tokens. What has more is an activation: means of SIDE x SIDE tiles are shown.
+WHOLE = 2600
+SIDE = 24
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Film:
 
     def __init__(self, names: list[str], stage: str, number: int):
         """Follow the book in step `number` of a stage; names: files and folders to follow too."""
-        self.step = (stage, number)
+        self.step = stage, number
         self.images = None  # the image processor
         self.about = {"prompts": []}
         self.norms = {}
@@ -148,7 +150,8 @@ class Film:
         if frame.f_code is train.optimizer_step.__code__:
             weights = values["algorithm"].trained.named_parameters()
             norms = {name: p.grad.norm().item() for name, p in weights if p.grad is not None}
-            self.norms = self.norms if norms == self.norms else norms  # one object while equal
+            if norms != self.norms:  # one object while equal
+                self.norms = norms
             values["norms of gradients"] = self.norms
         for name, x in values.items():
             version = version_of(x)
@@ -169,15 +172,20 @@ class Film:
     def value(self, name: str, x, names: dict) -> int:
         """Number what the page shows of a value; equal ones are kept once."""
         value_json = describe(x)
-        if hasattr(x, "image_grid_thw"):  # a Prompt or a GroupBatch
-            names = vars(x)
-            name = "pixel_values"
-            x = x.pixel_values
-        grids = names.get("image_grid_thw", names.get("grid"))
-        has_patches = name in ("patches", "pixel_values") and grids is not None
-        if has_patches and np.shape(x)[1:] == (self.images.patch_dim,):
-            frames = pictures(torch.as_tensor(x), grids, self.images)
-            value_json["pictures"] = [self.first_frame(picture) for picture in frames]
+        # a Prompt and a GroupBatch have both; else they are beside each other
+        grids = getattr(x, "image_grid_thw", names.get("image_grid_thw", names.get("grid")))
+        patches = getattr(x, "pixel_values", x)
+        is_named = patches is not x or name in ("patches", "pixel_values")
+        if is_named and grids is not None and np.shape(patches)[1:] == (self.images.patch_dim,):
+            frames = pictures(torch.as_tensor(patches), grids, self.images)
+            value_json["pictures"] = list(map(self.first_frame, frames))
+        return self.keep(value_json)
+
+    def keep(self, value_json) -> int:
+        """Number a description; a container has the numbers of its items, so equal ones are one."""
+        if isinstance(value_json, dict) and "items" in value_json:
+            for item in value_json["items"]:
+                item[1] = self.keep(item[1])
         return self.values.setdefault(json_text(value_json), len(self.values))
 
     def first_frame(self, frames: Tensor) -> str:
@@ -188,17 +196,18 @@ class Film:
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
     def pause(self, algorithm, step):
-        """Stop before the update, and describe the step's first prompts and who sees whom."""
+        """Stop before the update, and describe the step's runs and its first prompts."""
         self.__exit__()
-        tokenizer = algorithm.processor.tokenizer
-        runs = [describe_run(batch.group) for batch in step.micro_batches]
-        used_ids = set()
+        runs = [describe_run(batch) for batch in step.micro_batches]
+        words = {}
         for run in runs:
-            used_ids.update(run["ids"], *run["rows"])
+            for token_id in run["ids"] + run["targets"]:
+                words[token_id] = algorithm.processor.tokenizer.decode([token_id])
         self.about = {
             "prompts": describe_prompts(algorithm, step) if step.rollout else [],
+            "numbers": list(step.prompts),
             "runs": runs,
-            "words": {token_id: tokenizer.decode([token_id]) for token_id in used_ids},
+            "words": words,
         }
 
     def write(self, path: Path, title: str):
@@ -234,13 +243,20 @@ def version_of(x) -> int:
     return len(x) if isinstance(x, list | dict | set) else 0
 
 
-def describe_run(group) -> dict:
-    """List the tokens of a packed run and of its rows, and who sees whom if it is short."""
-    is_short = len(group.input_ids) <= LONGEST_RUN
+def describe_run(batch) -> dict:
+    """List the tokens of a packed run, where they lie, and which completions its rows are.
+
+    The page says who sees whom by these lengths; a test holds that against attention.visible.
+    """
+    layout = batch.group.layout
     return {
-        "ids": group.input_ids.tolist(),
-        "rows": [row.tolist() for row in group.split(group.completion_ids)],
-        "sees": visible(group.layout).int().tolist() if is_short else [],
+        "ids": batch.group.input_ids.tolist(),
+        "targets": batch.group.completion_ids.tolist(),  # row_lengths of them are a row
+        "prompt_lengths": layout.prompt_lengths,
+        "group_sizes": list(map(len, layout.completion_spans)),
+        "row_lengths": layout.row_lengths,
+        "completions": describe(batch.completion_index),  # of a rollout, each row's number there
+        "trained": batch.loss_mask.sum(1).tolist(),  # tokens of each row that the loss counts
     }
 
 
@@ -250,8 +266,7 @@ def describe_prompts(algorithm, step) -> list[dict]:
     lines = list(groups(algorithm, step))[:GROUPS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
-        completions = zip(line["completions"], rollout.completions[index], strict=True)
-        for shown, completion in completions:
+        for shown, completion in zip(line["completions"], rollout.completions[index], strict=True):
             maps = looked(
                 algorithm.policy,
                 algorithm.processor,
@@ -260,7 +275,7 @@ def describe_prompts(algorithm, step) -> list[dict]:
                 shown["advantage"],
                 algorithm.run.sampling.temperature,
             )
-            shown["maps"] = [matrix(x, 32) for x in maps]
+            shown["maps"] = [describe(x) for x in maps]
     return lines
 
 
@@ -269,15 +284,15 @@ def describe(x, depth: int = 0):
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
     if isinstance(x, Tensor):
-        return matrix(x.detach().cpu(), SIDE >> depth)
+        return matrix(x.detach().cpu())
     if isinstance(x, PIL.Image.Image):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
     if isinstance(x, str):
         return x[:400]
-    if isinstance(x, bool | int | float | None):
+    if isinstance(x, int | float | None):
         return x
     fields = x
-    if is_dataclass(x) and not isinstance(x, type):
+    if is_dataclass(x):  # the vars of a class are no dict
         fields = vars(x)
     elif isinstance(x, list | tuple | range):
         fields = dict(enumerate(x))
@@ -289,26 +304,28 @@ def describe(x, depth: int = 0):
     return {"of": type_name, "size": len(fields), "items": items}
 
 
-def matrix(x: Tensor, side: int) -> dict:
+def matrix(x: Tensor) -> dict:
     """Describe a tensor: dtype, shape, [mean, least, largest, NaNs], rows of its first matrix.
 
-    If these have over side x side numbers, means of tiles are kept, and the largest of long rows.
+    Of a matrix that is not WHOLE means of tiles, and the three largest numbers of long rows.
     """
-    tensor_json = {"of": str(x.dtype)[6:], "shape": [*x.shape]}
+    tensor_json = {"of": str(x.dtype)[6:], "shape": x.shape}
     valid_numbers = x.float()[~x.isnan()]
     if not len(valid_numbers):
         return tensor_json
-    smallest = valid_numbers.min().item()
-    largest = valid_numbers.max().item()
-    nan_count = x.numel() - len(valid_numbers)
-    tensor_json["stats"] = (valid_numbers.mean().item(), smallest, largest, nan_count)
-    rows = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)[:, :2048]
-    if rows.numel() > side**2 and len(rows) > 1:
+    statistics = [valid_numbers.mean(), *valid_numbers.aminmax()]
+    tensor_json["stats"] = [
+        *[number.item() for number in statistics],
+        x.numel() - len(valid_numbers),
+    ]
+    rows = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)
+    most = WHOLE if x.is_floating_point() else 5 * WHOLE
+    if rows.numel() > most:
         if rows.shape[1] > 256:  # of logits the likeliest tokens
             top = rows[:64].float().topk(3)
             tensor_json["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
-        size = [min(side, n) for n in rows.shape]
-        rows = torch.nn.functional.adaptive_avg_pool2d(rows[None].float(), size)[0]
+        size = [min(SIDE, n) for n in rows.shape]
+        rows = adaptive_avg_pool2d(rows[None].float(), size)[0]
     return tensor_json | {"rows": rows.tolist()}
 
 
