@@ -15,6 +15,7 @@ import xml.etree.ElementTree
 
 import PIL.Image
 import pytest
+import torch
 from links import ROOT, links, missing, names
 from parity.families import families as make_families
 from runs import metrics
@@ -306,6 +307,44 @@ def test_grpo_of_plain_objects(own, monkeypatch):
     assert first != second != third
     assert all(rollout.rewards.shape == (80, 2) for rollout in rollouts)
     assert len(set(weights)) == 3
+
+
+def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
+    """Those of docs/coming_from.md one after the other; the first two begin the loop, in place of its model's line."""
+    page = PAGES["docs/coming_from.md"]
+    calls = [re.findall("`([^`]+)`", ours)[0] for _, ours in rows_of(page, "From Tinker")]
+    assert len(calls) == 12
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    space = {
+        "base_model": "model",
+        "name": "state",
+        "folder": "saved",
+        "my_loss": lambda completions, logps: logps.sum(),
+    }
+    modules = re.findall("`([a-z_.]+)`", page.split("## From Tinker")[1].partition("|")[0])
+    for module in modules:
+        exec(f"from minivlmrl.{module} import *", space)
+    [loop] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
+    loop = re.sub("\npolicy, processor = .*\n", "\n{}\n{}\n".format(*calls[:2]), loop.replace("range(10)", "range(1)"))
+    exec(loop, space)
+    space["prompt"] = space["rows"][0].prompt(space["processor"])
+
+    def run(call):
+        """A call, after the forward if it needs one; returns the adapters' sum."""
+        if "logps" in call:
+            exec(calls[4], space)
+        exec(call, space)
+        return sum(p.double().sum() for n, p in space["policy"].named_parameters() if "lora_" in n).item()
+
+    sums = [run(call) for call in calls[2:] if call != "sample"]
+    _, forward, sft, custom, loss, update, saved, *_ = sums
+    assert len({forward, sft, custom, loss}) == 1 and update != loss and saved == update
+    assert len(space["completions"][0]) == 8
+    with torch.no_grad():
+        next(p for n, p in space["policy"].named_parameters() if "lora_B" in n).add_(1)
+    assert run("1") != saved and run(calls[10]) == saved
+    assert space["load_model"]("saved").config == space["policy"].config
 
 
 def test_a_task_of_your_own(tmp_path, monkeypatch):
