@@ -161,7 +161,6 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
     (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
-    (["--device", "abacus"], "--device abacus cannot be used"),
     (["--prompt", "<image>"], "the prompt has 1 image placeholder(s) but 0 image(s) came with it; put one where "
      "each image belongs and name as many images\n"),
 ], ids=str)  # fmt: skip

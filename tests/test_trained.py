@@ -46,14 +46,6 @@ def test_adapters_of_frozen_parts_are_frozen_too():
         select_trained(adapted(["merger"]), ["merger"])
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
-])  # fmt: skip
-def test_what_is_refused(folder, options, says):
-    with pytest.raises(ValueError, match=says):
-        load_config(folder / "recipe.yaml", options)
-
-
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -352,23 +352,14 @@ def environment() -> ImmutableSandboxedEnvironment:
     def fail(message: str):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        """Write JSON; jinja2's own filter would escape <, > and & for HTML."""
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
     def refuse_clock(_: str):
         fail("strftime_now: the same seed would see another day; write a date into it")
 
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
     )
-    sandbox.filters["tojson"] = tojson
+    # jinja2's own filter would escape <, > and & for HTML
+    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     sandbox.globals["raise_exception"] = fail
     sandbox.globals["strftime_now"] = refuse_clock
     return sandbox

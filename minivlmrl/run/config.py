@@ -130,8 +130,6 @@ class RunConfig:
     def __post_init__(self):
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
-        if not self.adapter.target:
-            raise ValueError("adapter.target is [], it must name layers")
 
     @property
     def stage_names(self) -> list[str]:

@@ -38,19 +38,20 @@ def main(arguments: list[str]):
     options = build_parser().parse_args(arguments)
     sampling = sampling_options(options)
     sampling.graph = "never"  # each token is printed when it is there
-    device = choose_device(options.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
+    world = World(device=find_device())
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
     data = data_section(find_folder(options.model) / ASKED)
     processor = replace(processor, template=with_values(processor.template, data.template))
     processor = with_tools(processor, sampling.environment)
     row = build_row(options, data)
     prompt = row.prompt(processor)
-    model = load_model(options.model, DTYPES.get(options.dtype), device)
+    model = load_model(options.model, DTYPES.get(options.dtype), world.device)
     if sampling.stop_token_ids is None:
         sampling.stop_token_ids = processor.stop_token_ids
     stream = Stream(processor.tokenizer, sampling.stop_token_ids)
     print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
-    sampler = build_sampler(model, processor, sampling, World(device=device), listen=stream.hear)
+    sampler = build_sampler(model, processor, sampling, world, listen=stream.hear)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
@@ -104,18 +105,6 @@ def sampling_options(options: argparse.Namespace) -> SamplingOptions:
     return build(SamplingOptions, given_values, "command line")
 
 
-def choose_device(device: str | None) -> torch.device:
-    """Find the device to run on, by default the GPU if there is one (ValueError: no such one)."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
-    name = device or find_device()
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {name} cannot be used ({str(error).splitlines()[0]})"
-        ) from error
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
     parser = argparse.ArgumentParser(
@@ -129,7 +118,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--video", **media_option, help="again for more")
     add("--system", help="instead of the family's system message")
     add("--seed", type=int, default=0, help="same seed, same answer")
-    add("--device", help="default: cuda if there is one")
     add("--dtype", choices=DTYPES, help="of the weights; default: the model's")
     add("--min_pixels", type=int, help="of an image; default: the model's")
     add("--max_pixels", type=int, help="of an image; default: the model's")
