@@ -171,6 +171,20 @@ if (sessionStorage.length) onload = write; else {
     assert "<title>321,#grpo/2/1,sft,true,false</title>" in browse(page, "", tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "says"), [(2, '"wide"'), (12, '"wide more"')])
+def test_on_a_phone_a_path_breaks_and_a_wide_table_says_that_it_goes_on(trained, tmp_path, columns, says):
+    (trained / "summary.json").write_text(json.dumps({"start": {f"reward {i}": 0.5 for i in range(columns)}}))
+    (trained / "config.yaml").write_text(f"# /{'long_path/' * 20}own.yaml; evaluated on 4 rows\n")
+    page = trained / "page.html"
+    write_page([trained], page)
+    phone = """<style>body { width: 400px; }</style>
+<script>document.title = document.querySelector("summary").scrollWidth <= 400;</script></body>"""
+    page.write_text(page.read_text().replace("</body>", phone))
+    html = browse(page, "", tmp_path)
+    assert f"class={says}" in html and "<title>true</title>" in html
+
+
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give the output_dir of a run"):
         page.main([str(tmp_path)])
