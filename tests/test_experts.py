@@ -1,21 +1,27 @@
 """Mixtures of experts against transformers 5.23: logits, gradients, GRPO's loss; files both ways."""
 
+import copy
 import random
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from hub_configs import real_config
 from safetensors.torch import load_file, save_file
 from test_qwen3_vl import random_config, random_prompt
 
+from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, packed_layers, quantize_base
+from minivlmrl.adapters.nf4 import NF4Linear
 from minivlmrl.grpo import GRPOConfig
 from minivlmrl.hub.experts import Experts, split_experts
 from minivlmrl.hub.family import FAMILIES, hub_name
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, grpo_loss
 from minivlmrl.rows import Processor
+from minivlmrl.run.memory import Costs
 from minivlmrl.scale.checkpoint import load_model, save_model
 from minivlmrl.tasks import shapes
 
@@ -197,3 +203,89 @@ def test_a_token_is_computed_alike_in_any_batch():
 
 def test_families_without_experts_have_none():
     assert [name for name, family in FAMILIES.items() if family.experts] == list(MOE)
+
+
+def adapted(model, target, **options):
+    LoRAConfig(r=3, alpha=6.0, target=target, **options).place(model)
+    draw_adapters(model, 0)
+    for layer in adapters(model).values():
+        torch.nn.init.normal_(layer.lora_B.data, std=0.3)
+    return model
+
+
+def test_adapters_leave_experts_and_routers_out_unless_asked():
+    few = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language"]))
+    assert not any(".experts." in name or name.endswith(("mlp.gate", "expert_gate")) for name in few)
+    assert any("shared_expert.up_proj" in name for name in few)
+    more = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language", "experts"]))
+    assert len(more) - len(few) == 3 * (5 * 3 + 2) and "model.layers.0.mlp.experts.4.down_proj" in more
+
+
+def test_adapters_of_experts_are_pefts():
+    """Outputs, gradients and merged weights of a block whose experts and router have some."""
+    peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
+    model = adapted(tiny.model(model_type="qwen3_5_moe", dtype=torch.float64), ["experts"])
+    ours = model.model.layers[0].mlp
+    plain = tiny.model(model_type="qwen3_5_moe", dtype=torch.float64).model.layers[0].mlp
+    names = [name.removeprefix("model.layers.0.mlp.") for name in adapters(model) if ".layers.0." in name]
+    theirs = peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=6, target_modules=names)).double()
+    layers = dict(theirs.base_model.model.named_modules())
+    for name in names:
+        layer = ours.get_submodule(name)
+        layers[name].lora_A.default.weight.data.copy_(layer.lora_A)
+        layers[name].lora_B.default.weight.data.copy_(layer.lora_B)
+    x = torch.randn(40, 64, dtype=torch.float64)
+    found, expected = ours(x), theirs(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found.square().sum().backward(), expected.square().sum().backward()
+    for name in names:
+        for matrix in "AB":
+            gradient = getattr(ours.get_submodule(name), f"lora_{matrix}").grad
+            other = getattr(layers[name], f"lora_{matrix}").default.weight.grad
+            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
+    merged = dict(theirs.merge_and_unload().named_parameters())
+    for name in names:
+        torch.testing.assert_close(ours.get_submodule(name).merged(), merged[f"{name}.weight"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_path):
+    """Also read from a folder of fused tensors, and saved into one."""
+    model = adapted(tiny.model(model_type=model_type, dtype=torch.float64), ["language", "experts"])
+    plain = copy.deepcopy(model)
+    quantize_base(model)
+    packed = packed_layers(model)
+    assert "model.layers.0.mlp.experts.0.up_proj.base" in packed and "model.layers.0.mlp.gate.base" not in packed
+    for name, layer in packed.items():
+        plain.get_submodule(name).weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    generator = torch.Generator().manual_seed(2)
+    rows = [tiny.prompt(generator, [(1, 4, 8)], dtype=torch.float64)]
+    batch = pack(rows, [[tiny.completion(generator, 9)]], model.config)
+    losses = [-per_token_logps(m, batch)[0].mean() for m in (model, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    for loss in losses:
+        loss.backward()
+    others = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, others[name].grad, rtol=1e-10, atol=1e-13)
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
+    place = LoRAConfig(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4").place
+    read = load_model(tmp_path / "base", torch.float64, adapt=place)
+    name = "model.layers.0.mlp.experts.4.down_proj.base"
+    expected = NF4Linear(tiny.model(model_type=model_type).double().get_submodule(name.removesuffix(".base")))
+    assert torch.equal(read.get_submodule(name).weight, expected.weight)
+    draw_adapters(read, 0)
+    save_model(tmp_path / "merged", read, processor)
+    saved = load_model(tmp_path / "merged").state_dict()["model.layers.0.mlp.experts.4.down_proj.weight"]
+    assert torch.equal(saved, expected.weight)
+
+
+@pytest.mark.slow
+def test_the_plan_counts_what_is_active_for_a_token():
+    """Of the sizes that people run: 31.1e9 and 35.1e9 parameters, 3e9 of them active; experts are most of the model."""
+    for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
+        costs = Costs(ModelConfig.from_dict(real_config(size)))
+        assert costs.parameters == pytest.approx(held, rel=1e-3), size
+        assert costs.active_parameters == pytest.approx(active, rel=0.1), (size, costs.active_parameters)

@@ -175,7 +175,7 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not computed"
     ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
     ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
     ("qwen3_vl_moe/text_config.num_experts_per_tok", 6, "num_experts_per_tok is 6, it must be num_experts (5) or less"),
-    ("qwen3_vl_moe/text_config.moe_intermediate_size", 32, "must be neither hidden_size (64) nor half of it"),
+    ("qwen3_vl_moe/text_config.moe_intermediate_size", 32, "must be neither hidden_size nor half of it"),
     ("qwen3_vl_moe/text_config.norm_topk_prob", False, "norm_topk_prob is False, it must be True"),
     ("vision_config.window_size", 27, "vision_config.window_size is 27, it must be 28 or more"),
 ])  # fmt: skip

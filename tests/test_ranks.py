@@ -157,6 +157,7 @@ LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
 SHARING = [*MOVING, "--reference.num_shared_layers=1"]
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
+EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1"]  # fmt: skip
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
 BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # the second of two layers
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
@@ -172,7 +173,8 @@ QUICK = {
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
-    "dropout": [*ADAPTED, *DROPOUT],
+    "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
+    "experts, layer by layer": [*EXPERTS, *ONE_BY_ONE], "experts, replicated": EXPERTS,
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
     "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
@@ -192,7 +194,14 @@ def quick_results(tmp_path_factory):
     prepare(folder)
     alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
     alone |= {"moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"]}
-    alone |= {"sharing": SHARING, "folder": FOLDER, "adapters": ADAPTED, "critic": CRITIC, "NF4": NF4}
+    alone |= {
+        "experts": EXPERTS,
+        "sharing": SHARING,
+        "folder": FOLDER,
+        "adapters": ADAPTED,
+        "critic": CRITIC,
+        "NF4": NF4,
+    }
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
@@ -220,6 +229,15 @@ def test_two_ranks_keep_the_reference_of_one(quick_results, way):
     torch.testing.assert_close(joined, expected.reference, rtol=0, atol=1e-12)
     trained = [name for name in expected.weights if not name.startswith(BELOW) or not way.startswith("sharing")]
     assert [len(rows) for rows in joined] == [len(expected.weights[name]) for name in trained]
+
+
+@pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated"])
+def test_two_ranks_with_experts_equal_one(quick_results, way):
+    """One may have a token on one rank alone, and has no gradient if on none. Routes are those of sampling."""
+    alone, ranks = quick_results
+    for rank in ranks:
+        assert_equal(rank[way], alone["experts"], 1e-12, 1e-12)
+        assert rank[way].lines[0]["rollout/route_mismatch"] == 0
 
 
 def test_a_reference_that_moves_does_so_in_the_dtype_of_the_parameters(quick_results):

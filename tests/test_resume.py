@@ -180,6 +180,7 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
     "sft, ppo": (["--sft.max_steps=2", "--ppo.critic=separate"], [("in the optimizer", 4), ("in the optimizer", 5)]),
     "sft, reward_model": ([], [("in backward", 20)]),
     "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),
+    "grpo, dpo": (["--model.config=FOLDER/qwen3_vl_moe.json", "--dpo.max_steps=1"], [("in the optimizer", 4)]),
 }  # fmt: skip
 
 

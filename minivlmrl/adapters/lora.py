@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.nf4 import NF4Linear
-from minivlmrl.hub.experts import ROUTED, ROUTER, StackedExperts
+from minivlmrl.hub.experts import ROUTED, StackedExperts
 from minivlmrl.hub.recipe_values import FilePath, require
 from minivlmrl.rows import random_numbers
 
@@ -223,8 +223,9 @@ def quantize_base(model: nn.Module):
     """
     names = []
     for name, module in model.named_modules():
+        is_router = name.endswith((".mlp.gate", ".mlp.gate.base"))
         in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
-        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not ROUTER.search(name):
+        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not is_router:
             names.append(name)
     for name in names:
         quantize_layer(model, name)

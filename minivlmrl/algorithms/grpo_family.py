@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minivlmrl import losses
 from minivlmrl.advantages import combine, group_advantages, group_std
-from minivlmrl.algorithms.grpo_stage import GRPOStage, GRPOStageConfig
+from minivlmrl.algorithms.grpo_stage import GRPOStage, GRPOStageConfig, StageBatch
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
 from minivlmrl.hub.code_names import find_named, with_options
@@ -95,7 +95,7 @@ def try_loss(loss: Callable, config: FamilyConfig):
 
 
 @dataclass
-class FamilyBatch(MicroBatch):
+class FamilyBatch(StageBatch):
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1)
     old_entropies: Tensor | None = None  # (R, T)
     entropy_threshold: float | None = None  # of the whole optimizer step ...

@@ -9,11 +9,13 @@ from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
+from minivlmrl.batch import MicroBatch
 from minivlmrl.environments.environment import check_reward
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
 from minivlmrl.reward_functions.names import RewardLog, recipe_columns
 from minivlmrl.sampling.pieces import PiecesConfig, pieces
+from minivlmrl.sampling.routes import join_routes, routes_of
 from minivlmrl.sampling.sample import find_engine
 
 
@@ -22,11 +24,17 @@ class GRPOStageConfig(GRPOConfig, PiecesConfig, TrainingConfig):
     """GRPO with the options that the book has."""
 
 
+@dataclass
+class StageBatch(MicroBatch):
+    sampler_routes: Tensor | None = None  # (M,), see sampling/routes.py
+
+
 class GRPOStage(Algorithm, GRPO):
     """GRPO with the options that the book has; `Family` and PPO are made of it."""
 
     stage = "grpo"
     config_type = GRPOStageConfig
+    batch_type = StageBatch
     compares_groups = True  # it logs how much the rewards of a group differ
 
     @classmethod
@@ -137,6 +145,16 @@ class GRPOStage(Algorithm, GRPO):
         micro_batches = pieces(lengths, config.micro_batch_size, max_tokens, self.world)
         return [[part[i] * config.num_generations + j for i, j in rows] for rows in micro_batches]
 
+    def micro_batches(
+        self, rollout: Rollout, part: range, advantages: Tensor | None = None
+    ) -> list[StageBatch]:
+        batches = super().micro_batches(rollout, part, advantages)
+        completions = list(chain(*rollout.completions))
+        for batch in batches:
+            rows = batch.completion_index.tolist()
+            batch.sampler_routes = join_routes([completions[row] for row in rows])
+        return batches
+
     def diagnose(self, batch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
         """Measure by how many nats trainer and sampler differ about a token, too."""
         old_logps = batch.old_per_token_logps
@@ -145,10 +163,15 @@ class GRPOStage(Algorithm, GRPO):
         mask = batch.loss_mask
         mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()
         mean_square = (mismatch.square() * mask).sum() / mask.sum().clamp(min=1)
-        return super().diagnose(batch, logps, entropies) | {
+        metrics = super().diagnose(batch, logps, entropies) | {
             "rollout/logp_mismatch": mismatch.max(),
             "rollout/logp_mismatch_rms": mean_square.sqrt(),
         }
+        if batch.sampler_routes is not None:
+            routes = routes_of(self.policy.model, batch.group.layout.predict_index)
+            differs = routes != batch.sampler_routes.to(routes.device)
+            metrics["rollout/route_mismatch"] = batch.mean(differs.float())
+        return metrics
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:

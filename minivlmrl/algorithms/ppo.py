@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.grpo_family import train_on
-from minivlmrl.algorithms.grpo_stage import GRPOStage
+from minivlmrl.algorithms.grpo_stage import GRPOStage, StageBatch
 from minivlmrl.algorithms.value_model import (
     ValueModel,
     check_value_model_folder,
@@ -23,7 +23,6 @@ from minivlmrl.algorithms.value_model import (
     save_value_model,
     value_head,
 )
-from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.recipe_values import FilePath
 from minivlmrl.logprobs import completion_states, logps_of_states
@@ -56,7 +55,7 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
 
 
 @dataclass
-class PPOBatch(MicroBatch):
+class PPOBatch(StageBatch):
     old_values: Tensor | None = None  # (R, T)
     returns: Tensor | None = None  # (R, T)
 

@@ -71,7 +71,7 @@ class Experts(nn.Module):
         sizes = config.experts
         width = config.hidden_size
         self.top_k = sizes.num_experts_per_tok
-        self.record = None  # is told of each forward: probabilities (N, E), ids; see routes.py
+        self.ids = None  # (N, k) of the last forward, see sampling/routes.py
         self.sum_over_ranks = None  # where weights are sharded: adds up counts, see sharding.py
         self.gate = nn.Linear(width, sizes.num_experts, bias=False)
         self.experts = nn.ModuleList(
@@ -86,10 +86,7 @@ class Experts(nn.Module):
         """(N, D) -> weights (N, k) and ids of experts (N, k) int64, the likeliest first."""
         logits = self.gate(x)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        probs = logits.softmax(-1, dtype=wide)
-        weights, ids = probs.topk(self.top_k, dim=-1)
-        if self.record is not None:
-            self.record(probs, ids)
+        weights, ids = logits.softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(logits.dtype), ids
 
@@ -99,6 +96,7 @@ class Experts(nn.Module):
         Rows are moved and never added up where they meet: forward and backward have no atomics.
         """
         weights, ids = self.route(x)
+        self.ids = ids
         order = ids.flatten().argsort(stable=True)  # (N k,): by expert, then by token
         back = order.argsort()
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D)
@@ -143,11 +141,10 @@ class RecurrentExpertsLayer(WithExperts, qwen3_5.Layer):
     """Qwen3.5-MoE's."""
 
 
-# layers of experts and what chooses them
-ROUTED = re.compile(r"\.mlp\.(experts\.|gate(\.base)?$|shared_expert_gate(\.base)?$)")
-ROUTER = re.compile(r"\.mlp\.gate(\.base)?$")
-FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-SINGLE = re.compile(r"(.+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+# layers of experts, and what chooses them
+ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
+# a tensor of a file, of all experts of a layer -> weights of each of them, in the order of its rows
+FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
@@ -161,15 +158,14 @@ def split_experts(
         ValueError: a tensor has another shape than config.json says.
     """
     for name, tensor in tensors:
-        match = FUSED.fullmatch(name)
-        if match is None or config.experts is None:
+        layer_name, _, kind = name.rpartition(".")
+        if config.experts is None or kind not in FUSED:
             yield name, tensor
             continue
-        layer_name, kind = match.groups()
+        parts = FUSED[kind]
         E = config.experts.num_experts
         size = config.experts.moe_intermediate_size
-        names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-        shape = (E, 2 * size, config.hidden_size)  # gate first, then up
+        shape = (E, 2 * size, config.hidden_size)
         if kind == "down_proj":
             shape = (E, config.hidden_size, size)
         if turned and tensor.shape != shape:
@@ -181,15 +177,15 @@ def split_experts(
                 "folder's own config.json, or save it again with save_pretrained"
             )
         for index, expert in enumerate(tensor):
-            for part_name, part in zip(names, expert.chunk(len(names)), strict=True):
-                yield f"{layer_name}.{index}.{part_name}.weight", part.contiguous()
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
 
 
 @dataclass
 class StackedExperts:
     """Weights of all experts of a layer that a file has as one tensor."""
 
-    experts: list[list]  # of each expert: gate and up, or down
+    experts: list[list]  # of each expert those of FUSED
     turned: bool
 
     def stack(self, full: Callable[[object], Tensor]) -> Tensor:
@@ -198,19 +194,14 @@ class StackedExperts:
         return stacked.mT.contiguous() if self.turned else stacked
 
 
-def stack_experts(weights: dict[str, object], turned: bool) -> dict[str, object]:
+def stack_experts(weights: dict[str, object], config, turned: bool):
     """Put StackedExperts in place of the weights of single experts."""
-    stacked = {}
-    for name, weight in weights.items():
-        match = SINGLE.fullmatch(name)
-        if match is None:
-            stacked[name] = weight
+    for name in list(weights):
+        layer_name, first, _ = name.partition(".0.down_proj")
+        if not first or not layer_name.endswith(".mlp.experts"):
             continue
-        layer_name, kind = match.groups()
-        fused_name = f"{layer_name}.{'down' if kind == 'down' else 'gate_up'}_proj"
-        fused = stacked.setdefault(fused_name, StackedExperts([], turned))
-        if kind == "up":  # which follows its gate
-            fused.experts[-1].append(weight)
-        else:
-            fused.experts.append([weight])
-    return stacked
+        for kind, parts in FUSED.items():
+            experts = []
+            for i in range(config.experts.num_experts):
+                experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
+            weights[f"{layer_name}.{kind}"] = StackedExperts(experts, turned)

@@ -226,14 +226,13 @@ class ModelConfig:
         if family.experts:
             sizes = {name: flat[name] for name in family.experts}
             config.experts = build(ExpertsConfig, sizes, where, json=True)
-            width = config.hidden_size
-            ambiguous = width / config.experts.moe_intermediate_size in (1, 2)
+            size = config.experts.moe_intermediate_size
             require(
-                not (family.turned_experts and ambiguous),
+                not family.turned_experts or config.hidden_size not in (size, 2 * size),
                 f"{where}: moe_intermediate_size",
-                config.experts.moe_intermediate_size,
-                f"neither hidden_size ({width}) nor half of it: nobody could tell whether the "
-                "experts of a file are transposed",
+                size,
+                "neither hidden_size nor half of it: nobody could tell whether the experts of a "
+                "file are transposed",
             )
         return config
 

@@ -119,9 +119,8 @@ class Costs:
         self.active_parameters = self.parameters  # that a token is computed with
         if config.experts is not None:
             idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
-            for name, parameter in self.model.named_parameters():
-                if ".mlp.experts." in name:
-                    self.active_parameters -= round(parameter.numel() * idle_share)
+            routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
+            self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
     def build(self, run: RunConfig, stage: str) -> nn.Module:
         """Make the model that a stage of a run trains on the meta device."""

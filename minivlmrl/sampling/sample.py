@@ -14,6 +14,7 @@ from minivlmrl.rows import Completion, Processor, Prompt
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.sampling.filters import ENGINES, Filters, SamplingOptions
 from minivlmrl.sampling.pieces import in_pieces
+from minivlmrl.sampling.routes import RouteLog
 from minivlmrl.sampling.stop_strings import StopStrings
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import in_lockstep, is_sharded, rollout_weights
@@ -55,11 +56,18 @@ class RunSampler(Sampler):
         limit = self.sampling.max_new_tokens
         decode = self.decode()
         with rollout_weights(self.model, self.gather_weights) as model:
+            if model.config.experts is not None:
+                route_log = RouteLog((len(prompts) * num_generations, limit))
+                hook = model.model.register_forward_hook(route_log.after_forward)
+                choose = route_log.keeping(choose)
             if is_sharded(model):
                 choose = in_lockstep(choose, limit, model, self.world)
             if self.keeps_vision:
                 keep_vision(model, prompts, self.device)
             groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
+            if model.config.experts is not None:
+                hook.remove()
+                route_log.hand_over(chain(*groups))
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups

@@ -390,7 +390,8 @@ def file_weights(model: nn.Module) -> dict[str, object]:
     family = family_of(model)
     name_of = memory_name if family.memory_names else str
     weights = {name_of(name): weight for name, weight in plain_weights(model).items()}
-    return stack_experts(weights, family.turned_experts)
+    stack_experts(weights, model.config, family.turned_experts)
+    return weights
 
 
 def check_finite(name: str, tensor: Tensor, folder: object):

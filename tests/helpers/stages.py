@@ -21,7 +21,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
-from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN35, of_file, recipe
+from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, of_file, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
@@ -42,12 +42,12 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder, recipe=RECIPE):
-    """Write recipe.yaml and configs: of a model with a head of its own, with a tied head, of Qwen3-VL, of Qwen3.5."""
+    """Write recipe.yaml and configs: of a model with a head of its own, with a tied head, of other families."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
-    (folder / "qwen3_vl.json").write_text(json.dumps(RUN_QWEN3))
-    (folder / "qwen3_5.json").write_text(json.dumps(RUN_QWEN35))
+    for model in (RUN_QWEN3, RUN_QWEN35, RUN_QWEN3_MOE, RUN_QWEN35_MOE):
+        (folder / f"{model['model_type']}.json").write_text(json.dumps(model))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 

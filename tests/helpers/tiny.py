@@ -51,15 +51,16 @@ RUN_QWEN35 = {
     },
 }  # fmt: skip
 
-# the same with 5 experts, 2 of them for each token; of Qwen3-VL's two layers the first has experts
+# the same with experts, 2 of them for each token; of Qwen3-VL's two layers the first has some
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MANY = EXPERTS | {"num_experts": 24, "moe_intermediate_size": 8}  # some have no token in a micro-batch
 RUN_QWEN3_MOE = {
     **RUN_QWEN3, "model_type": "qwen3_vl_moe",
-    "text_config": RUN_QWEN3["text_config"] | EXPERTS | {"mlp_only_layers": [1]},
+    "text_config": RUN_QWEN3["text_config"] | MANY | {"mlp_only_layers": [1]},
 }  # fmt: skip
 RUN_QWEN35_MOE = {
     **RUN_QWEN35, "model_type": "qwen3_5_moe",
-    "text_config": RUN_QWEN35["text_config"] | EXPERTS | {"shared_expert_intermediate_size": 20},
+    "text_config": RUN_QWEN35["text_config"] | MANY | {"shared_expert_intermediate_size": 20},
 }  # fmt: skip
 
 

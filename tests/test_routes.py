@@ -1,0 +1,76 @@
+"""Routes: the same experts in training as in sampling."""
+
+import pytest
+import torch
+from on_ranks import EagerPlay, eager
+
+from minivlmrl.environments import tool_sampler
+from minivlmrl.sampling.routes import routes_of
+
+import tiny
+from tiny import pack
+
+MOE = ("qwen3_vl_moe", "qwen3_5_moe")
+WAYS = {
+    "tools": ["--sampling.environment=on_ranks:Eye", "--sampling.top_p=0.9"],
+    "filters": ["--sampling.top_k=50", "--sampling.max_tokens_at_once=3000"],
+    "sampled again": ["--grpo.max_num_gen_batches=2"],
+}
+
+
+def many_tokens(stage, monkeypatch, model, way, completions, *more):
+    """A stage in float32 whose completions have 50 tokens, and many calls if there are tools."""
+    monkeypatch.setattr(tool_sampler, "find_calls", eager)
+    monkeypatch.setattr(tool_sampler, "Play", EagerPlay)
+    options = ["--sampling.max_new_tokens=50", "--sampling.stop_token_ids=[]", f"--grpo.num_generations={completions}"]
+    return stage("grpo", *options, *WAYS[way], *more, dtype=torch.float32, model=model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MOE)
+def test_no_token_has_other_experts_in_training_than_in_sampling(stage, monkeypatch, model, way):
+    run = many_tokens(stage, monkeypatch, model, way, 3, "--sampling.max_new_tokens=30")
+    [line] = run.go()
+    assert line["rollout/route_mismatch"] == 0 and line["rollout/logp_mismatch"] < 1e-3
+    run.next()
+    for layer in run.model.model.layers:  # another router: some tokens change
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.weight.data += 0.02 * torch.randn_like(layer.mlp.gate.weight)
+    assert 0 < run.update()["rollout/route_mismatch"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MOE)
+def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
+    run = many_tokens(stage, monkeypatch, model, "filters", 64, "--grpo.prompts_per_step=8", "--grpo.max_steps=4")
+    drawn = 0
+    for _ in range(4):
+        drawn += int(run.next()[0].counts.tokens)
+        assert run.update()["rollout/route_mismatch"] == 0
+    assert drawn > 100_000
+
+
+def test_a_model_without_experts_says_nothing_of_routes(stage):
+    [line] = stage("grpo").go()
+    assert not any("route" in name for name in line)
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_a_route_is_the_set_of_experts_of_a_token_in_all_layers(model_type):
+    """Whatever their order; the last layer computes only what predicts."""
+    model = tiny.model(model_type=model_type)
+    generator = torch.Generator().manual_seed(0)
+    rows = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [])]
+    batch = pack(rows, [[tiny.completion(generator, n) for n in (5, 20)], []], model.config)
+    select = batch.layout.predict_index
+    model(batch, select=select)
+    routes = routes_of(model.model, select)
+    blocks = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
+    assert len(blocks) == (3 if model_type == "qwen3_5_moe" else 2)
+    chosen = {i: block.ids if i == 2 else block.ids[select] for i, block in blocks.items()}
+    sets = [tuple(frozenset(ids[token].tolist()) for ids in chosen.values()) for token in range(25)]
+    for first in range(25):
+        for second in range(25):
+            assert (routes[first] == routes[second]) == (sets[first] == sets[second])
+    blocks[0].ids = blocks[0].ids.flip(1)
+    assert torch.equal(routes_of(model.model, select), routes) and len(set(sets)) > 5
