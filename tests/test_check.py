@@ -2,10 +2,8 @@
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-import faults
 import PIL.Image
 import pytest
 import torch
@@ -51,16 +49,6 @@ def test_copies_in_blocks_are_counted_whatever_their_names(tmp_path):
     assert list(check.check_files(rows, ["completion"])) == []
     often = FileDataset(tmp_path / "rows.jsonl", limit=1)
     assert list(check.check_files(mix([often], [FileSection("rows.jsonl", weight=9)]), [])) == []
-
-
-@pytest.mark.parametrize(("box", "said"), [([1, 2, 45, 45], True), ([1, 2, 80, 45], True), ([1, 2, 45, 80], False)])
-def test_turned_photographs_are_fine_if_a_box_fits_no_other_way(tmp_path, monkeypatch, box, said):
-    """The last box is inside of 50 x 90 pixels, as it is shown, and not of 90 x 50, as the file has it."""
-    monkeypatch.chdir(tmp_path)
-    PIL.Image.new("RGB", (9, 9)).save("0.png")
-    rows = [{"problem": "?", **faults.turned(number, {"image": "0.png"})} for number in range(2)]
-    write_lines(Path("rows.jsonl"), [rows[0], rows[1] | {"solution": box}])
-    assert bool(list(check.check_files(FileDataset("rows.jsonl"), []))) == said
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():

@@ -17,17 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivlmrl.advantages import combine, group_std, nanstd
+from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithms, find_class
 from minivlmrl.chat import part_kind
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
-from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.turns import as_turns, encode_completion, parts_of, shown_parts_of, text_of
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
 from minivlmrl.environments.tool_sampler import build_sampler
-from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
 from minivlmrl.rewards import ask_rewards, find_answer
 from minivlmrl.rows import Completion, Dataset, Processor, Row
@@ -42,8 +40,6 @@ from minivlmrl.scale import ranks
 
 PROMPTS = 16  # rows that are asked about
 MARKUP_OF_ANSWER = 64  # tokens that a template adds to an answer, at most
-ORIENTATION = 0x0112  # of a photograph, in its EXIF
-UNIT = re.compile(r"^(-?[\d.,]+) ?(?!(?:st|nd|rd|th)$)[a-zA-Zµ°%]+$")  # of a number: 3 cm, not 3rd
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # texts that are no answers: a reward that likes one of them will be given it
 HACKS = {
@@ -195,7 +191,6 @@ def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
     ):  # a weight has the rows of a file several times
         if isinstance(file_rows, FileDataset):
             yield from check_copies(file_rows, names)
-            yield from check_turned(file_rows)
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
@@ -262,27 +257,6 @@ def check_copies(rows: FileDataset, names: Sequence[str]) -> Iterator[str]:
         contents.add(asked if counts[asked] == 1 else rows.content(index, names))
     if len(contents) <= len(rows) / 2 and len(rows) > 3:
         yield f"{len(contents)} of {len(rows)} rows differ in picture or question: drop copies"
-
-
-def check_turned(rows: FileDataset) -> Iterator[str]:
-    """Boxes of photographs that EXIF turns."""
-    fit_alone = []  # are boxes inside of a picture as it is shown, and not as the file has it?
-    for row, media in map(rows.read, spread(range(len(rows)))):
-        boxes = parse_boxes(str(row.columns.get("solution") or ""))
-        for item in media if boxes else ():
-            with open_image(item.source, rows.folder) as image:
-                if image.getexif().get(ORIENTATION, 1) != 1:
-                    turned_fit = all_inside(boxes, load_image(image))
-                    fit_alone.append(turned_fit and not all_inside(boxes, image))
-    if fit_alone and not any(fit_alone):
-        yield (
-            f"{len(fit_alone)} images are turned by their EXIF, boxes are read as of what is shown, "
-            "and none fits that alone; save them upright"
-        )
-
-
-def all_inside(boxes: Sequence, image) -> bool:
-    return all(Box(*corners, image.size).inside() for corners in boxes)
 
 
 def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
@@ -461,18 +435,15 @@ def check_held_out(held_out: Sequence[Row], trained: Sequence[Row]) -> Iterator[
 def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
     """What the rewards give for texts that need no picture; solution_counts: of all rows."""
     rows = trial.rows
-    solutions = solutions_of(rows)
-    right_values = trial.answered(solutions)
+    right_values = trial.answered(solutions_of(rows))
     if any(row.columns.get("solution") is not None for row in rows):
         yield from check_empty(trial, solution_counts)
         yield from check_constant(trial, solution_counts, right_values)
-    yield from check_units(trial, solutions, right_values)
     values = []  # of each text what it earns, (n, K); the right answers come last
     for text in HACKS.values():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
         values.append(trial.earned(texts))
     values = torch.stack([*values, right_values])  # (texts, n, K)
-    yield from check_scales(trial, values.flatten(0, 1))
     nothing_mean, *_, right_mean = [combine(x, trial.weights).nanmean() for x in values]
     if columns_of(trial.rewards) and right_mean <= nothing_mean:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
@@ -523,37 +494,6 @@ def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor)
             f"always writing {as_rollout(solution, trial.processor)!r:.80} earns "
             f"{constant_mean / right_mean:.2f} of what right answers do: the rows hardly need "
             "their pictures; balance them"
-        )
-
-
-def check_units(trial: Trial, solutions: Sequence[str], right_values: Tensor) -> Iterator[str]:
-    """Solutions with a unit that no question names and a reward insists on."""
-    bare_numbers = [UNIT.sub(r"\1", solution) for solution in solutions]
-    num_unnamed = 0
-    for row, solution, bare_number in zip(trial.rows, solutions, bare_numbers, strict=True):
-        unit = solution.removeprefix(bare_number).strip()
-        num_unnamed += unit not in text_of(row.messages[-1])
-    if 2 * num_unnamed <= len(solutions):
-        return
-    means = torch.stack([trial.answered(bare_numbers), right_values]).nanmean(1).T  # (K, 2)
-    for reward, (bare_mean, right_mean) in zip(trial.rewards, means, strict=True):
-        if bare_mean < 0.5 * right_mean:
-            yield (
-                f"reward {reward.name} takes {solutions[0]!r:.40} and not {bare_numbers[0]!r:.40}: "
-                "name the unit in the question, or take recipes/answers.py:number"
-            )
-
-
-def check_scales(trial: Trial, values: Tensor) -> Iterator[str]:
-    """A reward beside which the others do not count; values: of all texts, (m, K)."""
-    weighted_spreads = nanstd(values.double().T) * trial.weights.abs()  # (K,)
-    largest_spread = weighted_spreads.max().item()
-    other_spreads = (weighted_spreads.nansum() - weighted_spreads.max()).item()
-    if 0 < 100 * other_spreads < largest_spread:
-        yield (
-            f"reward {trial.rewards[int(weighted_spreads.argmax())].name} "
-            f"differs by {largest_spread:.2g} between texts, the others by {other_spreads:.2g}: "
-            "they count for nothing; lower its weight"
         )
 
 

@@ -34,14 +34,6 @@ def held_out_cats(number: int, row: dict) -> dict:
     return {}
 
 
-def turned(number: int, row: dict) -> dict:
-    """A photograph of 90 x 50 pixels that is shown as 50 x 90, and a box that is inside of both."""
-    exif = PIL.Image.Exif()
-    exif[0x0112] = 6
-    PIL.Image.open(row["image"]).resize((90, 50)).save(f"turned_{number}.png", exif=exif)
-    return {"image": f"turned_{number}.png", "solution": [20 + number, 20, 45, 45]}
-
-
 def stretched(number: int, row: dict) -> dict:
     """A picture of 16 x 16 pixels, each of them shown as 4 x 4."""
     PIL.Image.effect_noise((16, 16), 90).resize((64, 64), 0).save(f"stretched_{number}.png")
@@ -132,20 +124,9 @@ FAULTS = {
         ["--data.eval_file=eval.jsonl"], held_out_cats,
         check=("all evaluation rows have the solution 'cat'", "mix the rows of data.eval_file"),
     ),
-    "photographs that are turned beside boxes of what they were": Fault(
-        IOU, turned, check=("8 images are turned by their EXIF", "save them upright"),
-    ),
     "boxes as x, y, width, height": Fault(
         IOU, lambda i, row: {"solution": [i + 1, i + 2, 20, 24]},
         check=("all boxes are in the upper left quarter", "write x1, y1, x2, y2"),
-    ),
-    "a truth with a unit": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": f"{i + 3} cm"},
-        check=("reward accuracy takes '3 cm' and not '3'", "take recipes/answers.py"),
-    ),
-    "a reward that is a million times the others": Fault(
-        ["--rewards={accuracy: 1, one.py:length: 1000}"],
-        check=("reward one.py:length differs by", "lower its weight"),
     ),
     "the prompt holds the answer": Fault(
         change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
