@@ -12,6 +12,7 @@ import operator
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -156,7 +157,7 @@ class Reward:
     ) -> ValueError:
         """Find the first completion with which it fails, by asking about one at a time."""
         prefix = ""
-        failed_with = f"{len(texts)} completions together, for none alone"
+        failed_with = f"{len(texts)} completions together and none alone"
         for i, text in enumerate(texts):
             given["log_extra"] = partial(log_extra, [{}])
             try:
@@ -169,11 +170,8 @@ class Reward:
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
             return ValueError(f"{prefix}{error}")  # one of ours says what is wrong
-        line = line_of(self.function, error)
-        meant = meant_key(error, columns)
-        return ValueError(
-            f"{prefix}reward {self.name} raised {error!r}{line} for {failed_with}{meant}"
-        )
+        reason = raised(self.function, error, columns)
+        return ValueError(f"{prefix}reward {self.name}, for {failed_with}, {reason}")
 
 
 def get_reward(name: str) -> Reward:
@@ -246,22 +244,22 @@ def log_extra(extras: list[dict], column: str, values: list):
         extra[column] = value if is_json else str(value)
 
 
-def line_of(function: Callable, error: Exception) -> str:
-    """Say at which line of a function's own file an error was raised: " in mine.py:7"."""
-    function = inspect.unwrap(getattr(function, "func", function))
-    if inspect.isclass(function):
-        function = function.__init__
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ""
+def raised(function: Callable, error: BaseException, names: Iterable[str]) -> str:
+    """Say what a function or class has raised, at which line of its file: "raised KeyError: ...".
+
+    names: of its arguments, one of which a KeyError may mean.
+    """
+    file = None
+    with suppress(TypeError, OSError):  # what is not written in Python has no file
+        file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
+    text = f"raised {type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    line_numbers = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f" in {code.co_filename}:{line_numbers[-1]}" if line_numbers else ""
-
-
-def meant_key(error: BaseException, columns: Iterable[str]) -> str:
-    """Name the column that a KeyError may be about: "; did you mean solution?", or ""."""
-    return did_you_mean(str(error).strip("'"), columns) if isinstance(error, KeyError) else ""
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if lines:
+        text += f" in {file}:{lines[-1]}"
+    if isinstance(error, KeyError):
+        text += did_you_mean(str(error).strip("'"), names)
+    return text
 
 
 def guarded(name: str, function: Callable, /, *arguments, **options):
@@ -269,10 +267,7 @@ def guarded(name: str, function: Callable, /, *arguments, **options):
     try:
         return function(*arguments, **options)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{name} raised {type(error).__name__}: {error}{line_of(function, error)}"
-            f"{meant_key(error, options)}"
-        ) from error
+        raise ValueError(f"{name} {raised(function, error, options)}") from error
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
