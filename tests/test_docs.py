@@ -12,6 +12,7 @@ import subprocess
 import sys
 import typing
 import xml.etree.ElementTree
+from pathlib import Path
 
 import PIL.Image
 import pytest
@@ -20,7 +21,7 @@ from links import ROOT, links, missing, names
 from parity.families import families as make_families
 from runs import metrics
 
-from benchmarks import house
+from benchmarks import house, plain
 from docs import held_out, make_pages
 from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
@@ -89,7 +90,7 @@ def test_every_page_is_in_the_index():
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.search(r"train\.py|minivlmrl", c)}))
 def test_commands_use_real_tools_recipes_and_options(command):
     words = [word for word in shlex.split(command) if word != "..."]
-    if "minivlmrl" in words:
+    if "-m" in words and "minivlmrl" in words:
         tool = words[words.index("-m") + 2 :][:1]
         assert not tool or tool[0] in TOOLS or tool == ["TOOL"]
         if tool not in (["plan"], ["train"]):
@@ -407,6 +408,19 @@ def test_the_moving_picture_is_of_a_run_that_the_results_name():
     assert path.stat().st_size < 2**20
 
 
+def test_what_is_small():
+    """The book has fewer tokens of code than TRL's trainer, and README says how many; torch is that of the pins."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    trainer = Path(trl.__file__).parent / "trainer" / "grpo_trainer.py"
+    theirs = len(plain.code_tokens(trainer.read_text(encoding="utf-8")))
+    ours = house.density(house.book()).tokens
+    assert ours < theirs
+    assert f"{round(ours, -2):,} tokens of code" in README and f"alone has {round(theirs, -2):,}" in README
+    assert len(README.split()) <= 900 and "fifteen files" in README and len(house.READING_ORDER) == 15
+    [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
+    assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
+
+
 @pytest.mark.slow
 def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     """By mkdocs, strict; also the book's chapters with their code, and search."""
@@ -414,7 +428,10 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    assert 'href="code/minivlmrl/grpo.py.html"' in (tmp_path / "index.html").read_text()  # in the menu
+    menu = (tmp_path / "index.html").read_text()
+    for page in ("code/minivlmrl/grpo.py.html", "first_hour.html", "https://github.com/minivlmrl/minivlmrl"):
+        assert f'href="{page}"' in menu
+    assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # searched from a folder, without a server
     chapter = (tmp_path / "code" / "minivlmrl" / "losses.py.html").read_text()
     assert "Chapter 13 of 15" in chapter and 'href="../tests/test_losses.py.html"' in chapter
     assert '"code/minivlmrl/losses.py.html"' in (tmp_path / "search" / "search_index.json").read_text()

@@ -1,8 +1,9 @@
-"""What mkdocs does not do by itself: README as the start, a page of each file of code that a page names, the menu.
+"""What mkdocs does not do by itself: README as the start, a page of each notebook and of each file of code, the menu.
 
 All come from the Markdown that is read without a site: the menu is docs/README.md, the book's order README's table.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 START, INDEX = "README.md", "docs/README.md"
+PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 
@@ -20,7 +22,7 @@ def site_path(path: str) -> str:
     if path in (START, INDEX):
         return {START: "index.md", INDEX: "pages.md"}[path]
     if path.startswith("docs/") and not path.endswith(".py"):
-        return path.removeprefix("docs/")
+        return path.removeprefix("docs/").replace(".ipynb", ".md")
     return f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
 
 
@@ -51,6 +53,8 @@ def written(path: str) -> str:
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
         return text
+    if source.suffix == ".ipynb":
+        return notebook(text)
     fence, about = "`" * 4, ""
     if path in (chapters := book()):
         number, test = [*chapters].index(path) + 1, f"tests/test_{source.name}"
@@ -58,6 +62,21 @@ def written(path: str) -> str:
     code = f"{fence}{{.{LANGUAGES[source.suffix]} title='{path}' linenums='1'}}\n{text}\n{fence}\n"
     unsearched = "" if about else "search: {exclude: true}\n"  # tests say every word that a chapter says
     return f"---\nhide: [toc]\n{unsearched}---\n\n# {source.name}\n\n{about}{code}"
+
+
+def notebook(text: str) -> str:
+    """The cells of a notebook as Markdown."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def menu_words(name: str) -> str:
+    """A link's text, as short as a menu asks for: "Coming from TRL, EasyR1 or verl" is "Coming from TRL"."""
+    words = name.partition(",")[0]
+    return words[0].upper() + words[1:]
 
 
 def book() -> dict[str, str]:
@@ -72,7 +91,7 @@ def on_config(config):
     sections = re.findall(r"^\*\*(.+?)\*\*\n\n((?:[- ] ?.*\n)+)", index, re.MULTILINE)
     config.nav = [{"Home": "index.md"}, {"All pages": "pages.md"}]
     config.nav += [
-        {title: [{name: file} for name, file in re.findall(r"\[([^]]+)\]\((\w+\.(?:md|html))\)", text)]}
+        {title: [{menu_words(name): site_path(f"docs/{file}")} for name, file in PAGE.findall(text)]}
         for title, text in sections
     ]
     config.nav += [{"The book": [{Path(path).name: site_path(path)} for path in book()]}]
@@ -81,13 +100,16 @@ def on_config(config):
 
 def on_files(files, config):
     """Add the start, the index and the code that pages link to."""
-    for file in [file for file in files if file.src_uri == "README.md"]:
+    for file in [file for file in files if file.src_uri == "README.md" or file.src_uri.endswith(".ipynb")]:
         files.remove(file)
-    waiting, made = [START, INDEX, *(f"docs/{file.src_uri}" for file in files.documentation_pages())], set()
+    notebooks = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb")]
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    waiting, made = [START, INDEX, *notebooks, *pages], set()
     chapters = book()
     while waiting:
         path = waiting.pop()
-        if path not in made and (path in (START, INDEX) or site_path(path).startswith("code/")):
+        is_ours = path in (START, INDEX) or path.endswith(".ipynb") or site_path(path).startswith("code/")
+        if path not in made and is_ours:
             files.append(File.generated(config, site_path(path), content=moved(written(path), path)))
         if path not in made and (path.endswith(".md") or (ROOT / path).is_dir()):
             waiting += links(written(path), path)
@@ -101,3 +123,9 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.generated_by:
         return markdown
     return moved(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_post_page(output, page, config):
+    """Take the script of the `offline` plugin from this site, not from a server."""
+    local = posixpath.relpath("site/worker.js", posixpath.dirname(page.file.dest_uri) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", local)
