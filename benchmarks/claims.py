@@ -171,7 +171,7 @@ def answer_pictures(algorithm, config) -> tuple[list[int], list[bool], list[int]
     """Of each held-out picture the number of right answers and whether it is unseen; of each answer its tokens."""
     from dataclasses import replace
 
-    from minivlmrl.environments.tool_sampler import build_sampler
+    from minivlmrl.environments.trajectories import build_sampler
     from minivlmrl.reward_functions.names import get_reward
     from minivlmrl.run.evaluate import draw
     from minivlmrl.tasks.shapes import Shapes

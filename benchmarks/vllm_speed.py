@@ -4,7 +4,7 @@ import timeit
 from functools import partial
 from importlib.util import find_spec
 
-from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.hub.code_names import load_name
 from minivlmrl.sampling.filters import ENGINES, SamplingOptions
 from minivlmrl.scale.checkpoint import random_model

@@ -12,6 +12,8 @@ Dimension letters: N tokens of the packed run, B groups, R completions of all gr
 tokens, P tokens of a prompt, C of a completion, H query heads, K key/value heads, D head_dim.
 """
 
+from collections import Counter
+from itertools import chain, count
 from typing import Protocol
 
 import torch
@@ -35,17 +37,20 @@ class Attention(Protocol):
 class GroupLayout:
     """Where the spans of a packed run are: prompt 0, its completions, prompt 1, its completions ...
 
-    The last token of a completion is predicted but predicts nothing, so it is not in the run: a
-    completion of n tokens has a span of n - 1.
+    The last token of a completion predicts nothing, so it is not in the run: n tokens span n - 1.
 
     Args:
         prompt_lengths: tokens of each of the B prompts.
         completion_lengths: for each prompt the tokens of each of its completions.
     """
 
-    def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu"):
+    def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu", rows=None):
         self.prompt_lengths = prompt_lengths
-        self.row_lengths = [n for group in completion_lengths for n in group]  # R, they sum to M
+        lengths = list(chain(*completion_lengths))
+        rows = rows or range(len(lengths))  # of each completion the row that it is a part of
+        token_rows = [row for row, n in zip(rows, lengths, strict=True) for _ in range(n)]  # M
+        self.row_lengths = list(Counter(token_rows).values())  # R
+        self.row_shape = len(self.row_lengths), max(self.row_lengths, default=0)  # R, T
         self.prompt_spans = []
         self.completion_spans = []
         end = 0
@@ -61,7 +66,7 @@ class GroupLayout:
         # (B,) the last token of each prompt; (M,) what predicts each token; (M,) in a flat (R, T)
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
         self.predict_index = index_tensor(self.predicting_tokens(), device)
-        self.row_index = index_tensor(self.row_cells(), device)
+        self.row_index = index_tensor(self.row_cells(token_rows), device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
         # the token in each cell of the blocks, laid end to end; -1: the cell is empty
@@ -84,10 +89,11 @@ class GroupLayout:
                 tokens += [prompt_span[-1], *span]
         return tokens
 
-    def row_cells(self) -> list[int]:
+    def row_cells(self, token_rows: list[int]) -> list[int]:
         """List where each completion token is in rows of T tokens, laid end to end."""
-        T = max(self.row_lengths, default=0)
-        return [row * T + i for row, n in enumerate(self.row_lengths) for i in range(n)]
+        R, T = self.row_shape
+        free_cells = [count(row * T) for row in range(R)]
+        return [next(free_cells[row]) for row in token_rows]
 
     def lay_blocks(self, device) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Lay out prompts (b, P) and completions (r, C) of each length of prompts.

@@ -19,7 +19,10 @@ from minivlmrl.rows import Completion, Prompt
 
 @dataclass
 class GroupBatch:
-    """N tokens in one run, without padding: R completions of M tokens in all."""
+    """N tokens in one run, without padding: R completions of M tokens in all.
+
+    Of a trajectory all turns are one completion, a row of what losses see.
+    """
 
     input_ids: Tensor  # (N,) int64, without the last token of each completion: nothing follows it
     position_ids: Tensor  # (3, N) int64: time, height, width
@@ -40,10 +43,8 @@ class GroupBatch:
 
     def pad(self, per_token: Tensor) -> Tensor:
         """(M,) -> (R, T), T tokens of the longest completion, zeros on the right: for losses."""
-        R = len(self.layout.row_lengths)
-        T = max(self.layout.row_lengths, default=0)
-        padded = per_token.new_zeros(R * T)
-        return padded.index_copy(0, self.layout.row_index, per_token).view(R, T)
+        padded = per_token.new_zeros(self.layout.row_shape)
+        return padded.flatten().index_copy(0, self.layout.row_index, per_token).view_as(padded)
 
     @property
     def completion_mask(self) -> Tensor:
@@ -52,8 +53,9 @@ class GroupBatch:
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device="cpu"
-) -> GroupBatch:
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device="cpu",
+    rows: Sequence[int] | None = None,
+) -> GroupBatch:  # fmt: skip
     """Lay prompts and their completions end to end.
 
     Example: a prompt of 3 tokens with completions a of 3 and b of 2 tokens gives N = 6 and M = 5,
@@ -64,6 +66,7 @@ def pack(
     Args:
         completions: for each prompt its Completions, maybe none.
         config: the ModelConfig.
+        rows: of each completion the row that it is a part of, see GroupLayout.
     """
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
@@ -90,7 +93,7 @@ def pack(
         completion_ids=to_device(scored, device),
         written=to_device(written, device),
         sampling_mask=to_device(join_masks(scored, masks), device),
-        layout=GroupLayout(prompt_lengths, completion_lengths, device),
+        layout=GroupLayout(prompt_lengths, completion_lengths, device, rows),
         prompts=prompts,
         vision_embeds=join_vision_embeds(prompts, all_completions),
     )

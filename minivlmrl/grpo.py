@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.advantages import combine, group_advantages
 from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
@@ -57,8 +58,8 @@ class Rollout:
 class GRPO:
     """Group relative policy optimization; with sequence-level ratios it is GSPO.
 
-    Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics`, `split` and
-    `diagnose`; Family and PPO `roll_out`, `prepare`, `micro_batches`, `add_logps`, `loss`.
+    Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics`, `pack`, `split`
+    and `diagnose`; Family and PPO `roll_out`, `prepare`, `micro_batches`, `add_logps`, `loss`.
 
     Args:
         policy: the model that is trained.
@@ -70,6 +71,7 @@ class GRPO:
     """
 
     batch_type = MicroBatch
+    pack = staticmethod(pack)  # GRPOStage's knows trajectories
 
     def __init__(
         self, policy: nn.Module, processor: Processor, sample: Sampler,
@@ -141,10 +143,10 @@ class GRPO:
                 rows = self.teaching(rows, advantages)
             completions = rollout.by_prompt(rows)
             prompts = [rollout.prompts[index] for index in completions]
-            group = pack(prompts, list(completions.values()), self.policy.config, device)
+            group = self.pack(prompts, list(completions.values()), self.policy.config, device)
             batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
-            logps = torch.cat([c.logps for c in chain(*completions.values())])
-            batch.sampler_logps = group.pad(logps.to(device))
+            logps = [completion.logps for completion in chain(*completions.values())]
+            batch.sampler_logps = pad_sequence(logps, batch_first=True).to(device)
             if advantages is not None:
                 batch.advantages = advantages[rows].to(device)
             self.add_logps(batch)

@@ -45,6 +45,10 @@ class Completion:
     # tool calls: (made, failed, cut off because an answer did not fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # what rewards log of it, by TRL's log_extra
+    # Completions of a trajectory, whose ids are theirs; each has the prompt that it was written
+    # from, None: its row's
+    turns: Sequence = ()
+    prompt: Prompt | None = None
 
     def __post_init__(self):
         if self.written is None:

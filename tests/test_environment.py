@@ -117,13 +117,13 @@ def test_get_reward_is_asked_or_refused(own, tmp_path, name, rewards, error):
 def test_get_reward_is_a_reward(own):
     first, second = (own("Counter")() for _ in range(2))
     first.add(2, 3)
-    assert get_reward("environment")(["a", "b"], environments=[first, second]) == [6.0, 0.0]
+    assert get_reward("environment")(["a", "b"], environments=[first, second], turn_texts=[["a"], ["b"]]) == [6.0, 0.0]
 
     failing = own("Failing")()
     with pytest.raises(
         ValueError, match=r"^reward environment: get_reward raised ZeroDivisionError: .* in .*own\.py:\d+$"
     ):
-        get_reward("environment")(["a"], environments=[failing])
+        get_reward("environment")(["a"], environments=[failing], turn_texts=[["a"]])
 
 
 def test_a_reward_that_asks_the_environment_is_tried_on_one_that_was_told_a_row(own, tmp_path):

@@ -34,6 +34,7 @@ RECIPE = recipe(
 )
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
 TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_tokens=30"]
+FORGETTING = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
 QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
 TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
 STAGES = {  # in float64; each has other joint work
@@ -59,6 +60,7 @@ STAGES = {  # in float64; each has other joint work
                                               "--reward_model.path=FOLDER/stranger"],
     "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
     "tools": TOOLS,
+    "trajectories": FORGETTING,
     "Qwen3-VL": [*REFERENCE, *QWEN3],
     "Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
     "two at a time": TWO_AT_A_TIME,
@@ -82,7 +84,8 @@ CASES = {  # by number of ranks: (stage, way); all equal what one process makes 
         *((name, "sharded") for name in ("dpo precomputed", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
                                          "distill", "without the vision tower"))],
     4: [("with a reference", "replicated"), ("with a reference", "replicas"),
-        *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools"))],
+        *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools",
+                                         "trajectories"))],
 }  # fmt: skip
 SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
 
@@ -154,6 +157,7 @@ def evaluation(folder, overrides, world):
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
+TURNS = ["stage", *FORGETTING, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
 SHARING = [*MOVING, "--reference.num_shared_layers=1"]
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
@@ -176,6 +180,7 @@ QUICK = {
     "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
     "experts, layer by layer": [*EXPERTS, *ONE_BY_ONE], "experts, replicated": EXPERTS,
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
+    "trajectories, sharded": [*TURNS, *SHARDED, "--sampling.max_tokens_at_once=120"],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
     "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
     "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
@@ -192,7 +197,7 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, "trajectories": TURNS, **COUNTS}
     alone |= {"moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"]}
     alone |= {
         "experts": EXPERTS,
@@ -254,6 +259,14 @@ def test_two_ranks_with_tools_equal_one(quick_results):
     assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
     for rank in ranks:
         assert_equal(rank["tools, sharded"], alone["tools"], 1e-12, 1e-12)
+
+
+def test_two_ranks_with_other_numbers_of_turns_equal_one(quick_results):
+    """Windows of one round, in pieces and micro-batches of a token budget."""
+    alone, ranks = quick_results
+    assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
+    for rank in ranks:
+        assert_equal(rank["trajectories, sharded"], alone["trajectories"], 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("way", ["adapters, sharded", *map(shards_bytes, NF4_WAYS)])

@@ -19,12 +19,13 @@ import pytest
 import torch
 import tqdm
 from children import exit_code, fork
-from on_ranks import ONE
+from on_ranks import ONE, eager
 from runs import leave_out, write_lines
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
+from minivlmrl.environments import tool_sampler
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
@@ -73,6 +74,8 @@ def lively():
         patch.setitem(REWARDS, "letters", "on_ranks:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
+        patch.setattr(tool_sampler, "find_calls", eager)
+        patch.setattr(tool_sampler.Play, "closes_a_call", lambda *_: True)
         patch.setattr(tqdm.tqdm, "monitor_interval", 0)  # its thread would not live on in a forked child
         yield
 
@@ -176,6 +179,10 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
     ]),
     "dpo": (["--dpo.precompute_ref_log_probs=true", *DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
         ("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3),
+    ]),
+    "sft, grpo": (["--sft.max_steps=1", "--sampling.environment=on_ranks:Eye", "--sampling.history=1",
+                   "--sampling.max_new_tokens=20", "--grpo.max_steps=8", "--log_completions=1"], [
+        ("in a rollout", 40), ("in the optimizer", 3),
     ]),
     "sft, ppo": (["--sft.max_steps=2", "--ppo.critic=separate"], [("in the optimizer", 4), ("in the optimizer", 5)]),
     "sft, reward_model": ([], [("in backward", 20)]),

@@ -22,7 +22,8 @@ from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.environments import tool_sampler
 from minivlmrl.environments.environment import with_tools
-from minivlmrl.environments.tool_sampler import ToolSampler, build_sampler
+from minivlmrl.environments.tool_sampler import ToolSampler
+from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps

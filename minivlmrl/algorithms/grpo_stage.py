@@ -11,7 +11,12 @@ from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores, check_reward_model
 from minivlmrl.batch import MicroBatch
 from minivlmrl.environments.environment import check_reward
-from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.environments.trajectories import (
+    build_sampler,
+    has_windows,
+    pack_turns,
+    packed_length,
+)
 from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
 from minivlmrl.reward_functions.names import RewardLog, recipe_columns
 from minivlmrl.sampling.pieces import PiecesConfig, pieces
@@ -36,6 +41,7 @@ class GRPOStage(Algorithm, GRPO):
     config_type = GRPOStageConfig
     batch_type = StageBatch
     compares_groups = True  # it logs how much the rewards of a group differ
+    pack = staticmethod(pack_turns)
 
     @classmethod
     def check(cls, run):
@@ -47,6 +53,8 @@ class GRPOStage(Algorithm, GRPO):
         find_engine(run.sampling).check(run)
         if FOLDER in run.rewards:
             check_reward_model(run, cls.stage)
+        if has_windows(run.sampling) and FOLDER in run.rewards:
+            raise ValueError("rewards: reward_model reads no trajectories; leave it out")
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -104,13 +112,17 @@ class GRPOStage(Algorithm, GRPO):
             metrics[f"rewards/{name}/mean"] = values.nanmean().item()
             metrics[f"rewards/{name}/std"] = nanstd(values).item()
         flat = chain(*rollout.completions)
-        local = [(int(c.written.sum()), c.stopped, c.calls) for c in flat]
+        local = [(int(c.written.sum()), c.stopped, c.calls, len(c.turns)) for c in flat]
         drawn = list(chain(*self.world.gather_objects(local)))
-        lengths = [length for length, _, _ in drawn]
-        terminated = [length for length, stopped, _ in drawn if stopped]
+        lengths = [length for length, *_ in drawn]
+        terminated = [length for length, stopped, *_ in drawn if stopped]
         metrics |= length_metrics(lengths, terminated)
         if self.run.sampling.environment:
-            metrics |= tool_metrics([calls for _, _, calls in drawn])
+            metrics |= tool_metrics([calls for _, _, calls, _ in drawn])
+        num_turns = sum(turns for *_, turns in drawn)
+        if num_turns:
+            metrics["mean_turns"] = num_turns / len(drawn)
+            metrics["completions/mean_turn_length"] = sum(lengths) / num_turns
         if self.compares_groups:
             std = group_std(total, self.config.num_generations)
             metrics["reward_std"] = std.nanmean().item()
@@ -140,7 +152,7 @@ class GRPOStage(Algorithm, GRPO):
             return super().split(rollout, part)
         lengths = []
         for i in part:
-            completion_lengths = [len(c.ids) for c in rollout.completions[i]]
+            completion_lengths = [packed_length(c) for c in rollout.completions[i]]
             lengths.append((len(rollout.prompts[i].input_ids), completion_lengths))
         micro_batches = pieces(lengths, config.micro_batch_size, max_tokens, self.world)
         return [[part[i] * config.num_generations + j for i, j in rows] for rows in micro_batches]

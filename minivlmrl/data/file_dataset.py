@@ -212,6 +212,7 @@ GIVEN = {
     "completions",
     "completion_ids",
     "answer_texts",
+    "turn_texts",
     "image_sizes",
     "answer_extents",
     "reward_model_scores",

@@ -73,12 +73,22 @@ def with_tools(processor: Processor, name: str | None) -> Processor:
     return replace(processor, tools=(*tools,), template=template)
 
 
-def earned(environments: list, **columns) -> list[float | None]:
-    """Ask the environment of each completion what it has earned, as TRL does."""
+def earned(environments: list, turn_texts: list[list[str]], **columns) -> list[float | None]:
+    """Ask the environment of each completion what it has earned, as TRL does.
+
+    A list, of a number for each turn of a trajectory, is added up.
+    """
     rewards = []
-    for environment in environments:
+    for environment, texts in zip(environments, turn_texts, strict=True):
         with naming("reward environment"):
             reward = environment and guarded("get_reward", environment.get_reward)
+            if isinstance(reward, list):
+                if len(reward) != len(texts):
+                    raise ValueError(
+                        f"get_reward returned {len(reward)} numbers for {len(texts)} turns; "
+                        "return one for each turn, or one number"
+                    )
+                reward = sum(reward)
         rewards.append(reward)
     return rewards
 
@@ -102,10 +112,10 @@ def settings_of(environment: object) -> Settings:
 
 
 def tools_of(environment: object) -> dict[str, Callable]:
-    """List the tools of an environment by name: public methods but TRL's reset and get_reward."""
+    """List the tools of an environment by name: public methods but reset, get_reward, observe."""
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
-        if name not in ("reset", "get_reward") and name[0] != "_":
+        if name not in ("reset", "get_reward", "observe") and name[0] != "_":
             tools[name] = getattr(environment, name)
     return tools
 

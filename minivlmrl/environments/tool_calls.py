@@ -128,14 +128,19 @@ def begin(make: Callable[[], object], columns: dict) -> object:
         ValueError: `reset` raised, took over max_tool_seconds or returned something.
     """
     environment = guarded("__init__", make)
-    try:
-        with time_limit(settings_of(environment).max_tool_seconds):
-            text = guarded("reset", environment.reset, **columns)
-    except (Overtime, KeyboardInterrupt) as error:
-        raise ValueError(f"reset: {str(error) or 'KeyboardInterrupt'}") from error
+    text = ask(environment, "reset", **columns)
     if text is not None:
         raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
     return environment
+
+
+def ask(environment: object, name: str, /, *arguments, **columns) -> object:
+    """Call a method that is no tool (ValueError: it raised, or took over max_tool_seconds)."""
+    try:
+        with time_limit(settings_of(environment).max_tool_seconds):
+            return guarded(name, getattr(environment, name), *arguments, **columns)
+    except (Overtime, KeyboardInterrupt) as error:
+        raise ValueError(f"{name}: {str(error) or 'KeyboardInterrupt'}") from error
 
 
 def call(tools: dict[str, Callable], name: str, inside: str) -> object:

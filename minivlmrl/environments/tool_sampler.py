@@ -27,17 +27,12 @@ from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
 
 
-def build_sampler(model, processor, sampling, *rest, **options) -> RunSampler:
-    """Make the sampler of a recipe, with tools if it names an environment."""
-    kind = ToolSampler if sampling.environment else RunSampler
-    return kind(model, processor, sampling, *rest, **options)
-
-
 class Play:
-    """One completion while it is written."""
+    """One completion while it is written; prompt: of its row."""
 
-    def __init__(self, environment: object):
+    def __init__(self, environment: object, prompt: Prompt | None = None):
         self.environment = environment
+        self.prompt = prompt
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
         self.num_calls = 0
@@ -61,11 +56,9 @@ class Play:
         tokens_left = sampler.sampling.max_new_tokens - len(self.written)
         drawn_bytes = token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
         calls = self.new_calls(drawn_bytes, turn_ends, text_ends)
+        row_ends = turn_ends or text_ends
         if calls:
-            self.answer(calls, turn_ends, tokens_left, sampler.processor)
-            row_ends = self.cut
-        else:
-            row_ends = turn_ends or text_ends
+            row_ends = self.answer(calls, turn_ends, tokens_left, sampler.processor)
         self.ended = row_ends or tokens_left == 0
         return row_ends
 
@@ -83,31 +76,46 @@ class Play:
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
-    def answer(self, calls: list, turn_ended: bool, tokens_left: int, processor: Processor):
-        """Answer calls, for the model to read; if the answers do not fit, the completion is cut."""
-        messages = []
-        pictures = []
-        for name, inside in calls:
-            parts, shown, succeeded = answer(self.tools, name, inside, processor, self.settings)
-            messages.append(parts)
-            pictures += shown
-            self.num_failed += not succeeded
-        self.num_calls += len(calls)
-        grids = [grid for _, grid in pictures]
-        opening = turn_opening(processor) if turn_ended else ()
-        ids = list(chain(*processor.encode(lay_out(messages, opening), grids)))
+    def answer(self, calls: list, turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
+        """Answer calls, for the model to read; True: it is done, or the answers do not fit."""
+        answers, pictures = self.call_tools(calls, processor)
+        if self.done:
+            return True
+        ids = encode_answers(answers, pictures, turn_ended, processor)
         self.cut = len(ids) >= tokens_left  # a picture is never cut, and something has to follow
         if self.cut:
-            return
-        pictures = [(image, *processor.image_processor(image)) for image, _ in pictures]
-        no_patches = torch.zeros(0, processor.image_processor.patch_dim)
-        patches = torch.cat([no_patches, *(patches for _, patches, _ in pictures)])
-        grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-        self.unread.append(Prompt(torch.tensor(ids), patches, grids))
+            return True
+        answer, pictures = as_prompt(ids, pictures, processor)
+        self.unread.append(answer)
         self.written += [False] * len(ids)
         self.ids += ids
         self.pictures += pictures
         self.text = b""
+        return False
+
+    def call_tools(self, calls: list, processor: Processor) -> tuple[list[list[dict]], list]:
+        """Call tools; return the parts that answer each, and their pictures (image, grid)."""
+        answers = []
+        pictures = []
+        for name, inside in calls:
+            parts, shown, succeeded = answer(self.tools, name, inside, processor, self.settings)
+            answers.append(parts)
+            pictures += shown
+            self.num_failed += not succeeded
+        self.num_calls += len(calls)
+        return answers, pictures
+
+    @property
+    def done(self) -> bool:
+        """Say whether the environment is done: nothing is written after its last call."""
+        return bool(getattr(self.environment, "done", False))
+
+    def finish(self, completion: Completion):
+        """Take what was drawn, and tell it what the tools have answered."""
+        self.insert_answers(completion)
+        completion.stopped &= not self.cut
+        completion.environment = self.environment
+        completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
         """Put what was answered between the drawn tokens of a completion."""
@@ -120,6 +128,22 @@ class Play:
             counts, kept_ids = completion.sampling_mask
             counts = written.long().masked_scatter(written, counts)
             completion.sampling_mask = counts, kept_ids
+
+
+def encode_answers(answers: list, pictures: list, turn_ended: bool, processor) -> list[int]:
+    """Encode answers: inside the policy's turn, or with what opens another one."""
+    grids = [grid for _, grid in pictures]
+    opening = turn_opening(processor) if turn_ended else ()
+    return list(chain(*processor.encode(lay_out(answers, opening), grids)))
+
+
+def as_prompt(ids: list[int], pictures: list, processor: Processor) -> tuple[Prompt, list]:
+    """Make a Prompt of answers, for the model to read, and pictures as a Completion has them."""
+    pictures = [(image, *processor.image_processor(image)) for image, _ in pictures]
+    no_patches = torch.zeros(0, processor.image_processor.patch_dim)
+    patches = torch.cat([no_patches, *(patches for _, patches, _ in pictures)])
+    grids = torch.tensor([grid for *_, grid in pictures], dtype=torch.long).view(-1, 3)
+    return Prompt(torch.tensor(ids), patches, grids, torch.zeros(len(grids))), pictures
 
 
 def shared(image: Image) -> Image:
@@ -234,6 +258,8 @@ class ReadingDecode(Decode):
 class ToolSampler(RunSampler):
     """Draws completions that may call the tools of the environment of `sampling`."""
 
+    play_type = Play
+
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make = get_environment(self.sampling.environment)
@@ -244,13 +270,10 @@ class ToolSampler(RunSampler):
         self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
         return super().chooser(prompts, num_generations, keys)
 
-    def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
-        groups = super().sample_with(prompts, num_generations, choose)
+    def draw(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
+        groups = super().draw(model, prompts, num_generations, choose)
         for play, completion in zip(self.plays, chain(*groups), strict=True):
-            play.insert_answers(completion)
-            completion.stopped &= not play.cut
-            completion.environment = play.environment
-            completion.calls = play.num_calls, play.num_failed, play.cut
+            play.finish(completion)
         return groups
 
     def begin(self, prompt: Prompt, count: int) -> list[Play]:
@@ -264,7 +287,8 @@ class ToolSampler(RunSampler):
             plays = []
             for _ in range(count):
                 copies = {id(image): shared(image) for image in columns["images"]}
-                plays.append(Play(begin(self.make, deepcopy(columns, copies))))
+                environment = begin(self.make, deepcopy(columns, copies))
+                plays.append(self.play_type(environment, prompt))
         return plays
 
     def columns(self, prompt: Prompt) -> dict:

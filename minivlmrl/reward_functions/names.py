@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 
 from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.turns import text_of
@@ -190,10 +190,15 @@ def columns_of(rewards: Iterable[Reward]) -> list[str]:
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns."""
+    """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns.
+
+    turn_texts: of each completion the texts of its turns; one, unless it is a trajectory.
+    """
     columns = reward_columns(rows, completions, processor)
-    columns["environments"] = [c.environment for group in completions for c in group]
-    columns["extras"] = [c.extra for group in completions for c in group]
+    flat = list(chain(*completions))
+    columns["environments"] = [completion.environment for completion in flat]
+    columns["extras"] = [completion.extra for completion in flat]
+    columns["turn_texts"] = [[processor.turn(turn) for turn in c.turns or [c]] for c in flat]
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 

@@ -5,7 +5,8 @@ run's folder), truth (boxes), and completions: text, rewards by name, reward (th
 advantage, stopped, boxes, and tokens [[text, log-probability in nats], ...]. Boxes are [x1, y1, x2,
 y2] in shares of the image's width and height. What a prompt opened or an environment forced has
 no log-probability, and a completion with pictures names them: pictures. What rewards log of a
-completion is its extra.
+completion is its extra. A trajectory has turns: text, tokens (how many), and shown, whether its
+window has a picture: the newest one is the next of pictures, of the first turn the row's.
 """
 
 import json
@@ -153,6 +154,8 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
         }
         if completion.extra:
             line["extra"] = completion.extra
+        if completion.turns:
+            line["turns"] = [describe_turn(turn, processor) for turn in completion.turns]
         if completion.pictures:
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
@@ -167,6 +170,15 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
         "solution": solution,
         "truth": true_boxes,
         "completions": lines,
+    }
+
+
+def describe_turn(turn: Completion, processor: Processor) -> dict:
+    """Say of a turn what page.html shows beside its tokens."""
+    return {
+        "text": processor.turn(turn),
+        "tokens": len(turn.ids),
+        "shown": turn.prompt is not None and len(turn.prompt.row.images) > 0,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.algorithms.answers import pieces
-from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.reward_functions.names import columns_of, recipe_columns
 from minivlmrl.rewards import ask_rewards
 from minivlmrl.rows import Row

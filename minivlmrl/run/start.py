@@ -83,6 +83,7 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
             "answer_extents": size,
             "completion_ids": [0, 1, 2],
             "answer_texts": "invented",
+            "turn_texts": [],
             "completions": "<answer>invented</answer>",
         }
         ask_rewards(rewards, {name: [value] for name, value in columns.items()})

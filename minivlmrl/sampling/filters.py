@@ -35,6 +35,8 @@ class SamplingOptions(SamplingConfig):
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None
     # tools that a completion may call: file.py:NAME, docs/tools.md
     environment: Code | None = None
+    # rounds with pictures in what a turn is written from, docs/agents.md; None: a completion grows
+    history: Annotated[int, ">= 1"] | None = None
     graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
     # who computes logits of rollouts: the policy itself, vLLM (docs/vllm.md), or a file's class
     engine: Literal["own", "vllm"] | Code = "own"
@@ -45,6 +47,7 @@ class SamplingOptions(SamplingConfig):
         ("top_k", "temperature > 0"),
         ("top_p", "temperature > 0"),
         ("min_p", "temperature > 0"),
+        ("history", "environment is not None"),
         ("graph", "engine != 'vllm'"),
         ("vllm", "engine == 'vllm'"),
     )

@@ -53,21 +53,25 @@ class RunSampler(Sampler):
         return in_pieces(sample, prompts, num_generations, keys, self.sampling, self.world)
 
     def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
-        limit = self.sampling.max_new_tokens
-        decode = self.decode()
         with rollout_weights(self.model, self.gather_weights) as model:
-            if model.config.experts is not None:
-                route_log = RouteLog((len(prompts) * num_generations, limit))
-                hook = model.model.register_forward_hook(route_log.after_forward)
-                choose = route_log.keeping(choose)
             if is_sharded(model):
-                choose = in_lockstep(choose, limit, model, self.world)
-            if self.keeps_vision:
-                keep_vision(model, prompts, self.device)
-            groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
-            if model.config.experts is not None:
-                hook.remove()
-                route_log.hand_over(chain(*groups))
+                choose = in_lockstep(choose, self.sampling.max_new_tokens, model, self.world)
+            return self.draw(model, prompts, num_generations, choose)
+
+    def draw(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
+        """Sample with the weights of rollouts; environments/ draw turn after turn."""
+        limit = self.sampling.max_new_tokens
+        if model.config.experts is not None:
+            route_log = RouteLog((len(prompts) * num_generations, limit))
+            hook = model.model.register_forward_hook(route_log.after_forward)
+            choose = route_log.keeping(choose)
+        if self.keeps_vision:
+            keep_vision(model, prompts, self.device)
+        decode = self.decode()
+        groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
+        if model.config.experts is not None:
+            hook.remove()
+            route_log.hand_over(chain(*groups))
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.reward_functions.names import columns_of
 from minivlmrl.rewards import find_answer

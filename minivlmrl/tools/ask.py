@@ -20,7 +20,7 @@ from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.template import with_values
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.environments.environment import with_tools
-from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder
 from minivlmrl.hub.recipe_values import build, help_of
 from minivlmrl.hub.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.turns import as_turns, encode_completion, parts_of, shown_parts_of, text_of
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
-from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
 from minivlmrl.rewards import ask_rewards, find_answer
 from minivlmrl.rows import Completion, Dataset, Processor, Row
