@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 START, INDEX = "README.md", "docs/README.md"
 PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+LANGUAGES = {".py": "python", ".txt": "text", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 
 def site_path(path: str) -> str:
