@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests", "../tests", "../tests/helpers"))
+import older_trl
 import patients
 
 from minivlmrl_audit.audit import checked
@@ -89,6 +90,8 @@ if __name__ == "__main__":
     model, *rest = map(Path, sys.argv[1:])
     if rest:  # in a process of a release: the steps of some cases
         folder, *names = rest
+        if patients.trl.__version__ != LAST:
+            patients.STEPS_OF = older_trl.STEPS_OF
         for name in names:
             patients.dump(model, folder / name, **CASES[str(name)])
     else:

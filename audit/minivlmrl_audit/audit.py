@@ -8,10 +8,14 @@ also up to a factor. Exit status 0: all agrees, 1: not, 2: nothing could be comp
 import argparse
 import json
 import math
+import re
+import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ STAGES = {
     "pictures": stages.pictures,
     "mask": stages.mask,
     "logps": partial(updates.logps, "per_token_logps", "model"),
+    "entropies": partial(updates.logps, "entropies", "model"),
     "logps of old": partial(updates.logps, "old_per_token_logps", "old_model"),
     "logps of sampler": partial(updates.logps, "sampler_logps", "old_model"),
     "logps of reference": partial(updates.logps, "ref_per_token_logps", "ref_model"),
@@ -38,15 +43,13 @@ STAGES = {
     "update": updates.update,
     "schedule": updates.schedule,
 }
-LOGPS = ("logps", "logps of old", "logps of sampler", "logps of reference")
+LOGPS = ("logps", "entropies", "logps of old", "logps of sampler", "logps of reference")
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 # what may be off by a factor
 FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
-EVALUATIONS = 1000  # of pairs at most
-MODEL_EVALUATIONS = 50  # where each needs a model
-THEIRS = 0  # index of what the trainer has, in what a stage gives
-OURS = 1
-NUMBERS = 4096  # of a stage, by which pairs are judged before they are tried
+LIKELY_CAUSES = 4  # those that come closest alone, which are paired with all others
+MODEL_CAUSES = 1  # where each needs a model
+PATIENCE = 20.0  # CPU seconds of a search that says nothing
 
 
 @dataclass
@@ -99,6 +102,8 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     names = {name, name.partition(" ")[0]}
     if name == "loss":
         names.add(d.about["kind"])
+    if name in LOGPS:
+        names.add("logps")
     result = [cause for cause in CAUSES if names & set(cause.stages)]
     for thing in TABLE["things"]:
         if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d.tensors:
@@ -110,11 +115,11 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
     changes = {}
     for kind in thing.get("units", []):
-        units = TABLE[kind] if kind == "pictures" else getattr(d, kind)
+        units = getattr(d, kind)
         for says, text in thing.get("changes", {"{}": None}).items():
             for unit in units:
                 # the mask that is compared is no unit for itself
-                if not (in_mask and "counted tokens" in unit):
+                if not (in_mask and "counted" in unit):
                     changes[says.format(unit)] = (
                         (kind, unit) if text is None else (kind, unit, text)
                     )
@@ -174,19 +179,18 @@ def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str,
         finding.explained = differing["tokens"].explained
     change = merged(finding.explained[0][0]) if finding.explained else None
     if finding.stage == "logps":  # gradients are then those of the forward that is known
-        d.forward = change
+        d.forward = change or None
     if finding.stage == "tokens":  # as masks are of the ids
         d.ids = change
-        for kind in ("regions", "edges"):
-            d.__dict__.pop(kind, None)
+        d.__dict__.pop("regions", None)
 
 
-def error(answer: dict, factor: float = 1.0) -> float:
+def error(answer: dict) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
     largest_error = 0.0
     for theirs, ours, unit in answer.values():
         if theirs.numel():
-            size = ((theirs - factor * ours).abs() / unit).max().item()
+            size = ((theirs - ours).abs() / unit).max().item()
             largest_error = max(largest_error, size if math.isfinite(size) else math.inf)
     return largest_error
 
@@ -223,81 +227,87 @@ def unseen(name: str, d: Dump, answer: dict) -> Counter:
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
-    d.cache = {}
     base_answer = computed(name, d, {})
     if name in LOGPS:  # two rows tell enough; what explains them has to explain all
         [(theirs, ours, unit)] = base_answer.values()
         errors = ((theirs - ours).abs() / unit).amax(1)
         d.part = errors.topk(min(2, len(theirs))).indices
         base_answer = computed(name, d, {})
-    fitting_causes = search(name, d, base_answer)
-    d.cache = None
+    explanations = search(name, d, base_answer)
     d.part = None
     if name in LOGPS:
-        fitting_causes = [fit for causes, _ in fitting_causes for fit in fits(name, d, causes)]
-    smallest_error = min((error_left for _, error_left in fitting_causes), default=0.0)
+        explanations = [fit for causes, _ in explanations for fit in fits(name, d, causes)]
+    smallest_error = min((error_left for _, error_left in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
-    return [(causes, error_left) for causes, error_left in fitting_causes if error_left <= limit]
+    return [(causes, error_left) for causes, error_left in explanations if error_left <= limit]
 
 
 def search(name: str, d: Dump, base_answer: dict) -> list[Fit]:
-    """Find single causes that give a stage's numbers, or else pairs of them; a factor is one."""
+    """Find single causes that give a stage's numbers, or else those of some rows, or pairs.
+
+    A factor is a cause.
+    """
     scaled = name in FACTORS
     single_fits = []
+    confined_fits = []
     pair_fits = []
-    different_causes = []  # causes that do something else than those before them, and what they give
-    cause_numbers = [numbers(base_answer, base_answer, OURS)]
-    for cause in possible_causes(name, d):
+    by_distance = {distance(base_answer): []}  # causes that do the same are one
+    started = time.process_time()
+    for cause in told(possible_causes(name, d), f"{name}: known causes", started):
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
         single_fits += fit(answer, [cause], d)
         pair_fits += fit(answer, [cause], d, scaled)
-        changed_numbers = numbers(answer, base_answer, OURS)
-        if not any(torch.equal(changed_numbers, other) for other in cause_numbers):
-            different_causes.append(cause)
-            cause_numbers.append(changed_numbers)
+        key = distance(answer)
+        if key not in by_distance and not single_fits and name not in LOGPS:
+            confined_fits += confined(answer, base_answer, cause, d)
+        by_distance.setdefault(key, [cause])
     single_fits += fit(base_answer, [], d, scaled)
-    if single_fits:
-        return single_fits
-    ranked_pairs = promising(numbers(base_answer, base_answer, THEIRS), *cause_numbers)
-    limit = MODEL_EVALUATIONS if name in THROUGH_A_MODEL else EVALUATIONS
-    for number, (i, j) in enumerate(ranked_pairs[:limit]):
-        if number % 100 == 0 and pair_fits:
-            break
-        pair_fits += fits(name, d, [different_causes[i], different_causes[j]])
+    for part in TABLE["parts"]:
+        confined_fits += fit(base_answer, [], d, True, part)
+    explanations = single_fits or confined_fits or pair_fits
+    if explanations:
+        return explanations
+    limit = MODEL_CAUSES if name in THROUGH_A_MODEL else LIKELY_CAUSES
+    ranked_causes = [by_distance[key] for key in sorted(by_distance)]
+    pairs = list(product(ranked_causes[:limit], ranked_causes))
+    for first_cause, second_cause in told(pairs, f"{name}: pairs of causes", started):
+        pair_fits += fits(name, d, first_cause + second_cause)
     return pair_fits
 
 
-def numbers(answer: dict, base_answer: dict, side: int) -> Tensor:
-    """Sample numbers of a stage, THEIRS or OURS, in the units of its definition."""
-    parts = [(answer[name][side] / unit).flatten() for name, (_, _, unit) in base_answer.items()]
-    values = torch.cat(parts).nan_to_num(0.0, 0.0, 0.0)
-    return values[:: 1 + len(values) // NUMBERS]
+def distance(answer: dict) -> float:
+    """Measure how far a stage is from the trainer's numbers on average."""
+    gaps = [((x - y).abs() / unit).nan_to_num(1.0).clamp(max=1.0) for x, y, unit in answer.values()]
+    return torch.cat([gap.flatten() for gap in gaps]).mean().item()
 
 
-def promising(theirs: Tensor, right: Tensor, *cause_numbers: Tensor) -> list[tuple[int, int]]:
-    """Rank pairs of causes that may explain a stage, by what each gives alone.
+def told(items: list, says: str, started: float) -> Iterator:
+    """Yield items, and say what is searched once that has taken long."""
+    for number, item in enumerate(items):
+        if number % 50 == 49 and time.process_time() - started > PATIENCE:
+            print(f"searching {says}: {number} of {len(items)} are tried", file=sys.stderr)
+        yield item
 
-    What one leaves wrong the other must change. Those come first whose changes, added or
-    multiplied, come closest.
-    """
-    cause_numbers = torch.stack(cause_numbers) if cause_numbers else right.new_zeros(0, len(right))
-    wrong = ((cause_numbers - theirs).abs() > 10 * TOLERANCE).float()
-    same = ((cause_numbers - right).abs() < TOLERANCE / 10).float()
-    hopeless = wrong @ same.T  # how many numbers are wrong with one, and the same with the other
-    hopeless = hopeless + hopeless.T
-    divisor = torch.where(right == 0, 1.0, right)
-    ranked_pairs = []
-    for i, own_numbers in enumerate(cause_numbers):
-        others = (hopeless[i, i + 1 :] == 0).nonzero()[:, 0] + i + 1
-        other_numbers = cause_numbers[others]
-        for joined in (own_numbers + other_numbers - right, own_numbers * other_numbers / divisor):
-            gaps = (joined - theirs).abs().clamp(max=1).mean(1)
-            ranked_pairs += [
-                (gap, i, j) for gap, j in zip(gaps.tolist(), others.tolist(), strict=True)
-            ]
-    return list(dict.fromkeys((i, j) for _, i, j in sorted(ranked_pairs)))
+
+def confined(answer: dict, base_answer: dict, cause: Cause, d: Dump) -> list[Fit]:
+    """Find rows of which alone a cause explains a stage."""
+    explanations = []
+    for says, inside in d.row_sets.items():
+        mixed = {}
+        for key, (theirs, ours, unit) in answer.items():
+            if len(ours) == len(inside):
+                rows = inside.view(-1, *[1] * (ours.dim() - 1))
+                mixed[key] = theirs, ours.where(rows, base_answer[key][1]), unit
+        causes = [cause, Cause(f"rows: {says}", f"for {says} alone")]
+        fits_rows = fit(mixed, causes, d) if mixed else []
+        if fits_rows and "loss" in answer and d.about["kind"] == "grpo":
+            theirs, ours, unit = computed("loss", d, cause.change | {"rows": inside})["loss"]
+            _, others, other_unit = computed("loss", d, {"rows": ~inside})["loss"]
+            fits_rows = fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d)
+        explanations += fits_rows
+    return explanations
 
 
 def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> list[Fit]:
@@ -306,38 +316,46 @@ def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> list[
     return fit(answer, causes, d, scaled) if answer else []
 
 
-def fit(answer: dict, causes: list[Cause], d: Dump, scaled: bool = False) -> list[Fit]:
-    """Compare an answer as `fits` does."""
-    factor = 1.0
+def fit(
+    answer: dict, causes: list[Cause], d: Dump, scaled: bool = False, part: str = ""
+) -> list[Fit]:
+    """Compare an answer as `fits` does; the factor may be of a part's parameters."""
     if scaled:
-        theirs = torch.cat([(x / unit).flatten() for x, _, unit in answer.values()])
-        ours = torch.cat([(x / unit).flatten() for _, x, unit in answer.values()])
-        power = ours.square().sum().item()
-        factor = (theirs @ ours).item() / power if power else math.nan
+        is_inside = re.compile(TABLE["parts"].get(part, "")).search
+        values = [each for key, each in answer.items() if is_inside(key)]
+        power = sum((y / unit).square().sum().item() for _, y, unit in values)
+        product = sum((x / unit * y / unit).sum().item() for x, y, unit in values)
+        factor = product / power if power else math.nan
         # any number is another times a factor
-        cause = why(factor, d, few=ours.count_nonzero() < 3)
+        few = sum(y.count_nonzero() for _, y, _ in values) < 3
+        cause = why(factor, d, few, next(iter(answer)), part)
         if cause is None:
             return []
         causes = [*causes, cause]
-    error_left = error(answer, factor)
+        answer = {k: (x, y * factor if is_inside(k) else y, u) for k, (x, y, u) in answer.items()}
+    error_left = error(answer)
     return [(causes, error_left)] if error_left <= TOLERANCE else []
 
 
-def why(factor: float, d: Dump, few: bool) -> Cause | None:
-    """Name what a factor may come from; None: nothing that is known, and any number is one."""
+def why(factor: float, d: Dump, few: bool, key: str, part: str) -> Cause | None:
+    """Name what a factor may come from; None: nothing that is known, and any number is one.
+
+    key: of the numbers, which tells the counts that may be theirs.
+    """
     known_factors = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
-    names = {"step": d, "about": d.about}
-    counts = [(formula(text, **names), unit) for unit, text in TABLE["counts"].items()]
-    known_factors += [(n, f"not divided by the {n:g} {unit}") for n, unit in counts if n != 1]
-    known_factors += [
-        (1 / n, f"divided once more by the {n:g} {unit}") for n, unit in counts if n != 1
-    ]
+    for unit, (text, keys) in TABLE["counts"].items():
+        count = formula(text, step=d, about=d.about)
+        if count != 1 and re.match(keys, key):
+            known_factors.append((count, f"not divided by the {count:g} {unit}"))
+            known_factors.append((1 / count, f"divided once more by the {count:g} {unit}"))
     is_near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
     sources = [says for number, says in known_factors if is_near(number)]
     if not sources and (few or not math.isfinite(factor)):
         return None
     says = " or ".join(sources) or f"all of it is {factor:.6g} times"
-    return Cause(f"factor {factor:.6g}", says, costs="the learning rate means something else")
+    owner = f"{part}: " if part else ""
+    costs = "the learning rate means something else"
+    return Cause(f"{owner}factor {factor:.6g}", owner + says, costs=costs)
 
 
 def where(answer: dict, d: Dump) -> list[str]:
@@ -362,26 +380,21 @@ def where(answer: dict, d: Dump) -> list[str]:
 
 def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
     """Say on what the ratio of theirs to ours depends."""
-    zeros = torch.zeros_like(theirs)
-    indices = {"is one number": zeros}
-    if 0 < theirs.dim() < 3 and len(theirs) == len(d.all_rows):
-        column = (-1,) + (1,) * (theirs.dim() - 1)
-        indices["depends on the micro-batch alone"] = zeros + d["micro_batch"].view(column)
-        indices["depends on the row alone"] = zeros + d.all_rows.view(column)
-    if theirs.dim() == 2:
-        indices["depends on the column alone"] = zeros + torch.arange(theirs.shape[1])
     is_large = ours.abs() / unit > 100 * TOLERANCE
-    ratio = (theirs / ours)[is_large]
-    for says, index in indices.items():
-        if steady(ratio, index[is_large]):
+    ratio = (theirs / ours).where(is_large, torch.nan)
+    blocks = {"is one number": [ratio]}
+    if theirs.dim() and len(theirs) == len(d.all_rows):
+        blocks["depends on the row alone"] = ratio
+    for says, parts in blocks.items():
+        if all(map(steady, parts)):
             return says
     return "varies"
 
 
-def steady(x: Tensor, index: Tensor) -> bool:
-    """Tell whether x (N,) is one number wherever `index` is."""
-    parts = [x[index == value] for value in index.unique()]
-    return all((part - part[0]).abs().max() <= 1e-3 * part[0].abs() for part in parts)
+def steady(x: Tensor) -> bool:
+    """Tell whether x is one number wherever it is one."""
+    x = x[~x.isnan()]
+    return not len(x) or bool((x - x[0]).abs().max() <= 1e-3 * x[0].abs())
 
 
 def report(findings: list[Finding], d: Dump) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,29 +21,10 @@ from minivlmrl_audit import moves
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError
-NEEDED = ("input_ids", "completion_mask", "per_token_logps")
-BY_TOKEN = (
-    *NEEDED,
-    "attention_mask",
-    "prompt_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampler_logps",
-    "entropies",
-    "log_sum_sq_probs",
-    "logps_gradient",
-    "entropies_gradient",
-)
-BY_ROW = (
-    *BY_TOKEN,
-    "advantages",
-    "micro_batch",
-    "row",
-    "pair",
-    "chosen",
-    "importance_sampling_ratio",
-)
+NAMES = yaml.safe_load((Path(__file__).parent / "step.yaml").read_text(encoding="utf-8"))
+NEEDED = NAMES["needed"]
+BY_TOKEN = NEEDED + NAMES["by token"]
+BY_ROW = BY_TOKEN + NAMES["by row"]
 
 
 class Dump:
@@ -55,9 +37,8 @@ class Dump:
         # where something unknown is wrong with them
         self.forward = {}
         self.ids = {}
-        # during a search: what was computed already, and of which rows log-probabilities are
-        self.cache = None
-        self.part = None
+        self.cache = {}  # what the model computed already
+        self.part = None  # during a search: of which rows log-probabilities are
         n, self.width = tensors["input_ids"].shape
         self.all_rows = torch.arange(n)
         self.eps = {}  # of the types in which floats were written
@@ -68,6 +49,8 @@ class Dump:
                 x = x.double()
             self.tensors[name] = self.align(x) if name in BY_TOKEN else x
         self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
+        if "rollout_tokens" in about:
+            self.tensors.setdefault("rollout_tokens", self.all_rows * 0 + about["rollout_tokens"])
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
@@ -81,9 +64,11 @@ class Dump:
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
+    row_sets = cached_property(moves.row_sets)
+    parts = moves.TABLE["parts"]
+    pictures = cached_property(moves.picture_numbers)
     columns = cached_property(moves.token_orders)
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
-    edges = cached_property(lambda self: moves.token_regions(self, *self.turns(), "edges"))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -156,7 +141,8 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         missing.append(f"kind is {about.get('kind')!r}")
     if missing:
         raise ValueError(
-            f"{missing[0]}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft"
+            f"{missing[0]}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft; of KTO "
+            "it would lack the pairs of its KL, of distillation the teacher's distributions"
         )
     n, width = tensors["input_ids"].shape
     for name in tensors.keys() & BY_ROW:

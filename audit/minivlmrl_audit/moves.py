@@ -5,6 +5,7 @@ what belongs to another: "the next row in its group". Where tools answer, a form
 tokens alone: "the first turn". Mistakes that are the same in a step are one.
 """
 
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +24,9 @@ class FormulaError(Exception):
 def formula(text: str, **names):
     """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
-        return eval(text, {"torch": torch, **names})
+        return eval(text, {"torch": torch, "rounded": rounded, **names})
+    except RuntimeError:
+        raise  # sizes that do not fit: the step's, not the table's
     except Exception as error:
         raise FormulaError(f"causes.yaml: {text!r}: {type(error).__name__} {error}") from error
 
@@ -40,7 +43,8 @@ class Change(dict):
 
         That is a value; or a formula of x and `names`; or (kind, text), one of the orders of a Dump
         in which x is taken; or (kind, text, formula), which also knows `region`: the tokens or
-        pictures that the text names, at the indices `selection` of which x is.
+        pictures that the text names, at the indices `selection` of which x is, or tells by a
+        parameter's name whether it is of a part.
         """
         deviation = self.get(name)
         if deviation is None:
@@ -50,6 +54,8 @@ class Change(dict):
         if not isinstance(deviation, tuple):
             return deviation
         kind, text, *formulas = deviation
+        if kind == "parts":
+            return formula(formulas[0], x=x, region=re.compile(TABLE[kind][text]).search, **names)
         if kind == "pictures" and formulas:
             region = formula(TABLE[kind][text], **names)
             return formula(formulas[0], x=x, region=region, **names)
@@ -59,6 +65,11 @@ class Change(dict):
         for index in selection:
             unit = unit[index]
         return formula(formulas[0], x=x, region=unit, **names)
+
+    def picture_rows(self) -> Tensor:
+        """Name the row (n,) whose pictures each row shows."""
+        kind, text, *_ = self.get("pictures", ("", ""))
+        return self.d.rows[text] if kind == "rows" else self.d.all_rows
 
 
 def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:
@@ -86,6 +97,13 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
     return edited(pictures, [0] * count, region, *formulas)[0]
 
 
+def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x to a type, to theirs where that is as near, as where x is between two numbers."""
+    unit = torch.finfo(dtype).eps * x.abs()
+    is_rounded = theirs == theirs.to(dtype)
+    return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
+
+
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
     """Find orders (..., n) or regions that change something, each once; `same` does not."""
     kept = {"": same}
@@ -108,9 +126,8 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         groups = all_rows * 0 if group is None else group[row]
         units["its group"] = [rollout_order[groups[rollout_order] == g] for g in groups.unique()]
         units["the rollout"] = [rollout_order]
-        orders["what had its place before the shuffle"] = rollout_order
-        orders["what a second shuffle puts there"] = row
-        orders["what the shuffle's inverse puts there"] = rollout_order[rollout_order]
+        for text, order in TABLE["shuffles"].items():
+            orders[text] = formula(order, order=rollout_order, row=row)
     if not of_rollout:
         units["its micro-batch"] = d.micro_batches
         units["the step"] = [all_rows]
@@ -154,10 +171,25 @@ def token_orders(d) -> dict[str, Tensor]:
     return different(orders, torch.arange(d.width))
 
 
-def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions") -> dict:
-    """Name tokens (n, S) of which a mistake may be; none where no tool answered."""
-    if not forced.any():
-        return {}
+def row_sets(d) -> dict[str, Tensor]:
+    """Name rows (n,) to which a mistake may be confined."""
+    names = d.tensors | {"lengths": d["completion_mask"].sum(1)}
+    sets = {}
+    for says, (needed, text) in TABLE["row sets"].items():
+        if needed in names and names[needed].dim() == 1:
+            sets[says] = formula(text, **names)
+    return different(sets, torch.tensor(False))
+
+
+def picture_numbers(d) -> dict[str, str]:
+    """Name pictures of a row by their number; none where a row has but one."""
+    grids = d.get("sampler_image_grid_thw", d.get("image_grid_thw", ()))
+    return TABLE["pictures"] if len(grids) > len(d.all_rows) else {}
+
+
+def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
+    """Name tokens (n, S) of which a mistake may be; few where no tool answered."""
+    table = TABLE["regions"] if forced.any() else TABLE["ends"]
     names = {
         "drawn": drawn,
         "forced": forced,
@@ -167,8 +199,9 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions"
         "answer": first(forced).cumsum(1),
         "stop": torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or [])),
         "image": ids == d.about.get("image_token_id", -1),
+        "counted": d["completion_mask"].bool(),
     }
-    regions = {text: formula(tokens, **names) for text, tokens in TABLE[table].items()}
+    regions = {text: formula(tokens, **names) for text, tokens in table.items()}
     return different(regions, torch.tensor(False))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.losses import Counts
+from minivlmrl.losses import Counts, importance_ratio
 from minivlmrl.objectives.policy_losses import AVERAGES, kept_tokens, mean_entropy, policy_terms
 from minivlmrl.objectives.preference_losses import dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
@@ -36,9 +36,6 @@ def advantages(d: Dump, change: Change) -> Answer:
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("weights", torch.tensor(weights, dtype=torch.float64))
     value, unit = aggregate(d, change, rewards, weights, group)
-    if change.get("again"):
-        value, _ = normalise(change, value, group, "batch", "batch")
-        unit = unit * 2
     value = change("rollout advantages", value)
     value = change("advantages", value)
     return {"advantages": (theirs, value, unit)}
@@ -73,13 +70,16 @@ def normalise(
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
-    all_judged = x[~x.isnan()]
+    rollout = change.d.get("rollout", torch.zeros_like(group))
     for number in group.unique():
         is_member = group == number
+        of_rollout = x[rollout == rollout[is_member][0]]
+        all_judged = of_rollout[~of_rollout.isnan()]
         rewards = x[is_member]
         judged = rewards[~rewards.isnan()]
         if not len(judged):
             continue
+        judged = change("judged", judged, rewards=rewards)
         names = {"rewards": rewards, "judged": judged, "all_judged": all_judged}
         choices = {"group": judged, "batch": all_judged}
         baseline[is_member] = change("mean", choices[centre].mean(), **names)
@@ -133,10 +133,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     numbers = {}
     sampled = numbered(d, "sampler_", numbers)
     theirs = numbered(d, "", numbers)
-    row = d.get("row", d.all_rows)
-    kind, text, *_ = change.get("pictures", ("", ""))
-    if kind == "rows":
-        row = row[d.rows[text]]
+    row = d.get("row", d.all_rows)[change.picture_rows()]
     ids, _, forced_mask = d.turns()
     answered_counts = first(forced_mask & (ids == d.about.get("image_token_id", -1))).sum(1)
     ours = []
@@ -219,11 +216,14 @@ def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tens
         key,
         mask,
         completion=completion,
-        prompt=d["attention_mask"] * (1 - completion),
+        # nothing predicts the first token
+        prompt=(d["attention_mask"].cumsum(1) > 1) * d["attention_mask"] * (1 - completion),
         previous_counts=mask.roll(1, 1) * completion,
         next_counts=next_counts,
         last_tokens=last_tokens,
         end_tokens=end_tokens,
+        ids=d["input_ids"],
+        theirs=d["completion_mask"].double(),
     )
 
 
@@ -244,13 +244,14 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units + 1e-30
+    rounding = 1e-3 / d["completion_mask"].sum().clamp(min=1)  # where all else cancels
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
         if d.has(name):
             theirs = d[name]
             # where the trainer has no log-probabilities it has no gradient
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
-            unit = max(slope.abs().max(), theirs.abs().max()) + 1e-30
+            unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
     return answer
 
@@ -275,21 +276,17 @@ def inputs(d: Dump, logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor
     )
 
 
-def counts(d: Dump, part: Tensor, mask: Tensor, change: Change, each: int = 1) -> Counts:
-    """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch.
-
-    each: 2 where tokens of every second row alone count, as of chosen answers.
-    """
+def counts(d: Dump, part: Tensor, mask: Tensor, change: Change) -> Counts:
+    """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     by_part = change.get("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
-    tokens = mask[rows][::each].sum().item() * times
+    tokens = mask[rows].sum().item() * times
     is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
-    if "rollout_tokens" in d.about and is_ours and not by_part:
-        rollout_drawn = d.about.get("rollout_drawn")
-        tokens = d.about["rollout_tokens"]
-        tokens = change("rollout tokens", tokens, rollout_drawn=rollout_drawn)
-        tokens /= d.about.get("steps_per_rollout", 1)
+    if d.has("rollout_tokens") and is_ours and not by_part:
+        rollout_drawn = d.get("rollout_drawn")
+        tokens = change("rollout tokens", d["rollout_tokens"], rollout_drawn=rollout_drawn)
+        tokens = tokens[part[0]].item() / d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
     return Counts(count, max(tokens, 1), d.about.get("max_completion_length"))
@@ -312,22 +309,20 @@ def policy(
     d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
 ) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
-    if change.get("clipped alone"):
-        return clipped_alone(d, part, logps, entropies, mask, change)
     defined_options = PolicyOptions(**d.about.get("loss", {}))
     options = changed(defined_options, change)
-    sign = -1.0 if change.get("flip") else 1.0  # -min(-x, -y) is max(x, y)
     times = change("policy term", 1.0)
-    scale = sign * (times or 1.0)  # of the sum, by which what is not the policy's term is divided
+    scale = times or 1.0  # of the sum, by which what is not the policy's term is divided
     options.beta = change("KL", options.beta) / scale
     options.entropy_coef = change("entropy", options.entropy_coef)
     ratio_mask = change("ratio mask", mask)[part]
     entropies = entropies[part]
     kept = tokens_kept(d, change, part, entropies, ratio_mask, options.top_entropy_quantile)
     logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
+    own_advantages = policy_advantages(d, part, change)
     terms, _ = policy_terms(
         logps,
-        policy_advantages(d, part, change) * sign * bool(times),
+        own_advantages * bool(times),
         ratio_mask,
         options,
         kept=kept,
@@ -341,32 +336,26 @@ def policy(
         terms * scale * mask[part],
         selection=(part,),
         per_token_logps=logps,
-        old_per_token_logps=old,
         ref_per_token_logps=reference,
-        beta=options.beta,
+        old_per_token_logps=old,
+        mask=ratio_mask,
+        importance_ratio=importance_ratio,
+        advantages=own_advantages.view(len(part), -1),
+        options=options,
     )
+    if "rows" in change:
+        terms = terms * change["rows"][part][:, None]
     weights = other_mask(d, mask, change, "divide")
     count = counts(d, part, weights, change)
     average = AVERAGES[change.get("average", defined_options.loss_type)]
     value = average(terms, weights[part], count)
+    # float32 rounds the KL as it does what the KL is the difference of
+    unit = average(terms.detach().abs() + 0.01 * options.beta, weights[part], count)
     if options.entropy_coef:
-        value = value - options.entropy_coef * mean_entropy(entropies, kept, count)
-    return value, average(terms.detach().abs(), weights[part], count)
-
-
-def clipped_alone(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
-) -> tuple[Tensor, Tensor]:
-    """Compute a loss that takes the clipped term without the min: min(x, y) + max(x, y) - x."""
-    rest = {name: value for name, value in change.items() if name != "clipped alone"}
-
-    def compute(**other) -> tuple[Tensor, Tensor]:
-        return policy(d, part, logps, entropies, mask, Change(d, rest | other))
-
-    smaller, unit = compute()
-    larger, _ = compute(flip=True)
-    unclipped, _ = compute(epsilon_low=1e9, epsilon_high=1e9)
-    return smaller + larger - unclipped, unit
+        bonus = options.entropy_coef * mean_entropy(entropies, kept, count)
+        value = value - bonus
+        unit = unit + bonus.detach()
+    return value, unit
 
 
 def policy_advantages(d: Dump, part: Tensor, change: Change) -> Tensor:
@@ -412,17 +401,14 @@ def preference(
     logps, _, reference = inputs(d, logps, mask, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    index = torch.stack([index[:, 0], change("rejected pair", index[:, 1])], 1)
     reference = change("references", reference[index], mask=mask[index])
-    names = ("chosen", "rejected", "reference of chosen", "reference of rejected")
-    times = logps.new_tensor([change(name, 1.0) for name in names]).view(2, 2, 1)
     options = changed(DPOOptions(**d.about.get("loss", {})), change)
     value, _ = dpo_loss(
-        logps[index] * times[0],
+        logps[index],
         mask[index],
         options,
-        ref_per_token_logps=reference * times[1],
-        counts=counts(d, order, mask, change, each=2),
+        ref_per_token_logps=reference,
+        counts=counts(d, part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
     )

@@ -1,4 +1,4 @@
-"""Dump steps of TRL's trainers, 0.15 to 1.16 in one process, for `python -m minivlmrl audit`.
+"""Dump steps of TRL's trainers, 1.16 in one process, for `python -m minivlmrl audit`.
 
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
@@ -11,12 +11,13 @@ them, the weights around optimizer.step.
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from inspect import iscoroutinefunction
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch.nn import Dropout
+from torch.nn import Module
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
@@ -33,18 +34,12 @@ ROLLOUT = (
     "max_completion_length",
     "mask_truncated_completions",
 )
-# what a release does that lacks an option of GRPO; before 0.16 rows were averaged
-OLDER = {
-    "scale_rewards": True,
-    "use_bias_correction_kl": False,
-    "loss_type": "bnpo",
-    "epsilon": 0.2,
-    "epsilon_high": None,
-}
-SCALES = {True: "group", False: "none"}  # up to 0.21
-# of a trainer, the newest first: what generates, what gives log-probabilities
-GENERATES = ("_generate_and_score_completions", "_prepare_inputs")
-SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
+SMOOTHED = {
+    "robust",
+    "exo_pair",
+    "aot",
+    "aot_unpaired",
+}  # what takes label_smoothing, as TRL has it
 OUTPUTS = {
     "log_probs": ("per_token_logps", "logps_gradient"),
     "entropy": ("entropies", "entropies_gradient"),
@@ -56,21 +51,20 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump an SFTTrainer's; a model that takes no num_items_in_batch is averaged by micro-batch."""
-    if getattr(trainer.args, "label_smoothing_factor", 0):
+    if trainer.args.label_smoothing_factor:
         raise ValueError("label_smoothing_factor: the audit has no definition of it; leave it 0")
-    loss_type = getattr(trainer.args, "loss_type", "nll").removeprefix("chunked_")
     about = {
         "kind": "sft",
-        "loss": {"loss_type": loss_type},
+        "loss": {"loss_type": trainer.args.loss_type.removeprefix("chunked_")},
         "mean_over": "step" if trainer.model_accepts_loss_kwargs else "micro_batch",
     }
 
     def rows(inputs: dict) -> dict:
         predicted = inputs["attention_mask"].cumsum(1) > 1  # nothing predicts the first token
         tensors = {"completion_mask": ((inputs["labels"] != -100) & predicted).long()}
-        if getattr(trainer, "completion_only_loss", False):
+        if trainer.completion_only_loss:
             return tensors | prompt_mask(trainer, inputs["input_ids"])
-        if not getattr(trainer.args, "assistant_only_loss", False):
+        if not trainer.args.assistant_only_loss:
             tensors["prompt_mask"] = (~predicted).long()
         return tensors
 
@@ -81,19 +75,15 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
     config = vars(trainer.args)
     loss = {name: config[name] for name in DPOOptions.__dataclass_fields__ if name in config}
-    types = getattr(trainer, "loss_types", config["loss_type"])
-    loss["loss_type"] = [types] if isinstance(types, str) else list(types)
-    loss = {name: getattr(x, "value", x) for name, x in loss.items()}  # of enumerations, up to 0.28
+    loss["loss_type"] = list(trainer.loss_types)
+    if SMOOTHED.isdisjoint(trainer.loss_types):
+        loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
     def rows(inputs: dict) -> dict:
-        prompts = inputs.get("prompt_attention_mask")  # up to 0.28, which joins them later
-        pairs = len(inputs["input_ids"]) // 2 if prompts is None else len(prompts)
+        pairs = len(inputs["input_ids"]) // 2
         number = torch.arange(2 * pairs)
         tensors = {"pair": number % pairs, "chosen": (number < pairs).long()}
-        if prompts is not None:
-            tensors["prompt_lengths"] = prompts.sum(1).repeat(2)
-            return tensors
         tensors["completion_mask"] = inputs["completion_mask"]
         return tensors | prompt_mask(trainer, inputs["input_ids"])
 
@@ -106,24 +96,18 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def grpo_options(trainer) -> dict:
-    """Read the options of GRPO as a step has them, of any release."""
-    config = OLDER | vars(trainer.args)
-    config["scale_rewards"] = SCALES.get(config["scale_rewards"], config["scale_rewards"])
-    if not hasattr(trainer.args, "epsilon"):
-        config["loss_type"] = "grpo"
+    """Read the options of GRPO as a step has them."""
+    config = dict(vars(trainer.args))
     config["epsilon_low"] = config["epsilon"]
-    if config["epsilon_high"] is None:
+    if config.get("epsilon_high") is None:
         config["epsilon_high"] = config["epsilon"]
-    tokenizer = tokenizer_of(trainer)
-    parts = config["gradient_accumulation_steps"]
     names = PolicyOptions.__dataclass_fields__
     about = {
         "kind": "grpo",
         "loss": {name: value for name, value in config.items() if name in names},
-        "stop_token_ids": list(getattr(trainer, "eos_token_ids", [tokenizer.eos_token_id])),
-        "pad_token_id": tokenizer.pad_token_id,
-        "steps_per_rollout": config.get("steps_per_generation", parts) / parts,
-        "image_token_id": getattr(trainer, "_image_pad_token_id", None),
+        "stop_token_ids": list(trainer.eos_token_ids),
+        "pad_token_id": tokenizer_of(trainer).pad_token_id,
+        "image_token_id": trainer._image_pad_token_id,
     }
     return about | {name: config.get(name) for name in ROLLOUT}
 
@@ -167,8 +151,8 @@ class Steps(ExitStack, TrainerCallback):
         self.about = about
         self.rows = rows
         self.parts = []  # tensors of each micro-batch so far
-        self.tensors = {}  # of the step: weights, gradients, the optimizer's state
-        self.rollout = {}
+        self.tensors = {}  # of the step: rows, weights, gradients, the optimizer's state
+        self.is_later = False  # some rows were drawn at an earlier step
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
         for model in self.models.values():
@@ -177,11 +161,7 @@ class Steps(ExitStack, TrainerCallback):
         self.callback(trainer.remove_callback, self)
         self.wrap("compute_loss", before=self.begin)
         self.wrap("training_step", after=self.keep_loss)
-        if hasattr(trainer, "_clip_grad_norm"):
-            clips = ("_clip_grad_norm", trainer)
-        else:  # before transformers 5
-            clips = ("clip_grad_norm_", trainer.accelerator)
-        self.wrap(*clips, lambda *_: self.copy("grad"), self.keep_norm)
+        self.wrap("_clip_grad_norm", None, lambda *_: self.copy("grad"), self.keep_norm)
 
     def keep_loss(self, loss, *_):
         self.parts[-1]["loss"] = loss.detach().view(1)
@@ -221,14 +201,13 @@ class Steps(ExitStack, TrainerCallback):
 
     def forward(self, model, arguments, options, output):
         """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
+        if model is not self.trainer.model and model.training and any(dropouts(model)):
+            self.about["training"] = ["ref_model"]
         if not self.parts:
             return
         part = self.parts[-1]
         logps = getattr(output, "log_probs", None)
         if logps is None:
-            if self.about["kind"] != "grpo":
-                ids = options.get("input_ids", arguments[0] if arguments else None)
-                self.from_logits(part, ids, options["attention_mask"], output.logits)
             return
         if self.about["kind"] == "dpo" and not logps.requires_grad:
             part.setdefault("ref_per_token_logps", pad(logps, (1, 0)))
@@ -238,42 +217,6 @@ class Steps(ExitStack, TrainerCallback):
         part["attention_mask"] = options["attention_mask"]
         # what is masked gets a gradient that goes nowhere
         keep_outputs(part, [output.get(name) for name in OUTPUTS], 1, output.label_mask)
-
-    def scored(self, result, model, input_ids, attention_mask, *_):
-        """Keep what a trainer's own method gives, where the model gives logits alone."""
-        if isinstance(result, dict):
-            result = (result["logps"], result.get("entropies"))
-        outputs = (result, None) if isinstance(result, torch.Tensor) else result
-        part = self.parts[-1] if self.parts else None
-        if part is None or "per_token_logps" in part or not outputs[0].requires_grad:
-            return
-        part["input_ids"] = input_ids
-        part["attention_mask"] = attention_mask
-        keep_outputs(part, outputs[:2])
-
-    def from_logits(self, part: dict, ids, attention_mask, logits):
-        """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
-        labels = ids[:, 1:, None]
-        logps = logits.detach()[:, :-1].log_softmax(-1)
-        label_logps = pad(logps.gather(2, labels)[..., 0], (1, 0))
-        if not logits.requires_grad:
-            part.setdefault("ref_per_token_logps", label_logps)
-            return
-        part["input_ids"] = ids
-        part["attention_mask"] = attention_mask
-        part["per_token_logps"] = label_logps
-        prompt_lengths = part.pop("prompt_lengths", None)
-        if prompt_lengths is not None:
-            completion = attention_mask.cumsum(1) > prompt_lengths[:, None]
-            part["completion_mask"] = (completion & attention_mask.bool()).long()
-            part["prompt_mask"] = attention_mask - part["completion_mask"]
-
-        def keep(gradient):
-            along = (-logps.exp()).scatter_add(2, labels, torch.ones(labels.shape))
-            slope = (gradient[:, :-1] * along).sum(-1) / along.square().sum(-1)
-            part["logps_gradient"] = pad(slope, (1, 0))
-
-        logits.register_hook(keep)
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
@@ -287,13 +230,12 @@ class Steps(ExitStack, TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **_):
         if not self.on:
             return
+        self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
-        if "grad_norm" not in self.tensors:
-            self.copy("grad")
         self.save_models(args, self.folder / str(state.global_step))
         self.about["optimizer"] = self.optimizer_settings(args, state)
         self.about["schedule"] = {
-            "type": text_of(args.lr_scheduler_type),
+            "type": args.lr_scheduler_type.value,
             "learning_rate": args.learning_rate,
             "warmup_steps": args.get_warmup_steps(state.max_steps),
             "max_steps": state.max_steps,
@@ -301,25 +243,30 @@ class Steps(ExitStack, TrainerCallback):
         }
         self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
 
+    def row_tensors(self, tensors: dict, step: int) -> dict:
+        """Return the tensors of a step's rows, and of what they were taken from."""
+        return tensors
+
     def save_models(self, args, folder: Path):
         """Save the models whose forwards can be computed again, and their tokenizer."""
-        dropouts = [x.p for x in self.trainer.model.modules() if isinstance(x, Dropout)]
-        is_later = self.about["kind"] == "grpo" and not self.about.get("old_model")
         lost = {
-            "model": args.neftune_noise_alpha or any(dropouts),
-            "ref_model": is_later and args.sync_ref_model,  # it may have moved since the rollout
+            "model": args.neftune_noise_alpha or any(dropouts(self.trainer.model)),
+            # it may have moved since the rollout
+            "ref_model": self.is_later and args.sync_ref_model,
         }
         for name, model in self.models.items():
             self.about[name] = None if lost[name] else name
             if not lost[name]:
                 model.save_pretrained(folder / name)
                 tokenizer_of(self.trainer).save_pretrained(folder / name)
+        if not self.about["model"]:
+            self.about["old_model"] = None
 
     def optimizer_settings(self, args, state) -> dict:
         """Read the settings of AdamW as a step has them."""
         names = [name for name, _ in self.trainer.model.named_parameters()]
         return {
-            "name": text_of(args.optim).partition("_")[0],
+            "name": args.optim.value.partition("_")[0],
             "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
             "betas": [args.adam_beta1, args.adam_beta2],
             "eps": args.adam_epsilon,
@@ -332,25 +279,29 @@ class Steps(ExitStack, TrainerCallback):
     def on_optimizer_step(self, args, state, control, **_):
         if self.on:
             self.copy("after")
-            self.about["old_model"] = self.about.get("old_model") and self.about["model"]
-            tensors = dump.join(self.parts) | self.rollout | self.tensors
-            dump.write(self.folder / str(state.global_step), self.about, tensors)
+            dump.write(self.folder / str(state.global_step), self.about, self.tensors)
         self.parts = []
         self.tensors = {}
-        self.about["old_model"] = None
 
 
 class GRPOSteps(Steps):
     """Writes steps of a GRPOTrainer, with what their rollouts had."""
 
     def __init__(self, trainer, folder, steps: int):
-        super().__init__(trainer, folder, steps, grpo_options(trainer), self.row_tensors)
+        super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
+        self.rollouts = {}  # tensors of all rollouts so far
         self.conversations = []  # of a rollout whose completions call tools
-        self.wrap(first_method(trainer, GENERATES), after=self.generated)
-        self.wrap(first_method(trainer, SCORES), after=self.scored)
-        if hasattr(trainer, "_calculate_rewards"):
-            self.wrap("_calculate_rewards", after=self.judged)
-        if getattr(trainer, "tools", None) and not getattr(trainer, "_has_async_funcs", False):
+        self.earlier_conversations = []
+        self.rewards = {}  # of a rollout, by the number of their function
+        self.wrap_methods()
+        functions = [self.listened(*pair) for pair in enumerate(trainer.reward_funcs)]
+        self.enter_context(patch.object(trainer, "reward_funcs", functions))
+
+    def wrap_methods(self):
+        """Look at what generates, judges and calls tools."""
+        self.wrap("_generate_and_score_completions", after=self.generated)
+        self.wrap("_calculate_rewards", after=self.judged)
+        if self.trainer.tools and not self.trainer._has_async_funcs:
             self.wrap("_generate_single_turn", after=self.drew)
 
     def drew(self, result, prompts: list, pictures, *_):
@@ -384,32 +335,72 @@ class GRPOSteps(Steps):
         groups = []
         for i, key in enumerate(keys):  # a prompt may return
             groups.append((key, keys[:i].count(key) // self.trainer.args.num_generations))
-        self.rollout["group"] = torch.tensor([groups.index(group) for group in groups])
-        self.rollout["rollout_advantages"] = result["advantages"].clone()
-        result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
+        begin = len(self.rollouts.get("group", ()))
+        tensors = {
+            "group": torch.tensor([begin + groups.index(group) for group in groups]),
+            "rollout": torch.full((len(keys),), begin),
+            "rollout_advantages": result["advantages"].clone(),
+        }
+        if self.rewards:
+            tensors["rewards"] = torch.stack(list(self.rewards.values()), 1)
+        self.rewards = {}
+        self.rollouts = dump.join([self.rollouts, tensors]) if self.rollouts else tensors
+        self.earlier_conversations += self.conversations
+        self.conversations = []
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
         drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
-        self.about["rollout_tokens"] = int(counted_mask.sum())
-        self.about["rollout_drawn"] = int(drawn_mask.sum())
-        self.about["old_model"] = "model"
-        if self.conversations:
-            processor = self.trainer.processing_class
-            self.rollout |= conversation_tensors(self.conversations, processor)
-            self.conversations = []
+        # these go through the trainer's shuffle and split
+        rows = torch.arange(begin, begin + len(keys))
+        result["row"] = rows
+        result["rollout_step"] = rows * 0 + self.trainer.state.global_step
+        result["rollout_tokens"] = rows * 0 + counted_mask.sum()
+        result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
+
+    def listened(self, number: int, function):
+        """Wrap a function of rewards to keep what it gives; models are not wrapped."""
+        if isinstance(function, Module) or iscoroutinefunction(function):
+            return function
+
+        @wraps(function)
+        def call(*arguments, **options):
+            rewards = function(*arguments, **options)
+            values = [torch.nan if reward is None else float(reward) for reward in rewards]
+            self.rewards[number] = torch.tensor(values, dtype=torch.float64)
+            return rewards
+
+        return call
 
     def judged(self, result, *_):
-        self.rollout["rewards"] = result.clone()
+        """Order rewards, and keep those of models, which are not wrapped."""
+        columns = enumerate(result.double().unbind(1))
+        self.rewards = {number: self.rewards.get(number, column) for number, column in columns}
 
-    def row_tensors(self, inputs: dict) -> dict:
+    def row_tensors(self, tensors: dict, step: int) -> dict:
+        """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
+        rollout = self.rollouts["rollout"]
+        rows = torch.isin(rollout, rollout[tensors["row"]]).nonzero()[:, 0]
+        tensors["row"] = torch.searchsorted(rows, tensors["row"])
+        earlier_steps = set(tensors["rollout_step"].tolist()) - {step}
+        exist = all((self.folder / f"{drawn}/model").is_dir() for drawn in earlier_steps)
+        self.about["old_model"] = "../{}/model" if exist else None
+        if earlier_steps:  # a trainer that keeps no old ones takes the present ones
+            tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
+        self.is_later = bool(earlier_steps)
+        # the last step of an epoch may have fewer parts
+        self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
+        if self.earlier_conversations:
+            conversations = [self.earlier_conversations[row] for row in rows]
+            tensors |= conversation_tensors(conversations, self.trainer.processing_class)
+        return tensors | {name: x[rows] for name, x in self.rollouts.items()}
+
+    def micro_batch(self, inputs: dict) -> dict:
         """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
         args = self.trainer.args
-        coefficient = getattr(self.trainer, "entropy_coef", 0.0)
-        is_adaptive = getattr(args, "use_adaptive_entropy", False)
-        if is_adaptive and self.trainer._last_world_entropy > args.entropy_target:
+        coefficient = self.trainer.entropy_coef
+        if args.use_adaptive_entropy and self.trainer._last_world_entropy > args.entropy_target:
             coefficient = 0.0
         self.about["loss"]["entropy_coef"] = coefficient
-        row_inputs = {name: x for name, x in inputs.items() if name in dump.BY_ROW}
-        tensors = {name: x for name, x in row_inputs.items() if x is not None}
+        tensors = {name: inputs[name] for name in dump.BY_ROW if inputs.get(name) is not None}
         completion_length = inputs["completion_ids"].shape[1]
         tensors["completion_mask"] = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         tensors["prompt_mask"] = pad(inputs["prompt_mask"], (0, completion_length))
@@ -433,14 +424,12 @@ def keep_slope(part: dict, name: str, missing_columns: int, mask, gradient):
     part[name] = pad(gradient * mask, (missing_columns, 0))
 
 
-def first_method(trainer, names: tuple[str, ...]) -> str:
-    """Find the first of these methods that a trainer has."""
-    return next(name for name in names if hasattr(trainer, name))
-
-
-def text_of(option) -> str:
-    """Return the text of an option that may be an enumeration's."""
-    return str(getattr(option, "value", option))
+def dropouts(model):
+    """Yield the shares that the modules of a model drop, as some keep theirs as numbers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if (name == "p" or "drop" in name) and isinstance(value, float):
+                yield value
 
 
 def prompt_key(example: dict) -> tuple:

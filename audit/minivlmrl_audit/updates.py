@@ -1,7 +1,6 @@
 """What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
-import re
 from typing import NamedTuple
 
 import torch
@@ -44,32 +43,18 @@ class RowPictures(NamedTuple):
         return pad(chosen, (0, 1))[self.of_token]
 
 
-class Settings(NamedTuple):
-    """What AdamW does with each parameter."""
-
-    rate: float
-    betas: tuple[float, float]
-    eps: float
-    steps: range
-    coupled: bool  # Adam with L2: the decay goes through the moments
-
-
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
     """Compute log-probabilities and entropies (2, n, S) of the rows `part` by a folder's model.
 
     Returns that model too. A search computes a row once for each deviation and picture.
     """
-    kind, text, *_ = change.get("pictures", ("", ""))
-    shows_others = kind == "rows"  # each row shows another one's picture, and nothing else changes
-    skipped_names = ("logps", "pictures") if shows_others else ("logps",)
-    deviations = str({name: value for name, value in change.items() if name not in skipped_names})
-    picture_rows = d.rows[text] if shows_others else d.all_rows
+    deviations = str({name: value for name, value in change.items() if name != "logps"})
     images = shown(d)
     model = None
-    cache = {} if grad or d.cache is None else d.cache
+    cache = {} if grad else d.cache
     value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
-    for row, picture_row in zip(part.tolist(), picture_rows[part].tolist(), strict=True):
-        key = (folder, row, picture_row, deviations)
+    for row, picture_row in zip(part.tolist(), change.picture_rows()[part], strict=True):
+        key = (folder, row, deviations)
         if key not in cache:
             if model is None:
                 dtype = getattr(torch, change.get("dtype", "float64"))
@@ -83,13 +68,15 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
     counted_mask = d["completion_mask"][row].bool()
+    is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     real_mask = d["attention_mask"][row].bool() | counted_mask
     completion = d.completion[row] | counted_mask
     attended = change("attended", real_mask, selection=(row,))
     tokens = RowTokens(row, d["input_ids"][row], real_mask, completion, attended)
     token_numbers = attended.cumsum(0)  # of each token among those that the model gets, from 1
     # nothing predicts the first token
-    scored_columns = (attended & completion & (token_numbers > 1)).nonzero()[:, 0]
+    is_scored = attended & (completion | is_learned) & (token_numbers > 1)
+    scored_columns = is_scored.nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
@@ -173,12 +160,11 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Find the tokens (n, S) that come from the state of one that is known not to be attended to.
+    """Find the tokens (n, S) that come from the state of one that is not attended to.
 
     The packed run has no such state.
     """
-    before = pad(d["attention_mask"][:, :-1], (1, 0), value=1)
-    return (before == 0) & ("attended" in (d.ids or {}))
+    return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
@@ -187,11 +173,19 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = d.about.get(change.get("weights")) or d.about[folder]
     part = d.all_rows if d.part is None else d.part
-    (value, _), _ = forward(d, change, weights_folder, d.all_rows if "logps" in change else part)
+    rows = d.all_rows if "logps" in change else part
+    steps = d.get("rollout_step", d.all_rows * 0)
+    value = torch.zeros_like(d[name])
+    for step in steps[rows].unique().tolist():  # each had weights of its own
+        of_step = rows[steps[rows] == step]
+        outputs, _ = forward(d, change, weights_folder.format(step), of_step)
+        value += outputs[int(name == "entropies")]
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = (d[name].nan_to_num() * counted_mask)[part]
-    return {name: (theirs, (value * counted_mask)[part], unit)}
+    ours = (value * counted_mask)[part]
+    is_noise = folder in d.about.get("training", ())
+    return {name: (theirs, change("mode", ours, theirs=theirs, is_noise=is_noise), unit)}
 
 
 def gradients(d: Dump, change: Change) -> Answer:
@@ -206,8 +200,8 @@ def gradients(d: Dump, change: Change) -> Answer:
     slopes = d["logps_gradient"]
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
-    if "without" in change:
-        ours = without(ours, theirs, change["without"])
+    for name, x in ours.items():
+        ours[name] = change("gradient", x, key=name, theirs=theirs.get(name, x * 0))
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
@@ -220,22 +214,23 @@ def gradients(d: Dump, change: Change) -> Answer:
 def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
-    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1])
     total = {}
-    for number, share in enumerate(shares.tolist()):
+    for number in range(len(ones)):
         part_gradients = micro_batch_gradients(d, number, slopes)
         if change.get("clipped parts"):
             part_gradients = clipped(part_gradients, d.about["optimizer"]["max_grad_norm"])
         for name, x in part_gradients.items():
-            total[name] = total.get(name, 0) + x * share
+            names = {"key": name, "first": ones[0], "last": ones[-1]}
+            shares = change("micro-batch", ones.sum(0), **names)
+            total[name] = total.get(name, 0) + x * shares[number].item()
         if change.get("clipped so far"):
             total = clipped(total, d.about["optimizer"]["max_grad_norm"])
     return total
 
 
 def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Tensor]:
-    """Compute gradients of a micro-batch; a search does so once."""
-    cache = {} if d.cache is None else d.cache
+    """Compute gradients of a micro-batch, once."""
+    cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
         value, model = forward(d, Change(d, d.forward), d.about["model"], part, grad=True)
@@ -244,16 +239,6 @@ def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Ten
         parameters = model.named_parameters()
         cache[number] = {name: p.grad.double() for name, p in parameters if p.grad is not None}
     return cache[number]
-
-
-def without(
-    gradients: dict[str, Tensor], theirs: dict[str, Tensor], pattern: str
-) -> dict[str, Tensor]:
-    """Leave out the gradients whose names have a pattern; "": those that the trainer lacks."""
-    lacking = [name for name in gradients if not theirs.get(name, torch.zeros(1)).any()]
-    if pattern:
-        lacking = [name for name in gradients if re.search(pattern, name)]
-    return {name: x * (name not in lacking) for name, x in gradients.items()}
 
 
 def clip_share(gradients: dict[str, Tensor], max_norm: float) -> float:
@@ -276,9 +261,17 @@ def clip(d: Dump, change: Change) -> Answer:
     if not gradients or not (theirs or d.has("grad_norm")):
         return None
     max_norm = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
-    norm = get_total_norm(gradients.values()).item()
-    names = {"gradients": gradients, "max_norm": max_norm, "norm": norm, "clip_share": clip_share}
-    ours = change("clip", clipped(gradients, max_norm), **names)
+    normed = change("normed", gradients)
+    norm = get_total_norm(normed.values()).item()
+    share = clip_share(normed, max_norm)
+    ours = change(
+        "clip",
+        {name: x * share for name, x in gradients.items()},
+        gradients=gradients,
+        max_norm=max_norm,
+        norm=norm,
+        clip_share=clip_share,
+    )
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.has("grad_norm") and not d.about.get("some"):
@@ -298,55 +291,48 @@ def update(d: Dump, change: Change) -> Answer:
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     reset = change.get("reset")  # moments begin anew in this step
-    first_step = change("first step", 1 if reset else options["step"])
-    settings = Settings(
-        rate=options["learning_rate"],
-        betas=change("betas", options["betas"]),
-        eps=change("eps", options["eps"]),
-        steps=range(first_step, first_step + change.get("times", 1)),
-        coupled=change.get("coupled", False),
-    )
     moments = {} if reset else d.parameters("exp_avg")
     squares = {} if reset else d.parameters("exp_avg_sq")
+    first_step = change("first step", 1 if reset else options["step"])
+    steps = range(first_step, first_step + change.get("times", 1))
+    rate = options["learning_rate"]
     weight_decay = options["weight_decay"]
     answer = {}
     for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
-        decay = change("decay", decay, weight_decay=weight_decay, learning_rate=settings.rate)
+        decay = change("decay", decay, key=name, weight_decay=weight_decay, learning_rate=rate)
         state = moments.get(name, zero), squares.get(name, zero)
-        new_weight = adamw(change, settings, weight, gradients.get(name, zero), state, decay)
-        if change.get("frozen") and re.search(change["frozen"], name):
-            new_weight = weight
+        gradient = gradients.get(name, zero)
+        new_weight = adamw(change, options, steps, weight, gradient, state, decay)
+        theirs = weights_after.get(name, weight)
+        new_weight = change("weight", new_weight, key=name, before=weight, theirs=theirs)
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
         unit = (new_weight - weight).abs().max() + rounding + 1e-30
-        answer[f"after.{name}"] = (
-            weights_after.get(name, weight) - weight,
-            new_weight - weight,
-            unit,
-        )
+        answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)
     return answer
 
 
-def adamw(change, settings: Settings, weight, gradient, state, decay) -> Tensor:
+def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -> Tensor:
     """Move a weight by AdamW's steps; `state` is its first and second moment."""
-    beta1, beta2 = settings.betas
+    rate = options["learning_rate"]
+    eps = change("eps", options["eps"])
+    beta1, beta2 = change("betas", options["betas"])
     m, v = state
-    for t in settings.steps:
+    for t in steps:
         slope = gradient
-        if settings.coupled:
+        if change.get("coupled"):  # Adam with L2: the decay goes through the moments
             slope = gradient + decay * weight
         else:
-            weight = weight * (1 - settings.rate * decay)
+            weight = weight * (1 - rate * decay)
         m = beta1 * m + (1 - beta1) * slope
         v = beta2 * v + (1 - beta2) * slope.square()
         corrections = (1 - beta1**t, 1 - beta2**t)
         correction1, correction2 = change("correction", corrections)
         variance = v / correction2
-        root = variance.sqrt() + settings.eps
-        root = change("root", root, variance=variance, eps=settings.eps)
+        root = change("root", variance.sqrt() + eps, variance=variance, eps=eps)
         move = change("move", m / correction1 / root, gradient=slope)
-        weight = weight - settings.rate * move
+        weight = weight - rate * move
     return weight
 
 
@@ -354,21 +340,22 @@ def schedule(d: Dump, change: Change) -> Answer:
     """Compute the learning rate of step t = 0, 1, ... as transformers' schedules give it."""
     options = d.about.get("schedule")
     optimizer = d.about.get("optimizer", {})
-    kinds = ("linear", "cosine", "constant", "constant_with_warmup")
-    if not options or "learning_rate" not in optimizer or options["type"] not in kinds:
+    if not options or "learning_rate" not in optimizer:
         return None
     kind = change.get("type", options["type"])
     t = max(0, change("step", options["step"], micro_batches=len(d.micro_batches)))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     done_share = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
-    rate_share = 1.0
-    if t < warmup:
-        rate_share = t / max(1, warmup)
-    elif kind == "linear":
-        rate_share = 1 - done_share
-    elif kind == "cosine":
-        rate_share = 0.5 * (1 + math.cos(math.pi * done_share))
+    shares = {
+        "linear": 1 - done_share,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
+        "constant": 1.0,
+        "constant_with_warmup": 1.0,
+    }
+    if kind not in shares:
+        return None
+    rate_share = t / max(1, warmup) if t < warmup else shares[kind]
     peak_rate = options["learning_rate"]
     pair = [[optimizer["learning_rate"]], [peak_rate * rate_share]]
     theirs, ours = torch.tensor(pair, dtype=torch.float64)

@@ -230,6 +230,31 @@ def clip_own(model):
     clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
 
 
+def clip_apart(clip, model):
+    """The tower and the rest, each by its own norm."""
+    norm = norm_alone(clip, model)
+    for of_tower in (True, False):
+        part = [p for name, p in model.named_parameters() if ("visual" in name) == of_tower]
+        clip_grad_norm_(part, CLIPS["max_grad_norm"])
+    return norm
+
+
+def double_merger(model):
+    for name, p in model.named_parameters():
+        if "merger" in name and p.grad is not None:
+            p.grad = p.grad * 2
+
+
+def without_tower(names, self, model):
+    return [name for name in names(self, model) if "visual" not in name]
+
+
+def forget_old(score, self, inputs):
+    rows = score(self, inputs)
+    rows.pop("old_per_token_logps", None)
+    return rows
+
+
 def norm_alone(clip, model):
     return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
@@ -528,7 +553,48 @@ BUGS = {
     "dpo_rejected_of_the_next_pair": Bug("", trl=dpo(
         "rejected one of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
     )),
+    # of a part of the model, some rows or tokens, or another type
+    "merger_twice": Bug("", trl=InTRL("gradients", "the merger: factor 2", own_gradients(double_merger), late=True)),
+    "tower_clipped_apart": Bug("", trl=InTRL(
+        "clip", "the vision tower and all others are clipped apart", around(None, "_clip_grad_norm", clip_apart), CLIPS,
+        late=True,
+    )),
+    "tower_never_decays": Bug("", trl=InTRL(
+        "update", "weight decay leaves out the vision tower",
+        around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1},
+    )),
+    "rewards_in_float16": Bug("", trl=score(
+        "advantages", "rewards are in float16", REWARDS,
+        f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()",
+    )),
+    "a_token_by_its_id": Bug("", trl=score(
+        "mask", "because of their ids", MASK,
+        f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}",
+    )),
+    "no_kl_for_negative_advantages": Bug("", trl=loss(
+        "there is no KL, for negative advantages alone", "self.beta * per_token_kl",
+        "self.beta * per_token_kl * (advantages > 0)", KL, at=1,
+    )),
+    "prompts_of_chosen_answers": Bug("", trl=dpo(
+        "prompt tokens are counted, for chosen answers alone", "labels = inputs",
+        "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
+        "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs",
+    )),
+    "old_in_bfloat16": Bug("", trl=score(
+        "logps of old", "rounded to bfloat16", '["old_per_token_logps"] = old_per_token_logps',
+        '["old_per_token_logps"] = old_per_token_logps.bfloat16().float()', OFF, at=1,
+    )),
+    "old_of_a_straddling_rollout": Bug("huggingface/trl/pull/3725", trl=InTRL(
+        "logps of old", "not of those that drew",
+        around("trl:GRPOTrainer", "_generate_and_score_completions", forget_old),
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1,
+    )),
     # where completions call tools
+    "second_turn_not_learned": Bug("", trl=turns_score(
+        "mask", "does not count the second turn", f"{MASK} if",
+        "begins = (tool_mask == 1) & (torch.nn.functional.pad(tool_mask, (1, -1)) == 0)\n"
+        f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8},
+    )),
     "answers_in_the_loss": Bug("huggingface/trl/pull/5521", trl=loop(
         "mask", "counts the answers of tools too", ADDED, ADDED.replace("[0]", "[1]"),
     )),

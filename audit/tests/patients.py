@@ -159,6 +159,8 @@ def text(folder, output, name="GRPO", columns=("prompt",), rewards=("distinct", 
         forward = type(policy).forward  # of transformers 4.51: the trainer then cuts logits itself
         type(policy).forward = lambda self, *given, logits_to_keep=0, **named: forward(self, *given, **named)
     policy.config.model_type = "qwen2"  # or DPO wants a processor
+    # 0.19 takes a reference by this class alone
+    transformers.AutoModelForCausalLM.register(type(policy.config), type(policy), exist_ok=True)
     trainer = getattr(trl, f"{name}Trainer")(
         policy, args=config(output_dir=str(output), **options), processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list([{key: row[key] for key in columns} for row in data]),

@@ -203,7 +203,7 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     for kind, options in steps:
         d = dumped(folder, tmp_path / kind, kind, **options)
         for name, stage in STAGES.items():
-            d.part, d.cache = torch.arange(1) if name in LOGPS else None, {}
+            d.part = torch.arange(1) if name in LOGPS else None
             for cause in possible_causes(name, d) if stage(d, Change(d, {})) else ():
                 answer = stage(d, Change(d, cause.change)) if never.get((name, cause.name), True) else True
                 never[name, cause.name] = answer is None
@@ -241,6 +241,9 @@ HEALTHY = {  # tests/parity has every loss
         {"gradient_accumulation_steps": 1, "num_generations": 2}, {"max_completion_length": 1, "beta": 0.1},
         {"gradient_accumulation_steps": 4, "rows": 8, "use_adaptive_entropy": True, "entropy_target": 9.0},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 8},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "rows": 8, "scale_rewards": "batch"},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
+        {"steps_per_generation": 1, "num_iterations": 2, "loss_type": "grpo"},
     ],
     "dpo": [
         {"loss_type": ["ipo"]}, {"loss_type": ["robust"], "label_smoothing": 0.1}, {"use_weighting": True},
@@ -279,6 +282,19 @@ def test_no_alarm_in_healthy_steps(kind, options, folder, tmp_path):
         stages = {finding.stage for finding in findings}
         assert {"loss", "clip", "update", "schedule"} <= stages
         assert ("gradients" in stages) == ("neftune_noise_alpha" not in options)  # noise is drawn once
+
+
+def test_dropout_of_attention_is_noise(folder, tmp_path):
+    """A number in transformers' modules: what it draws is drawn once, so what a forward gives is not compared."""
+
+    def drop(trainer):
+        for module in trainer.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2
+
+    findings = audit(dumped(folder, tmp_path, "grpo", drop))
+    assert all(finding.ok for finding in findings)
+    assert not {"logps", "logps of old", "gradients"} & {finding.stage for finding in findings}
 
 
 def test_the_tool(folder, tmp_path, capsys, monkeypatch):

@@ -117,9 +117,10 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count the tokens of each expert; on the meta device, for the plan, the first has all."""
+        """Count the tokens of each expert; on the meta device, for the plan, all have as many."""
         if ids.is_meta:
-            return [ids.numel()] + [0] * (len(self.experts) - 1)
+            share, rest = divmod(ids.numel(), len(self.experts))
+            return [share + (i < rest) for i in range(len(self.experts))]
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 

@@ -1,0 +1,142 @@
+"""Healthy steps of TRL under drawn settings: none may raise an alarm or an error.
+
+python audit/healthy.py FOLDER [STEPS [SEED]]  # 200 steps by default; what they were goes to FOLDER/healthy.jsonl
+"""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests", "../tests", "../tests/helpers"))
+import patients
+
+from minivlmrl_audit.audit import audit
+from minivlmrl_audit.dump import read
+
+STEPS = 2  # of a setting
+COMMON = {
+    "learning_rate": [1e-2, 1e-3, 1e-5],
+    "lr_scheduler_type": ["linear", "cosine", "constant", "constant_with_warmup"],
+    "warmup_steps": [0, 1],
+    "weight_decay": [0.0, 0.1],
+    "max_grad_norm": [0.0, 0.01, 1.0],
+    "adam_beta1": [0.9, 0.8],
+    "adam_beta2": [0.999, 0.95],
+    "adam_epsilon": [1e-8, 1e-4],
+}
+REFERENCE = {"sync_ref_model": [False, True], "ref_model_sync_steps": [1], "ref_model_mixup_alpha": [0.5]}
+FIELDS = {
+    "grpo": COMMON
+    | REFERENCE
+    | {
+        "beta": [0.0, 0.1],
+        "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"],
+        "importance_sampling_level": ["token", "sequence"],
+        "gradient_accumulation_steps": [1, 2, 3, 4],
+        "steps_per_generation": [1, 2, 3, 4],
+        "num_iterations": [1, 2],
+        "num_generations": [2, 4],
+        "scale_rewards": ["group", "batch", "none"],
+        "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+        "reward_weights": [[1.0, 1.0], [0.3, 2.0]],
+        "temperature": [1.0, 0.7],
+        "epsilon": [0.2, 0.02],
+        "epsilon_high": [0.2, 0.5],
+        "delta": [None, 1.5],
+        "use_bias_correction_kl": [False, True],
+        "mask_truncated_completions": [False, True],
+        "top_entropy_quantile": [1.0, 0.5],
+        "entropy_coef": [0.0, 0.01],
+        "off_policy_mask_threshold": [None, 0.01],
+        "max_completion_length": [3, 10],
+    },
+    "dpo": COMMON
+    | REFERENCE
+    | {
+        "loss_type": [["sigmoid"], ["hinge"], ["ipo"], ["robust"], ["apo_zero"], ["sigmoid", "bco_pair", "sft"]],
+        "beta": [0.1, 0.5],
+        "label_smoothing": [0.1],
+        "ld_alpha": [None, 0.5],
+        "gradient_accumulation_steps": [1, 2, 3],
+        "use_weighting": [False],
+    },
+    "sft": COMMON
+    | {
+        "loss_type": ["nll", "dft"],
+        "completion_only_loss": [True, False],
+        "gradient_accumulation_steps": [1, 2, 3],
+        "neftune_noise_alpha": [None, 5.0],
+    },
+}
+
+
+def draw(rng: random.Random) -> tuple[str, dict]:
+    """Draw a kind of trainer, and what it is told."""
+    kind = rng.choice(["grpo", "grpo", "grpo", "dpo", "sft"])
+    options = {name: rng.choice(values) for name, values in FIELDS[kind].items()}
+    if kind == "grpo" and not options["beta"]:
+        options["sync_ref_model"] = False
+    return kind, options | {"rows": 12}
+
+
+def findings_of(folder: Path, model: Path, kind: str, options: dict):
+    """Train, and yield what the audit finds in each step."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = getattr(patients, kind)(model, folder / "trainer", max_steps=STEPS, **options)
+        with patients.STEPS_OF[kind](trainer, folder, STEPS):
+            trainer.train()
+    for step in range(STEPS):
+        yield audit(read(folder / str(step)))
+
+
+def main(work: Path, steps: int = 200, seed: int = 0) -> int:
+    """Run until so many steps were audited; returns how many alarms and errors there were."""
+    work.mkdir(parents=True, exist_ok=True)
+    model = patients.write_model(work)
+    rng = random.Random(seed)
+    audited = 0
+    faults = 0
+    refused = 0
+    started = time.process_time()
+    with (work / "healthy.jsonl").open("w") as log:
+        while audited < steps:
+            kind, options = draw(rng)
+            line = {"kind": kind, "options": options}
+            try:
+                for findings in findings_of(work / "steps", model, kind, options):
+                    audited += 1
+                    wrong = [finding.stage for finding in findings if not finding.ok]
+                    faults += bool(wrong)
+                    line.setdefault("wrong", []).append(wrong)
+            except Exception as error:  # of TRL, which refuses settings, or of the audit
+                line["error"] = f"{type(error).__name__}: {error}"
+                is_audit = any("minivlmrl_audit" in text for text in frames(error))
+                faults += is_audit
+                refused += not is_audit
+            print(json.dumps(line), file=log, flush=True)
+            if line.get("error") or any(line["wrong"]):
+                print(line, flush=True)
+    print(f"{audited} steps, {faults} alarms or errors, {refused} settings that TRL refuses, "
+          f"{time.process_time() - started:.0f} CPU seconds")  # fmt: skip
+    return faults
+
+
+def frames(error: Exception) -> list[str]:
+    """List the files that an error came through, less those that only look at TRL."""
+    files = []
+    trace = error.__traceback__
+    while trace:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    return files[-2:]
+
+
+if __name__ == "__main__":
+    folder, *numbers = sys.argv[1:]
+    sys.exit(bool(main(Path(folder), *map(int, numbers))))

@@ -1,0 +1,172 @@
+"""Steps of TRL's trainers of 0.15 to 1.15, for audit/history.py and whoever copies it: see trl_steps.py for 1.16.
+
+These releases lack options, or a forward that gives log-probabilities: then they are taken from logits.
+"""
+
+from unittest.mock import patch
+
+import torch
+from torch.nn.functional import pad
+
+from minivlmrl_audit import trl_steps
+
+# what a release does that lacks an option; before 0.16 rows were averaged
+OPTIONS = {
+    "sft": {"loss_type": "nll", "label_smoothing_factor": 0, "assistant_only_loss": False},
+    "dpo": {},
+    "grpo": {
+        "scale_rewards": True,
+        "use_bias_correction_kl": False,
+        "loss_type": "bnpo",
+        "epsilon_high": None,
+        "use_adaptive_entropy": False,
+    },
+}
+ATTRIBUTES = {
+    "completion_only_loss": False,
+    "entropy_coef": 0.0,
+    "tools": None,
+    "_has_async_funcs": False,
+    "_image_pad_token_id": None,
+    "_clip_grad_norm": None,
+}
+SCALES = {True: "group", False: "none"}  # up to 0.21
+# of a trainer, the newest first: what generates, what gives log-probabilities
+GENERATES = ("_generate_and_score_completions", "_prepare_inputs")
+SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
+
+
+def prepare(trainer, kind: str):
+    """Give a trainer the options and attributes that its release lacks."""
+    config = trainer.args
+    defaults = OPTIONS[kind]
+    if kind == "grpo" and not hasattr(config, "epsilon"):
+        defaults = defaults | {"loss_type": "grpo", "epsilon": 0.2}
+    if kind == "grpo":
+        defaults = defaults | {"steps_per_generation": config.gradient_accumulation_steps}
+    for name, value in defaults.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
+    trainer.clips_by_accelerator = not hasattr(trainer, "_clip_grad_norm")  # before transformers 5
+    for name, value in ATTRIBUTES.items():
+        if not hasattr(trainer, name):
+            setattr(trainer, name, value)
+    if not hasattr(trainer, "eos_token_ids"):
+        trainer.eos_token_ids = [trl_steps.tokenizer_of(trainer).eos_token_id]
+    if kind == "dpo" and not hasattr(trainer, "loss_types"):
+        types = config.loss_type
+        trainer.loss_types = [types] if isinstance(types, str) else types
+
+
+class OlderSteps(trl_steps.Steps):
+    """Takes what a release gives."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.trainer.clips_by_accelerator:
+            self.wrap("clip_grad_norm_", self.trainer.accelerator, lambda *_: self.copy("grad"), self.keep_norm)
+
+    def on_pre_optimizer_step(self, args, state, control, **options):
+        if self.on and "grad_norm" not in self.tensors:
+            self.copy("grad")
+        super().on_pre_optimizer_step(args, state, control, **options)
+
+    def forward(self, model, arguments, options, output):
+        """Take log-probabilities from logits where a forward gives these alone."""
+        if not self.parts or getattr(output, "log_probs", None) is not None:
+            super().forward(model, arguments, options, output)
+        elif self.about["kind"] != "grpo":
+            ids = options.get("input_ids", arguments[0] if arguments else None)
+            self.from_logits(self.parts[-1], ids, options["attention_mask"], output.logits)
+
+    def from_logits(self, part: dict, ids, attention_mask, logits):
+        """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
+        labels = ids[:, 1:, None]
+        logps = logits.detach()[:, :-1].log_softmax(-1)
+        label_logps = pad(logps.gather(2, labels)[..., 0], (1, 0))
+        if not logits.requires_grad:
+            part.setdefault("ref_per_token_logps", label_logps)
+            return
+        part["input_ids"] = ids
+        part["attention_mask"] = attention_mask
+        part["per_token_logps"] = label_logps
+        prompt_lengths = part.pop("prompt_lengths", None)
+        if prompt_lengths is not None:
+            completion = attention_mask.cumsum(1) > prompt_lengths[:, None]
+            part["completion_mask"] = (completion & attention_mask.bool()).long()
+            part["prompt_mask"] = attention_mask - part["completion_mask"]
+
+        def keep(gradient):
+            along = (-logps.exp()).scatter_add(2, labels, torch.ones(labels.shape))
+            slope = (gradient[:, :-1] * along).sum(-1) / along.square().sum(-1)
+            part["logps_gradient"] = pad(slope, (1, 0))
+
+        logits.register_hook(keep)
+
+
+class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
+    """The same of GRPO."""
+
+    def wrap_methods(self):
+        self.wrap(self.first_method(GENERATES), after=self.generated)
+        self.wrap(self.first_method(SCORES), after=self.scored)
+        if hasattr(self.trainer, "_calculate_rewards"):
+            self.wrap("_calculate_rewards", after=self.judged)
+        if self.trainer.tools and not self.trainer._has_async_funcs:
+            self.wrap("_generate_single_turn", after=self.drew)
+
+    def first_method(self, names: tuple[str, ...]) -> str:
+        """Find the first of these methods that the trainer has."""
+        return next(name for name in names if hasattr(self.trainer, name))
+
+    def scored(self, result, model, input_ids, attention_mask, *_):
+        """Keep what a trainer's own method gives, where the model gives logits alone."""
+        if isinstance(result, dict):
+            result = (result["logps"], result.get("entropies"))
+        outputs = (result, None) if isinstance(result, torch.Tensor) else result
+        part = self.parts[-1] if self.parts else None
+        if part is None or "per_token_logps" in part or not outputs[0].requires_grad:
+            return
+        part["input_ids"] = input_ids
+        part["attention_mask"] = attention_mask
+        trl_steps.keep_outputs(part, outputs[:2])
+
+
+def sft_steps(trainer, folder, steps: int = 1):
+    """Dump an SFTTrainer's."""
+    prepare(trainer, "sft")
+    with patch.object(trl_steps, "Steps", OlderSteps):
+        return trl_steps.sft_steps(trainer, folder, steps)
+
+
+def dpo_steps(trainer, folder, steps: int = 1):
+    """Dump a DPOTrainer's; up to 0.28 a forward joins prompts and answers."""
+    prepare(trainer, "dpo")
+    with patch.object(trl_steps, "Steps", OlderSteps):
+        result = trl_steps.dpo_steps(trainer, folder, steps)
+    rows = result.rows
+    result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
+    result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}  # of enumerations
+
+    def joined_later(inputs: dict) -> dict:
+        prompts = inputs.get("prompt_attention_mask")
+        if prompts is None:
+            return rows(inputs)
+        number = torch.arange(2 * len(prompts))
+        tensors = {"pair": number % len(prompts), "chosen": (number < len(prompts)).long()}
+        return tensors | {"prompt_lengths": prompts.sum(1).repeat(2)}
+
+    result.rows = joined_later
+    return result
+
+
+def grpo_steps(trainer, folder, steps: int = 1):
+    """Dump a GRPOTrainer's."""
+    prepare(trainer, "grpo")
+    result = OlderGRPOSteps(trainer, folder, steps)
+    scale = result.about["scale_rewards"]
+    result.about["scale_rewards"] = SCALES.get(scale, scale)
+    return result
+
+
+STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
