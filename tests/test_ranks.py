@@ -20,7 +20,6 @@ from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World, find_device
 from minivlmrl.scale.ranks import setup as join  # pytest 8.0 runs a module's `setup` before its tests
 from minivlmrl.tasks import shapes
-from minivlmrl.tools.ask import choose_device
 
 from stages import write_recipe
 from tiny import of_file, recipe
@@ -369,9 +368,7 @@ def test_ranks_of_one_machine_need_no_name_of_it(monkeypatch, hosts, network):
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
 
 
-@pytest.mark.parametrize("start", [lambda: join(torch.get_num_threads(), 30.0, False), lambda: choose_device("cpu")])
-def test_cudnns_attention_is_off(start):
-    """In training, and for one question."""
+def test_cudnns_attention_is_off_in_training():
     torch.backends.cuda.enable_cudnn_sdp(True)
-    start()
+    join(torch.get_num_threads(), 30.0, False)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()

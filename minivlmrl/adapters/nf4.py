@@ -39,6 +39,12 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+@cache
+def meta_pack(shape: torch.Size) -> dict[str, Tensor]:
+    """Pack a weight without numbers."""
+    return pack(torch.empty(shape, device="meta"))
+
+
 def unpack(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
@@ -95,7 +101,12 @@ class NF4Linear(nn.Module):
 
     def read(self, weight: Tensor, part: Callable | None = None):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
-        packed_tensors = pack(weight.to(self.dtype))
+        if weight.is_meta:  # for the plan, which may have thousands of experts
+            packed_tensors = {
+                name: torch.empty_like(x) for name, x in meta_pack(weight.shape).items()
+            }
+        else:
+            packed_tensors = pack(weight.to(self.dtype))
         packed_weight = packed_tensors.pop("packed")
         if part is not None:
             packed_weight = part(packed_weight, self.packed)

@@ -117,10 +117,9 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count the tokens of each expert; on the meta device, for the plan, all have as many."""
+        """Count the tokens of each expert; on the meta device, for the plan, the first has all."""
         if ids.is_meta:
-            share, rest = divmod(ids.numel(), len(self.experts))
-            return [share + (i < rest) for i in range(len(self.experts))]
+            return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 
