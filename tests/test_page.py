@@ -68,6 +68,23 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
 
 
 @pytest.mark.slow
+def test_a_trajectory_is_a_strip(trained, tmp_path):
+    """Of each turn the newest picture of its window, above what was written; the first has the row's."""
+    lines = metrics(trained, "completions.jsonl")
+    completion = lines[1]["completions"][0]
+    completion["tokens"] = [["<think>", None], *([word, -0.1] for word in ("one", "two", "three"))]
+    completion["turns"] = [{"tokens": count, "shown": count == 2} for count in (1, 2)]
+    completion["pictures"] = lines[1]["images"]
+    write_lines(trained / "completions.jsonl", lines)
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "grpo/2/1", tmp_path)
+    turns = [re.sub("<[^>]*>", " ", turn).split() for turn in re.findall("<figcaption>(.*?)</figcaption>", html)]
+    assert turns == [["&lt;think&gt;", "one"], ["two", "three"]]
+    strip = html.partition('class="strip"')[2].partition('class="chips"')[0]
+    assert re.findall('alt="(.*?)"', strip) == ["image of the prompt", "picture that was asked for"]
+
+
+@pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     """Without a place the page opens where completions differ, not at the last step, whose group earned the same."""
     lines = metrics(trained, "completions.jsonl")
