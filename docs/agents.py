@@ -1,0 +1,107 @@
+"""What rounds cost: tokens that a rollout reads and writes, decode steps and seconds, by window; docs/agents.md.
+
+Random weights of recipes/zoom_model.json; a screen has 16 tokens, a turn 8, and each is taken for a call.
+"""
+
+import time
+from pathlib import Path
+
+import PIL.Image
+import torch
+
+from minivlmrl.environments import tool_sampler
+from minivlmrl.environments.trajectories import build_sampler, packed_length
+from minivlmrl.generate import Decode
+from minivlmrl.rows import Row
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.checkpoint import random_model
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+
+ROUNDS = (2, 4, 8, 16, 32)
+TURN = 8  # tokens
+GENERATIONS = 8
+WAYS = {  # class of the environment, sampling.history
+    "the newest screen alone": ("Newest", None),
+    "history: 2": ("Pages", 2),
+    "history: all": ("Pages", 99),
+    "one completion": ("Pages", None),
+}
+decode_steps = []
+
+
+class Pages:
+    """Shows a screen for every call, until it is done."""
+
+    max_tool_calls = 99
+
+    def __init__(self, rounds=2):
+        self.rounds = rounds
+        self.done = False
+
+    def reset(self, **columns):
+        self.calls = 0
+
+    def click(self) -> PIL.Image.Image:
+        self.calls += 1
+        self.done = self.calls == self.rounds
+        return PIL.Image.new("RGB", (64, 64), (self.calls, 99, 99))
+
+
+class Newest(Pages):
+    """Forgets all but the newest screen."""
+
+    def observe(self, rounds):
+        _, parts = rounds[-1]
+        return [{"role": "user", "content": parts}]
+
+
+def ends_turn(play: tool_sampler.Play, searched_from: int) -> bool:
+    """Say whether a turn has all its tokens: a completion has those of earlier turns, too."""
+    earlier = 0 if hasattr(play, "turns") else TURN * play.num_calls
+    return sum(play.written) == TURN + earlier
+
+
+def counted_step(*arguments, step=Decode.__call__):
+    decode_steps.append(1)
+    return step(*arguments)
+
+
+def measure(model, processor, rounds: int, environment: str, history: int | None) -> tuple[int, int, float]:
+    """Draw one group; returns tokens, decode steps and seconds."""
+    sampling = SamplingOptions(
+        environment=f"{__file__}:{environment}(rounds={rounds})",
+        history=history,
+        max_new_tokens=64 * rounds if (environment, history) == ("Pages", None) else TURN,
+        stop_token_ids=[],
+    )
+    part = {"type": "image"}
+    row = Row([{"role": "user", "content": [part]}], [PIL.Image.new("RGB", (64, 64))])
+    prompt = row.prompt(processor)
+    sampler = build_sampler(model, processor, sampling, World())
+    decode_steps.clear()
+    start = time.perf_counter()
+    [group] = sampler([prompt], GENERATIONS, ["key"])
+    seconds = time.perf_counter() - start
+    num_tokens = len(prompt.input_ids) + sum(map(packed_length, group))
+    return num_tokens, len(decode_steps), seconds
+
+
+def main():
+    torch.set_num_threads(1)
+    tool_sampler.find_calls = lambda *_: [("click", "")]
+    tool_sampler.Play.closes_a_call = ends_turn
+    Decode.__call__ = counted_step
+    config = Path(__file__).parents[1] / "recipes" / "zoom_model.json"
+    model, processor = random_model(config, shapes.tokenizer(), 0)
+    print("| rounds |", " | ".join(WAYS), "|")
+    for rounds in ROUNDS:
+        cells = []
+        for way in WAYS.values():
+            num_tokens, steps, seconds = measure(model, processor, rounds, *way)
+            cells.append(f"{num_tokens:,}, {steps}, {seconds:.1f}")
+        print(f"| {rounds} |", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    main()
