@@ -415,7 +415,7 @@ def test_what_is_small():
     theirs = len(plain.code_tokens(trainer.read_text(encoding="utf-8")))
     ours = house.density(house.book()).tokens
     assert ours < theirs
-    assert f"{round(ours, -2):,} tokens of code" in README and f"alone has {round(theirs, -2):,}" in README
+    assert f"{round(ours, -3):,} tokens of code" in README and f"alone has {round(theirs, -3):,}" in README
     assert len(README.split()) <= 900 and "fifteen files" in README and len(house.READING_ORDER) == 15
     [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
