@@ -24,7 +24,10 @@ def main(arguments: list[str]):
     costs = Costs(read_model_config(Path(options.model)))
     gpu_bytes = options.gpu_memory * GB
     gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
-    print(f"{options.model}: {costs.parameters:,} parameters; {gpu_text}")
+    parameters_text = f"{costs.parameters:,} parameters"
+    if costs.active_parameters < costs.parameters:
+        parameters_text += f", {costs.active_parameters:,} active for a token"
+    print(f"{options.model}: {parameters_text}; {gpu_text}")
     run = load_config(recipe, overrides)
     for stage in run.stage_names:
         phases = plan(
