@@ -142,7 +142,7 @@ class Walk:
         self.row, [batch] = rows[PROMPT], step.micro_batches
         [self.batch] = algorithm.micro_batches(step.rollout, range(PROMPT, PROMPT + 1), batch.advantages)
         self.batch.counts, self.group = batch.counts, self.batch.group
-        [self.prompt], self.ids = self.group.prompts, self.group.split(self.group.completion_ids)
+        [self.prompt], self.ids = self.group.prompts, self.group.completion_ids.split(self.group.layout.row_lengths)
 
     def stops(self) -> Iterator[Stop]:
         """All stops; the last ones train the step."""

@@ -12,8 +12,7 @@ Dimension letters: N tokens of the packed run, B groups, R completions of all gr
 tokens, P tokens of a prompt, C of a completion, H query heads, K key/value heads, D head_dim.
 """
 
-from collections import Counter
-from itertools import chain, count
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -42,15 +41,20 @@ class GroupLayout:
     Args:
         prompt_lengths: tokens of each of the B prompts.
         completion_lengths: for each prompt the tokens of each of its completions.
+        rows: of each completion the row that it is a part of, as the turns of a trajectory are.
     """
 
     def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu", rows=None):
         self.prompt_lengths = prompt_lengths
         lengths = list(chain(*completion_lengths))
-        rows = rows or range(len(lengths))  # of each completion the row that it is a part of
-        token_rows = [row for row, n in zip(rows, lengths, strict=True) for _ in range(n)]  # M
-        self.row_lengths = list(Counter(token_rows).values())  # R
-        self.row_shape = len(self.row_lengths), max(self.row_lengths, default=0)  # R, T
+        rows = rows or range(len(lengths))
+        self.row_lengths = [0] * len(set(rows))  # R
+        places = []  # of each completion token its row, and how many are before it there
+        for row, n in zip(rows, lengths, strict=True):
+            start = self.row_lengths[row]
+            self.row_lengths[row] += n
+            places += [(row, i) for i in range(start, start + n)]
+        T = max(self.row_lengths, default=0)
         self.prompt_spans = []
         self.completion_spans = []
         end = 0
@@ -66,7 +70,7 @@ class GroupLayout:
         # (B,) the last token of each prompt; (M,) what predicts each token; (M,) in a flat (R, T)
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
         self.predict_index = index_tensor(self.predicting_tokens(), device)
-        self.row_index = index_tensor(self.row_cells(token_rows), device)
+        self.row_index = index_tensor([row * T + i for row, i in places], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
         # the token in each cell of the blocks, laid end to end; -1: the cell is empty
@@ -88,12 +92,6 @@ class GroupLayout:
             for span in spans:
                 tokens += [prompt_span[-1], *span]
         return tokens
-
-    def row_cells(self, token_rows: list[int]) -> list[int]:
-        """List where each completion token is in rows of T tokens, laid end to end."""
-        R, T = self.row_shape
-        free_cells = [count(row * T) for row in range(R)]
-        return [next(free_cells[row]) for row in token_rows]
 
     def lay_blocks(self, device) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Lay out prompts (b, P) and completions (r, C) of each length of prompts.

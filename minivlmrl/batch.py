@@ -37,14 +37,12 @@ class GroupBatch:
     prompts: Sequence[Prompt] = ()  # the B packed prompts
     vision_embeds: Tensor | None = None  # of all of them, if all prompts have theirs
 
-    def split(self, per_token: Tensor) -> list[Tensor]:
-        """Split a flat (M,) tensor over completion tokens into one piece per completion."""
-        return list(per_token.split(self.layout.row_lengths))
-
     def pad(self, per_token: Tensor) -> Tensor:
         """(M,) -> (R, T), T tokens of the longest completion, zeros on the right: for losses."""
-        padded = per_token.new_zeros(self.layout.row_shape)
-        return padded.flatten().index_copy(0, self.layout.row_index, per_token).view_as(padded)
+        R = len(self.layout.row_lengths)
+        T = max(self.layout.row_lengths, default=0)
+        padded = per_token.new_zeros(R * T)
+        return padded.index_copy(0, self.layout.row_index, per_token).view(R, T)
 
     @property
     def completion_mask(self) -> Tensor:

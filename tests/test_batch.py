@@ -27,7 +27,9 @@ def test_completion_mask_and_rows_come_from_lengths_not_from_token_ids():
     assert len(batch.vision_index) == 6
     assert batch.completion_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
     assert batch.pad(batch.completion_ids).tolist() == [[tiny.IMAGE, 0, 2, tiny.IMAGE], [7, 0, 0, 0]]
-    assert [piece.tolist() for piece in batch.split(batch.completion_ids)] == [c.tolist() for c in completions]
+    assert [piece.tolist() for piece in batch.completion_ids.split(batch.layout.row_lengths)] == [
+        c.tolist() for c in completions
+    ]
 
 
 def test_an_empty_completion_is_refused():

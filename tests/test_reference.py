@@ -137,7 +137,7 @@ def other(tmp_path):
 def their_logps(model, group, temperature):
     """transformers' log-probabilities of a batch's completions, (R, T), one after the other."""
     rows = []
-    completions = group.split(group.completion_ids)
+    completions = group.completion_ids.split(group.layout.row_lengths)
     for i, completion in enumerate(completions):
         prompt = group.prompts[i * len(group.prompts) // len(completions)]
         tokens = torch.cat([prompt.input_ids, completion])[None]

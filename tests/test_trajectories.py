@@ -19,6 +19,7 @@ from test_tool_sampler import TEXTS as EYE_TEXTS
 from test_tool_sampler import row as eye_row
 
 from minivlmrl import generate
+from minivlmrl.__main__ import main
 from minivlmrl.environments import tool_sampler
 from minivlmrl.environments.environment import earned
 from minivlmrl.environments.trajectories import build_sampler, has_windows, pack_turns, packed_length
@@ -382,8 +383,8 @@ def test_what_is_refused():
     assert earned([site, None], [["a", "b"], ["c"]]) == [1.5, None]
 
 
-def test_a_run_says_its_turns(run, plain, eager):
-    """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too."""
+def test_a_run_says_its_turns(run, plain, eager, capsys):
+    """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
     options = ["--stages=[grpo]", "--sampling.environment=test_trajectories:Shown", "--rewards={environment: 1}"]
     folder = run(*options, "--data.eval_rewards=[environment]", "--log_completions=1", "--grpo.max_steps=2")
     for line in metrics(folder):
@@ -397,3 +398,7 @@ def test_a_run_says_its_turns(run, plain, eager):
         assert [turn["shown"] for turn in one["turns"]] == [False] + [True] * (len(one["turns"]) - 1)
         assert len(one.get("pictures", ())) == len(one["turns"]) - 1
         assert all((folder / path).is_file() for path in one.get("pictures", ()))
+    code = main(["replay", str(folder), f"--recipe={folder}/config.yaml"])
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"\d+  ", line)]
+    assert code == 0 and len(table) == 3
+    assert all(float(differ_by) < 1e-4 for *_, differ_by in table)

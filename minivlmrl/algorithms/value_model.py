@@ -35,7 +35,7 @@ class ValueModel(nn.Module):
 
     def at_end(self, batch: GroupBatch) -> Tensor:
         """Compute the number at the last token of completions, (R,), in a batch of pack_to_end."""
-        return torch.stack([numbers[-1] for numbers in batch.split(self(batch))])
+        return torch.stack([numbers[-1] for numbers in self(batch).split(batch.layout.row_lengths)])
 
 
 def pack_to_end(

@@ -19,8 +19,8 @@ import torch
 
 from minivlmrl import train
 from minivlmrl.algorithms.reward_model import FOLDER as REWARD_MODEL
-from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
+from minivlmrl.environments.trajectories import pack_turns
 from minivlmrl.hub.folder import json_text, parse_json, read_lines
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
@@ -222,9 +222,10 @@ def logps_now(algorithm, row, completions: list, temperature: float) -> list[tor
     """Compute log-probabilities of completions by the policy as it is before the step."""
     policy = algorithm.policy
     prompt = row.prompt(algorithm.processor)
-    group = pack([prompt], [completions], policy.config, algorithm.world.device)
+    group = pack_turns([prompt], [completions], policy.config, algorithm.world.device)
     logps, _ = per_token_logps(policy, group, temperature)
-    return group.split(logps.cpu())
+    rows = zip(group.pad(logps.cpu()), group.layout.row_lengths, strict=True)
+    return [row_logps[:length] for row_logps, length in rows]
 
 
 def compare_logps(completion, logps: torch.Tensor) -> dict:
