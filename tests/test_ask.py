@@ -122,7 +122,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500, "graph": "never", "environment": "tools.py:Zoom",
+        "max_tokens_at_once": 500, "graph": "never", "environment": "tools.py:Zoom", "history": 2,
     }  # fmt: skip
     assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]

@@ -59,6 +59,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("sampling.top_k", 5, [GREEDY], [{}]),
     ("sampling.top_p", 0.5, [GREEDY], [{}]),
     ("sampling.min_p", 0.5, [GREEDY], [{}]),
+    ("sampling.history", 2, [{}], [{"sampling.environment": "zoom.py:Zoom"}]),
     ("sampling.graph", "never", [VLLM], [{}]),
     ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),

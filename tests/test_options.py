@@ -215,6 +215,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "sampling.max_tokens_at_once": "test_sample.py: test_keys_alone_decide",
     "sampling.graph": "test_sample.py: test_the_option_graph_chooses_how_a_step_is_run",
     "sampling.environment": "test_environment.py: test_the_one_of_the_page",
+    "sampling.history": "test_trajectories.py: test_what_windows_show",
     "sampling.engine": "test_vllm_sampler.py: test_a_run_is_the_own_samplers_run",
     "sampling.vllm": "test_vllm_sampler.py: test_what_it_cannot_do_is_refused",
     "dpo.precompute_ref_log_probs": "test_dpo.py: test_precomputed_references_are_the_references",
