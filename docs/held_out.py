@@ -1,4 +1,4 @@
-"""Record a run of recipes/localisation.yaml, held_out.json, and draw README's moving picture of it, held_out.svg.
+"""Record a run of recipes/localisation.yaml, held_out.json, and draw the moving picture of it, held_out.svg.
 
 python -m docs.held_out --seed=1 --num_threads=1   # train again, minutes; options are those of training
 python -m docs.make_pages                          # draw the recorded run again

@@ -399,12 +399,13 @@ def test_a_page_is_as_committed(name):
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
-def test_the_moving_picture_is_of_a_run_that_the_results_name():
-    """README's, of at most 1 MB; what it shows is held by test_a_page_is_as_committed."""
-    path = ROOT / "docs" / "held_out.svg"
+@pytest.mark.parametrize(("name", "page"), [("held_out", RESULTS), ("first_run", README.split("\n## ")[0])])
+def test_a_moving_picture_is_of_a_run_that_the_results_name(name, page):
+    """Of at most 1 MB; what it shows is held by test_a_page_is_as_committed. README's is of the default run."""
+    path = ROOT / "docs" / f"{name}.svg"
     run = json.loads(path.with_suffix(".json").read_text())
-    assert [moment["step"] for moment in run["moments"]] == [*range(0, len(run["rewards"]) + 1, held_out.EVERY)]
-    assert f"]({path.relative_to(ROOT)})](" in README.split("\n## ")[0] and run["command"] in RESULTS
+    assert [moment["step"] for moment in run["moments"]] == [*range(0, 161, held_out.EVERY)]
+    assert f"{path.name})" in page and run["command"] in RESULTS
     assert path.stat().st_size < 2**20
 
 

@@ -1,0 +1,131 @@
+"""Record the default run, first_run.json, and draw README's moving picture of it, first_run.svg.
+
+python -m docs.first_run        # train as `torchrun train.py` does, a few minutes; options are those of training
+python -m docs.make_pages       # draw the recorded run again
+
+Before every fourth step of GRPO the policy answers held-out pictures. A picture's answer is always drawn by the same
+numbers, so what changes is the policy; drawing them changes nothing of the run.
+"""
+
+import json
+import sys
+from html import escape
+from pathlib import Path
+
+from docs.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
+from docs.held_out import column, moving, png
+from minivlmrl import train
+from minivlmrl.generate import Sampler
+from minivlmrl.rewards import find_answer
+from minivlmrl.run.config import load_config, recipes_folder
+from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.tasks.shapes import CHANCE, Shapes
+
+SHOWN = 4  # pictures
+HELD_OUT = 256
+EVERY = 4  # steps
+FILE = Path(__file__).with_suffix(".json")
+# the chart: left, right, bottom, top
+LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238
+
+
+class Recorder:
+    """Keeps what the policy answers while it is trained: `train.start` calls it before each step."""
+
+    def __init__(self, sampling):
+        pictures = Shapes(HELD_OUT, "first_run")
+        self.sampling = sampling
+        self.rows = [pictures[i] for i in range(HELD_OUT)]
+        self.moments = []
+
+    def __call__(self, algorithm, optimizer, step, number, batches):
+        if algorithm.stage == "grpo" and number % EVERY == 0:
+            self.look(algorithm.policy, algorithm.processor, number)
+
+    def look(self, policy, processor, number: int):
+        """Answer all pictures."""
+        prompts = [row.prompt(processor) for row in self.rows]
+        keys = [f"row {i}" for i in range(HELD_OUT)]
+        groups = Sampler(policy, processor, self.sampling)(prompts, 1, keys)
+        answers = [find_answer(processor.decode(completion.ids)) for [completion] in groups]
+        right = sum(answer == row.columns["solution"] for answer, row in zip(answers, self.rows, strict=True))
+        self.moments.append({"step": number, "accuracy": round(right / HELD_OUT, 3), "answers": answers[:SHOWN]})
+
+
+def record(options: list[str]):
+    """Train, in the folder of the recipe, and write first_run.json."""
+    config = load_config(recipes_folder() / "shapes.yaml", options)
+    folder = Path(config.output_dir)
+    recorder = Recorder(config.sampling)
+    train.start(config, recorder)
+    checkpoint = folder / "checkpoint"
+    recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
+    kept = {
+        "command": " ".join(["python -m docs.first_run", *options]),
+        "summary": json.loads((folder / "summary.json").read_text()),
+        "pictures": [row.columns | {"png": png(row.images[0])} for row in recorder.rows[:SHOWN]],
+        "moments": recorder.moments,
+    }
+    FILE.write_text(json.dumps(kept, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
+
+
+def colour(is_right: bool) -> str:
+    """Blue or orange."""
+    return BLUES[0] if is_right else ORANGES[0]
+
+
+def tile(number: int, shown: dict, moments: list[dict]) -> list[str]:
+    """A held-out picture, and below it what the model answers."""
+    middle = 748 / SHOWN * (number + 0.5)
+    answers = [moment["answers"][number] for moment in moments]
+    words = [(escape((answer or "no answer")[:16]), colour(answer == shown["solution"])) for answer in answers]
+    return [
+        f"<image x='{middle - 48:g}' y='56' width='96' height='96' style='image-rendering:pixelated' "
+        f"href='data:image/png;base64,{shown['png']}'/>",
+        column(middle, 182, words, 23, f"answer{number}"),
+    ]
+
+
+def chart(picture: Picture, moments: list[dict]):
+    """Accuracy on held-out pictures over the steps, uncovered while the run goes on."""
+    last_step = moments[-1]["step"]
+
+    def place(step: float, share: float) -> tuple[float, float]:
+        return round(LEFT + (RIGHT - LEFT) * step / last_step, 1), round(BOTTOM - (BOTTOM - TOP) * share, 1)
+
+    for share in (0, 0.5, 1):
+        picture.line([place(0, share), place(last_step, share)], FAINT, 2)
+        picture.text(LEFT - 12, place(0, share)[1] + 7, f"{share:g}", 21, SOFT, "end")
+    picture.line([place(0, CHANCE), place(last_step, CHANCE)], "#adb5bd", 2)
+    picture.text(RIGHT, place(0, CHANCE)[1] - 8, "chance", 21, SOFT, "end")
+    points = [place(moment["step"], moment["accuracy"]) for moment in moments]
+    widths = [f"{x - LEFT:g}" for x, _ in points]
+    window = f"<rect x='{LEFT}' y='0' width='{RIGHT - LEFT}' height='{BOTTOM}'>{moving('width', widths)}</rect>"
+    picture.lines.append(f"<clipPath id='now'>{window}</clipPath><g clip-path='url(#now)'>")
+    picture.line(points, colour(True), 4)
+    ball = moving("cx", [f"{x:g}" for x, _ in points]) + moving("cy", [f"{y:g}" for _, y in points])
+    x, y = points[-1]
+    picture.lines.append(f"</g><circle cx='{x:g}' cy='{y:g}' r='7' fill='{colour(True)}'>{ball}</circle>")
+    numbers = [(f"{moment['accuracy']:.2f}", colour(True)) for moment in moments]
+    picture.lines.append(column(728, TOP + 44, numbers, 38, "accuracy", "end"))
+    steps = [(f"step {moment['step']}", INK) for moment in moments]
+    picture.lines.append(column(728, TOP + 88, steps, 23, "step", "end"))
+
+
+def draw() -> str:
+    """The moving picture; where nothing moves, its end."""
+    data = json.loads(FILE.read_text())
+    moments = data["moments"]
+    picture = Picture(748, 430, "A model learns to name shapes in held-out pictures over 160 steps of GRPO")
+    picture.text(20, 34, "What is it? The model's answers, right and wrong:", 25, anchor="start", bold=True)
+    for number, shown in enumerate(data["pictures"]):
+        picture.lines += tile(number, shown, moments)
+    picture.text(20, 224, f"accuracy on {HELD_OUT} held-out pictures", 23, INK, "start")
+    chart(picture, moments)
+    return picture.svg()
+
+
+PICTURES = {"first_run.svg": draw}
+
+if __name__ == "__main__":
+    record(sys.argv[1:])
