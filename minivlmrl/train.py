@@ -69,7 +69,7 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, befo
             algorithm = algorithms[stage](config, model, processor, world, progress.step)
             train(algorithm, datasets[stage], results, log, states, progress, before_step)
             progress.begin_stage(number + 1)
-    results.write(algorithm)
+        results.write(algorithm)
 
 
 def train(algorithm: Algorithm, rows, results, log, states, progress, before_step: Callable):

@@ -146,14 +146,18 @@ def watched(home, tmp_path, monkeypatch):
 
 def shown(path):
     """After how many seconds a page loads itself again, and how many steps it has."""
-    text = path.read_text().partition('type="application/json">')[2].partition("</script>")[0]
-    return [(run["reload"], len(run["metrics"])) for run in json.loads(text)]
+    return [(run["reload"], len(run["metrics"])) for run in data_of(path)]
+
+
+def data_of(path):
+    return json.loads(path.read_text().partition('type="application/json">')[2].partition("</script>")[0])
 
 
 def test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it(watched, tmp_path, capsys):
     page, seen = tmp_path / "run" / "page.html", []
     watched(lambda: seen.extend(shown(page)))
     assert seen == [(60, 0), (60, 1), (60, 2)] and shown(page) == [(0, 3)]
+    assert data_of(page)[0]["summary"] == json.loads((page.parent / "summary.json").read_text())
     assert capsys.readouterr().out.startswith(f"output: {page.parent}; open page.html there in a browser\n")
     with pytest.raises(ZeroDivisionError):  # a run that fails has ended too
         watched(lambda: len(shown(page)) / (shown(page)[0][1] < 2))
