@@ -49,11 +49,11 @@ class GroupLayout:
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
         self.row_lengths = [0] * len(set(rows))  # R
-        places = []  # of each completion token its row, and how many are before it there
+        cells = []  # of each completion token its row, and how many are before it there
         for row, n in zip(rows, lengths, strict=True):
             start = self.row_lengths[row]
             self.row_lengths[row] += n
-            places += [(row, i) for i in range(start, start + n)]
+            cells += [(row, i) for i in range(start, start + n)]
         T = max(self.row_lengths, default=0)
         self.prompt_spans = []
         self.completion_spans = []
@@ -70,7 +70,7 @@ class GroupLayout:
         # (B,) the last token of each prompt; (M,) what predicts each token; (M,) in a flat (R, T)
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
         self.predict_index = index_tensor(self.predicting_tokens(), device)
-        self.row_index = index_tensor([row * T + i for row, i in places], device)
+        self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
         # the token in each cell of the blocks, laid end to end; -1: the cell is empty
