@@ -231,6 +231,8 @@ class Steps(ExitStack, TrainerCallback):
         if not self.on:
             return
         self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
+        if "grad_norm" not in self.tensors:  # nothing was clipped
+            self.copy("grad")
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
         self.save_models(args, self.folder / str(state.global_step))
         self.about["optimizer"] = self.optimizer_settings(args, state)

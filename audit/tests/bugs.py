@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from minivlmrl import advantages, generate, grpo, losses, train
 from minivlmrl.algorithms import grpo_stage, sft
 from minivlmrl.algorithms.reference import Reference
+from minivlmrl.environments import trajectories
 from minivlmrl.sampling import sample
 
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
@@ -93,7 +94,7 @@ def sampled(**options) -> Callable:
 
 def other_prompts(change: Callable) -> Callable:
     """Train on other prompts than those that were sampled from."""
-    return around(grpo, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
+    return around(trajectories, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
 
 
 def next_pictures(prompts):
@@ -444,7 +445,7 @@ BUGS = {
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
         "huggingface/trl/issues/5279",
-        around(grpo, "pack", text_positions),
+        around(trajectories, "pack", text_positions),
         trl=InTRL("logps", "text positions", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),
