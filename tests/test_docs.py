@@ -119,7 +119,7 @@ def test_the_band_of_the_default_run():
     assert re.search(r"after grpo +0(\S+)", table)[1] in shown
 
 
-LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "ppo", "distill"))
+LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distill"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
 WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*ALGORITHMS, *FILES.values()])}]"])  # every stage
 STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
