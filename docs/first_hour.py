@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-REPOSITORY = "minivlmrl/minivlmrl"  # of the badges, see releasing.md
+REPOSITORY = "minivlmrl/minivlmrl"  # of the badges
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 BADGE += f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/docs/NAME.ipynb)"
 INSTALL = """
