@@ -74,6 +74,13 @@ def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
     assert all(re.match(r"sft\d+ .*: value differs by .*, gradient by 5", line) for line in (first, second))
 
 
+def test_the_audit_names_a_wrong_mask():
+    """docs/audit.md shows a wrong average."""
+    pytest.importorskip("minivlmrl_audit")
+    with pytest.raises(AssertionError, match=r"2 of them: .*\(mask: the token before in its row\)$"):
+        check(lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO)
+
+
 def test_what_trl_says_of_ones_own_tensors(trl):
     """TRL's value and gradient are those that were recorded."""
     from parity.trl_oracle import what_trl_says

@@ -1,6 +1,6 @@
 """`python -m minivlmrl verify RUN`: train a run again as RUN.again, and compare every file.
 
-Nothing that a log says of itself is believed. docs/verify.md says what this proves.
+Nothing that a log says of itself is believed. docs/audit.md says what this proves.
 """
 
 import argparse
