@@ -78,7 +78,9 @@ def test_the_audit_names_a_wrong_mask():
     """docs/audit.md shows a wrong average."""
     pytest.importorskip("minivlmrl_audit")
     with pytest.raises(AssertionError, match=r"2 of them: .*\(mask: the token before in its row\)$"):
-        check(lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO)
+        check(
+            lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO
+        )
 
 
 def test_what_trl_says_of_ones_own_tensors(trl):
