@@ -11,8 +11,8 @@ fall as far unseen. So one honest run in ten may be below: the sentence says how
 seed tells. A number above its band is said, and is no failure.
 
 The bands of `shapes` rest on ten runs of six seeds and those of `zoom` on twenty of ten, the others on three, or on
-one (controls, harder variants); each sentence says on how many. Lines whose environment is README.md or docs/tools.md
-are from the table there.
+one (controls, harder variants); each sentence says on how many. Lines whose environment is a page are from a table
+that it had.
 """
 
 import json
