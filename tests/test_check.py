@@ -11,7 +11,6 @@ from links import ROOT
 from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import FileSection, mix
 from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.names import get_reward
@@ -35,20 +34,6 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
     assert "nothing found" in out and "output:" not in out
     asked = {"grpo", "ppo", "distill"} & set(load_config(RECIPES / f"{recipe}.yaml").stage_names)
     assert ("no completions were drawn" in out) == bool(asked)
-
-
-def test_copies_in_blocks_are_counted_whatever_their_names(tmp_path):
-    """20 pictures, each in two rows: 16 of the 40 would hardly show it. Two answers to one picture are no copies."""
-    lines = []
-    for number in range(40):
-        PIL.Image.new("RGB", (30, 30), (number // 2 * 10, 0, 0)).save(tmp_path / f"{number}.png")
-        lines.append({"problem": "?", "image": f"{number}.png", "completion": str(number)})
-    write_lines(tmp_path / "rows.jsonl", lines)
-    rows = FileDataset(tmp_path / "rows.jsonl")
-    assert list(check.check_files(rows, [])) == ["20 of 40 rows differ in picture or question: drop copies"]
-    assert list(check.check_files(rows, ["completion"])) == []
-    often = FileDataset(tmp_path / "rows.jsonl", limit=1)
-    assert list(check.check_files(mix([often], [FileSection("rows.jsonl", weight=9)]), [])) == []
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():

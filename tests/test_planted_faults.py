@@ -27,7 +27,7 @@ def length(completions, **columns):
 def which(kind):
     """Names of the faults of which something is said there; most kinds of rows and settings are slow."""
     said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
-    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 17)) for number, name in said]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 16)) for number, name in said]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ media.py of what is shown. docs/data.md has examples.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import getsize, isfile, normpath
 from pathlib import Path
@@ -119,10 +118,10 @@ class FileDataset:
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media
 
-    def content(self, index: int, names: Sequence[str] = ()) -> str:
-        """Digest what a row asks and shows, files by what they hold, and its answers `names`."""
+    def content(self, index: int) -> str:
+        """Digest what a row asks and shows, files by what they hold."""
         row, media = self.read(index)
-        hashed_parts = [repr((row.messages, [getattr(row, name) for name in names]))]
+        hashed_parts = [repr(row.messages)]
         for source, path in files_of(media, str(self.folder)):
             hashed_parts.append(Path(path) if path else source)
         return digest(hashed_parts)

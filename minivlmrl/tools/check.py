@@ -19,11 +19,9 @@ from torch import Tensor
 
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithms, find_class
-from minivlmrl.chat import part_kind
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
-from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_summary import without_media
-from minivlmrl.data.turns import as_turns, encode_completion, parts_of, shown_parts_of, text_of
+from minivlmrl.data.turns import as_turns, encode_completion, shown_parts_of, text_of
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
 from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
@@ -107,8 +105,6 @@ def check(config) -> Iterator[str]:
         yield from check_demonstrations(trial_of(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
         trial = trial_of(config, rows_of["prompts"], processor)
-        yield from check_twice(trial.rewards)
-        yield from check_held_out(spread(datasets.get("eval", ())), trial.rows)
         if (trial.weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(trial, solution_counts)
@@ -174,8 +170,7 @@ def check_all_rows(
     config, all_rows: Dataset, names: Sequence[str], processor: Processor
 ) -> Iterator[str]:
     """Rows of a stage, and their answers of these names."""
-    yield from check_files(all_rows, names)
-    yield from check_conversations(all_rows, config.data.system_prompt)
+    yield from check_systems(all_rows, config.data.system_prompt)
     rows = spread(all_rows)
     solutions = [str(row.columns.get("solution") or "") for row in rows]
     yield from check_pictures(rows)
@@ -185,33 +180,16 @@ def check_all_rows(
     yield from check_answers(config, names, all_rows, processor)
 
 
-def check_files(rows: Dataset, names: Sequence[str]) -> Iterator[str]:
-    for file_rows in getattr(
-        rows, "parts", [rows]
-    ):  # a weight has the rows of a file several times
-        if isinstance(file_rows, FileDataset):
-            yield from check_copies(file_rows, names)
-
-
-def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Rows with two system messages, or with pictures now before and now after the question."""
+def check_systems(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
+    """Rows with two system messages."""
     num_two_systems = 0
-    image_orders = Counter()  # of rows that begin or end with a picture, and not both
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
-        kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
-        if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
-            image_orders[kinds[0] == "text"] += 1
     if num_two_systems:
         yield (
             f"{num_two_systems} of {len(all_rows)} rows have two system messages, or one beside "
             "data.system_prompt, which is not used for them: leave one out"
-        )
-    if min(image_orders[True], image_orders[False]) > 0.2 * image_orders.total():
-        yield (
-            f"{image_orders[True]} questions have their image at the end, {image_orders[False]} at "
-            "the beginning: write all in one way"
         )
 
 
@@ -235,28 +213,6 @@ def check_tools(environment_name: str | None) -> Iterator[str]:
     for name, tool in tools_of(environment).items():
         if settings_of(environment).declare_tools and not inspect.getdoc(tool):
             yield f"tool {name} has no docstring, which tells the model what it does: write one"
-
-
-def check_twice(rewards: list[Reward]) -> Iterator[str]:
-    """A reward under two names."""
-    names = {}  # function and options -> the name of the first
-    for reward in rewards:
-        function = getattr(reward.function, "func", reward.function)
-        options = getattr(reward.function, "keywords", {})
-        first_name = names.setdefault((function, repr(options)), reward.name)
-        if first_name != reward.name:
-            yield f"reward {reward.name} is {first_name} again: leave one out"
-
-
-def check_copies(rows: FileDataset, names: Sequence[str]) -> Iterator[str]:
-    """Rows that are copies, whatever their files are called."""
-    counts = Counter(rows.asked)
-    contents = set()
-    for index, asked in enumerate(rows.asked):
-        # files are read only of rows that ask the same
-        contents.add(asked if counts[asked] == 1 else rows.content(index, names))
-    if len(contents) <= len(rows) / 2 and len(rows) > 3:
-        yield f"{len(contents)} of {len(rows)} rows differ in picture or question: drop copies"
 
 
 def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
@@ -325,8 +281,7 @@ def letters_of(text: str) -> str:
 
 
 def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
-    """Solutions with boxes in other units, or of a corner and a size."""
-    boxes = []
+    """Solutions with boxes in other units."""
     for row, text in zip(rows, solutions, strict=True):
         corner_lists = parse_boxes(find_answer(text) or text) if row.images else []
         for box in [Box(*corners, row.images[0].size) for corners in corner_lists]:
@@ -336,22 +291,10 @@ def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
                     "write x1, y1, x2, y2 in pixels of the file"
                 )
                 return
-            boxes.append(box)
-    if len(set(boxes)) > 7 and all(in_first_quarter(box) for box in boxes):
-        yield (
-            "all boxes are in the upper left quarter, as x, y, width, height would be; "
-            "write x1, y1, x2, y2 in pixels of the file"
-        )
-
-
-def in_first_quarter(box: Box) -> bool:
-    """Tell whether the middle of a box is in the upper left quarter of its picture."""
-    width, height = box.extent
-    return box.x1 + box.x2 < width and box.y1 + box.y2 < height
 
 
 def check_answers(config, names, all_rows: Dataset, processor: Processor) -> Iterator[str]:
-    """Answers to learn from that are alike, do not end, or are longer than what is drawn later."""
+    """Answers to learn from that do not end, or are longer than what is drawn later."""
     rows = spread(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
@@ -369,9 +312,6 @@ def check_answers(config, names, all_rows: Dataset, processor: Processor) -> Ite
                 f"a {name} has {max(lengths)} tokens, "
                 f"sampling.max_new_tokens is {max_new_tokens}: raise it"
             )
-    labels = {row.columns.get("label") for row in rows}
-    if names == ("completion",) and len(labels) == 1 and None not in labels:
-        yield f"every label is {labels.pop()}: kto needs good and bad answers; or take sft"
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
@@ -419,16 +359,6 @@ def unread_boxes(
             f"{len(unread)} of {len(texts)} answers, such as {unread[0]!r:.80}, hold nothing that "
             f'{names[0]} reads; ask for {{"bbox_2d": [x1, y1, x2, y2]}}, '
             "or write a reward that reads them"
-        )
-
-
-def check_held_out(held_out: Sequence[Row], trained: Sequence[Row]) -> Iterator[str]:
-    """Evaluation rows that one answer would pass."""
-    solutions = set(solutions_of(held_out))
-    if len(held_out) > 1 and len(solutions) == 1 < len(set(solutions_of(trained))):
-        yield (
-            f"all evaluation rows have the solution {solutions.pop()!r:.80}: "
-            "mix the rows of data.eval_file, of which data.eval_rows takes the first"
         )
 
 

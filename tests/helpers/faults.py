@@ -1,14 +1,9 @@
 """Mistakes in a recipe or its rows; test_planted_faults.py sees what is said of them before and in a run."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import PIL.Image
-from runs import STAGE
-
-from tiny import of_file
 
 
 @dataclass
@@ -25,13 +20,6 @@ def black(image: str) -> str:
     """Writes a black picture beside one; returns its path."""
     PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
     return image + ".black.png"
-
-
-def held_out_cats(number: int, row: dict) -> dict:
-    """Write an evaluation file of one class beside the rows."""
-    with Path("eval.jsonl").open("a") as file:
-        file.write(json.dumps(row | {"problem": "Hm?", "solution": "cat"}) + "\n")
-    return {}
 
 
 def stretched(number: int, row: dict) -> dict:
@@ -112,21 +100,9 @@ FAULTS = {
     "all images are black": Fault(
         change=lambda i, row: {"image": black(row["image"])}, check=("images have one colour", "look at the files"),
     ),
-    "rows are copies": Fault(
-        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", f"{i % 2}.png"), "solution": "cat"},
-        check=("2 of 8 rows differ", "drop copies"),
-    ),
     "nearly half of the images are black": Fault(
         change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
         check=("4 of 8 images have one colour", "look at the files"),
-    ),
-    "held-out rows of one class": Fault(
-        ["--data.eval_file=eval.jsonl"], held_out_cats,
-        check=("all evaluation rows have the solution 'cat'", "mix the rows of data.eval_file"),
-    ),
-    "boxes as x, y, width, height": Fault(
-        IOU, lambda i, row: {"solution": [i + 1, i + 2, 20, 24]},
-        check=("all boxes are in the upper left quarter", "write x1, y1, x2, y2"),
     ),
     "the prompt holds the answer": Fault(
         change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
@@ -149,10 +125,6 @@ FAULTS = {
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice, check=("8 of 8 rows have two system messages", "leave one out"),
     ),
-    "half of the images after the question": Fault(
-        change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
-        check=("4 questions have their image at the end, 4 at", "write all in one way"),
-    ),
     "the prompt spells the answer as a file": Fault(
         change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
         check=("8 of 8 questions hold their solution", "take it out of the prompt"),
@@ -161,10 +133,6 @@ FAULTS = {
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
         check=("4 of 8 rows have an empty solution, which reward accuracy", "write one"),
     ),
-    "a reward under two names": Fault(
-        ["--rewards={accuracy: 1, minivlmrl.rewards:accuracy: 1}"],
-        check=("reward minivlmrl.rewards:accuracy is accuracy again", "leave one out"),
-    ),
     # answers to learn from
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
@@ -172,9 +140,6 @@ FAULTS = {
     ),
     "demonstrations longer than max_new_tokens": Fault(
         ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "raise it"),
-    ),
-    "labels of one class": Fault(
-        of_file("kto", STAGE), {"label": True}, check=("every label is True", "kto needs good and bad answers"),
     ),
     # the recipe
     "top_k 1": Fault(
