@@ -10,6 +10,7 @@ import torch
 from minivlmrl import train
 from minivlmrl.adapters.lora import dropout
 from minivlmrl.algorithms.value_model import ValueModel
+from minivlmrl.generate import draw_by, make_choose
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
@@ -18,7 +19,7 @@ from minivlmrl.run import memory
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.memory import GB, Costs, LiveBytes, Work, plan
 from minivlmrl.run.optimizer import OptimizerSection, build_optimizer
-from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.filters import Filters, SamplingOptions
 from minivlmrl.sampling.pieces import pieces
 from minivlmrl.scale.checkpoint import initialize, load_model
 from minivlmrl.scale.ranks import World
@@ -106,6 +107,20 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
     measured = sum(held.values()) + live.peak + batch.pixel_values.nbytes
     assert sum(size for name, size in planned.items() if name != "logits") == pytest.approx(measured, rel=0.1)
+
+
+ALL_FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("options, rel", [({}, 0.01), (ALL_FILTERS, 0.17)])
+def test_a_draw_takes_what_is_planned(options, rel):
+    sampling = SamplingOptions(**options)
+    logits = torch.randn(4, 151936)
+    warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
+    choose = make_choose(sampling, [], draw_by(torch.rand(4, 1, dtype=torch.float64)), warp)
+    with LiveBytes([]) as live:
+        choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
+    assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
 
 
 def test_what_an_option_saves():

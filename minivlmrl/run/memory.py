@@ -25,7 +25,6 @@ from minivlmrl.algorithms.reference import freeze_shared
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.generate import draw_by, make_choose
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.folder import find_folder
 from minivlmrl.hub.model_config import ModelConfig
@@ -35,7 +34,6 @@ from minivlmrl.rows import Completion, Prompt
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.run.resume import KEPT
-from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.sampling.sample import find_engine
 from minivlmrl.scale.checkpoint import DTYPES, read_config
@@ -45,6 +43,9 @@ from minivlmrl.vision import lay_out
 
 GB = 10**9
 RESERVE = 3 * GB
+# of a decode step for each row and token of the vocabulary: a logit and a probability in float32,
+# the latter in units of int64, and their running sum beside a copy of it; filters take a sixth more
+DRAW_BYTES = 32
 TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
 
 
@@ -187,19 +188,6 @@ class Costs:
         values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
         return recurrent_bytes + values * dtype.itemsize
 
-    def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
-        """Bytes of a decode step's logits, float32 or wider, and what the sampler makes of them."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
-        index = torch.empty(rows, dtype=torch.long, device="meta")
-        uniforms = torch.empty(rows, 1, dtype=torch.float64, device="meta")
-        choose = make_choose(sampling, [], draw_by(uniforms, "meta"), device="meta")
-        with LiveBytes([]) as live:
-            if sampling.filtered:
-                filter_logits(logits.float(), sampling, torch.empty_like(logits, dtype=torch.bool))
-            choose(logits, index, 0)
-        return live.peak + logits.nbytes
-
 
 def drop_gradient(parameter: nn.Parameter):
     """Free a gradient as soon as it is there: gradients have a row of their own in the plan."""
@@ -301,11 +289,12 @@ def rollout_items(
     if run.uses_fsdp and run.rollout.gather_weights:
         gathered = computed_bytes(model, dtype)
     prompts_alone = replace(drawn, num_generations=0)
+    rows = drawn.prompts * drawn.num_generations
     items = {
         "gathered": gathered,
         "keys and values": costs.keys_and_values(dtype, drawn),
         "prompts' forward": costs.activations(run, nn.ModuleList([model]), prompts_alone, False),
-        "logits": costs.one_draw(dtype, run.sampling, drawn.prompts * drawn.num_generations),
+        "logits": DRAW_BYTES * rows * costs.config.vocab_size,
     }
     # an engine sleeps in the other phases
     return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
