@@ -74,8 +74,8 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
         (dict(images=["a.png", "b.png"]), ["--image", a, "--image", b]),
         (dict(images=["b.png", "a.png"]), ["--image", b, "--image", a]),
         (dict(images=["a.png"], prompt="Is <image> a cat?"), ["--image", a]),
-        (dict(images=["a.png"], pixels=(None, 28 * 28)), ["--image", a, "--max_pixels", 28 * 28]),
-        (dict(images=["a.png"], pixels=(28 * 28 * 20, None)), ["--image", a, "--min_pixels", 28 * 28 * 20]),
+        (dict(images=["a.png"], pixels=(None, 28 * 28)), ["--image", a, f"--data.max_pixels={28 * 28}"]),
+        (dict(images=["a.png"], pixels=(28 * 28 * 20, None)), ["--image", a, f"--data.min_pixels={28 * 28 * 20}"]),
     ]  # fmt: skip
     answers = []
     for expected, arguments in cases:
@@ -117,19 +117,20 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
     assert answers[0] != answers[1]
 
 
-def test_every_sampling_option_can_be_given_and_says_what_it_does():
+def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
     """But the engine: it is the model itself."""
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500, "graph": "never", "environment": "tools.py:Zoom", "history": 2,
+        "max_tokens_at_once": 500, "graph": "never", "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
     }  # fmt: skip
     assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
-    words = ["--model", "m", "--prompt", "p"]
+    words = ["--model", str(folder / "checkpoint"), "--prompt", "p"]
     for name, value in given.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    assert command.sampling_options(command.build_parser().parse_args(words)) == SamplingOptions(**given)
-    assert command.sampling_options(command.build_parser().parse_args(words[:4])) == SamplingOptions()
+        words += [f"--{name}", json.dumps(value)]
+    parse = command.build_parser().parse_args
+    assert command.read_config(parse(words), []).sampling == SamplingOptions(**given)
+    assert command.read_config(parse(words[:4]), []).sampling == SamplingOptions()
     assert "ties with the k-th stay" in " ".join(command.build_parser().format_help().split())
 
 
@@ -179,7 +180,7 @@ def test_weights_are_read_in_the_dtype_that_is_asked_for_and_ctrl_c_ends_without
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sample, "generate", interrupted)
-    assert ask() == ask("--dtype", "bfloat16") == (130, "\n", "")
+    assert ask() == ask("--model.dtype=bfloat16") == (130, "\n", "")
     assert dtypes == [torch.float32, torch.bfloat16]
 
 

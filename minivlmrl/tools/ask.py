@@ -6,47 +6,39 @@ python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats?"
 import argparse
 import codecs
 import sys
-import typing
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
-from minivlmrl.data.template import with_values
 from minivlmrl.data.video import VideoFile, load_video
-from minivlmrl.environments.environment import with_tools
 from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder
-from minivlmrl.hub.recipe_values import build, help_of
+from minivlmrl.hub.recipe_values import help_of
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Completion, Row
 from minivlmrl.run.batches import DataSection
-from minivlmrl.run.config import load_config
+from minivlmrl.run.config import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.run.model import build_model
 from minivlmrl.sampling.filters import ENGINES, SamplingOptions
 from minivlmrl.sampling.stop_strings import token_bytes
-from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor
-from minivlmrl.scale.ranks import World, find_device
+from minivlmrl.scale import ranks
+from minivlmrl.scale.checkpoint import read_config as read_model_config
 
 
 def main(arguments: list[str]):
-    """Print the answer of a model. Its weights are read last: mistakes show before."""
-    options = build_parser().parse_args(arguments)
-    sampling = sampling_options(options)
-    sampling.graph = "never"  # each token is printed when it is there
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
-    world = World(device=find_device())
-    processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    data = data_section(find_folder(options.model) / ASKED)
-    processor = replace(processor, template=with_values(processor.template, data.template))
-    processor = with_tools(processor, sampling.environment)
-    row = build_row(options, data)
+    """Print the answer of a model."""
+    options, overrides = build_parser().parse_known_args(arguments)
+    config = read_config(options, overrides)
+    row = build_row(options, config.data)  # before the weights: a mistake shows at once
+    world = ranks.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
+    model, processor = build_model(config, world)
     prompt = row.prompt(processor)
-    model = load_model(options.model, DTYPES.get(options.dtype), world.device)
+    sampling = config.sampling
+    sampling.graph = "never"  # each token is printed when it is there
     if sampling.stop_token_ids is None:
         sampling.stop_token_ids = processor.stop_token_ids
     stream = Stream(processor.tokenizer, sampling.stop_token_ids)
@@ -56,15 +48,28 @@ def main(arguments: list[str]):
     stream.end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
+    ranks.shutdown(world)
 
 
-def data_section(file: Path) -> DataSection:
-    """Read how the run that trained a model asked it, or take the defaults."""
-    if not file.is_file():
-        return DataSection()
-    data = load_config(file, ["--stages=[]"]).data
-    print(f"asked as {file} says: {data.prompt_template!r:.80}", file=sys.stderr)
-    return data
+def read_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
+    """Read how the run that trained a model asked it, or take the defaults.
+
+    How completions are drawn is said by the command line alone.
+    """
+    folder = find_folder(options.model)
+    dtype = read_model_config(folder).torch_dtype
+    fields = {"stages": [], "sampling": {}, "model": {"path": options.model, "dtype": dtype}}
+    for name, value in vars(options).items():
+        if name.startswith("sampling.") and value is not None:
+            overrides = [f"--{name}={value}", *overrides]
+    recipe = folder / ASKED
+    if not recipe.is_file():
+        return load_config(
+            recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides]
+        )
+    config = load_config(recipe, [*as_overrides(fields), *overrides])
+    print(f"asked as {recipe} says: {config.data.prompt_template!r:.80}", file=sys.stderr)
+    return config
 
 
 def build_row(options: argparse.Namespace, data: DataSection) -> Row:
@@ -98,17 +103,13 @@ class Stream:
         print(self.decoder.decode(b"", final=True))
 
 
-def sampling_options(options: argparse.Namespace) -> SamplingOptions:
-    """Build the sampling options that the command line names."""
-    fields = typing.get_type_hints(SamplingOptions)
-    given_values = {name: value for name, value in vars(options).items() if name in fields}
-    return build(SamplingOptions, given_values, "command line")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False
+        "python -m minivlmrl ask",
+        description=__doc__.splitlines()[0],
+        epilog="--section.name=value changes a recipe's: --model.dtype=bfloat16",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder, or an id on the hub")
@@ -118,25 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--video", **media_option, help="again for more")
     add("--system", help="instead of the family's system message")
     add("--seed", type=int, default=0, help="same seed, same answer")
-    add("--dtype", choices=DTYPES, help="of the weights; default: the model's")
-    add("--min_pixels", type=int, help="of an image; default: the model's")
-    add("--max_pixels", type=int, help="of an image; default: the model's")
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
-    help_texts = help_of(SamplingOptions)
-    for name, hint in typing.get_type_hints(SamplingOptions).items():
+    for name, help_text in help_of(SamplingOptions).items():
         if name not in ("engine", *ENGINES):  # it draws itself
-            help_text = help_texts[name].replace("%", "%%")
-            group.add_argument(
-                f"--{name}", **value_of(hint), default=argparse.SUPPRESS, help=help_text
-            )
+            help_text = help_text.replace("%", "%%")
+            group.add_argument(f"--{name}", dest=f"sampling.{name}", help=help_text)
     return parser
-
-
-def value_of(hint) -> dict:
-    """Say how argparse reads a field: int | None as one int, list[str] as several texts."""
-    nargs = None
-    while type_arguments := typing.get_args(hint):
-        if typing.get_origin(hint) is list:
-            nargs = "*"
-        hint = str if isinstance(type_arguments[0], str) else type_arguments[0]
-    return {"type": hint, "nargs": nargs, "metavar": hint.__name__.upper()}
