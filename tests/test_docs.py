@@ -349,10 +349,8 @@ def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
 
 
 def test_a_task_of_your_own(tmp_path, monkeypatch):
-    """docs/data.md: its file and its command, a few steps of it."""
-    [code] = [code for code in blocks(DATA, "python") if "TASK =" in code]
+    """The command of docs/data.md, a few steps of it."""
     [command] = [c for c in COMMANDS if "dots.py:TASK" in c]
-    (tmp_path / "dots.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[2:]
     small = ["--data.eval_rows=4", "--num_threads=1"]

@@ -1,4 +1,4 @@
-"""The forms of rows that docs/data.md shows, and the sentence that each wrong row gets."""
+"""The forms of rows that docs/data.md names, a row of each, and the sentence that each wrong row gets."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.forms import to_columns
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-SHOWN = dict(re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|$", PAGE.split("## Rows of other projects")[1], re.MULTILINE))
+SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
 HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
 ANSWERED = {"solution": "2", "completion": "2"}
@@ -52,8 +52,10 @@ def words(turns):
     return turns and "\n".join("".join(part.get("text", "") for part in content_parts(turn)) for turn in turns)
 
 
-def test_every_form_of_the_page_is_found():
+def test_the_page_names_the_columns_of_every_form():
+    named = re.findall(r"`(\w+)`", PAGE.split("## Rows of other projects")[1].split("\n## ")[0])
     assert SHOWN.keys() == EXPECTED.keys() and len(SHOWN) == 22
+    assert {name for row in SHOWN.values() for name in row} - {*named} == {"id", "data_source"}  # ids of rows
 
 
 @pytest.mark.parametrize("form", EXPECTED)
@@ -61,7 +63,7 @@ def test_a_form_is_read_as_it_is(read, form):
     row = read(SHOWN[form])
     expected = EXPECTED[form]
     assert words(row.messages) == words(expected.get("turns", HOW_MANY))
-    count = SHOWN[form].count(".jpg")
+    count = str(SHOWN[form]).count(".jpg")
     assert len(row.images) == count and row.images[0].getpixel((0, 0))[0] > 250
     first = next(turn for turn in row.messages if turn["role"] == "user")
     parts = [part for part in first["content"] if part.get("text") != ""]

@@ -1,4 +1,4 @@
-"""A user's whole way, from a folder as the hub has it to a rising reward: the commands of docs/rehearsal.md.
+"""A user's whole way, from a folder as the hub has it to a rising reward: the last commands of docs/data.md.
 
 REHEARSAL=1 pytest -m slow tests/test_rehearsal.py writes what they print for Qwen3.5 into the page.
 """
@@ -32,12 +32,29 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
 
 pytestmark = pytest.mark.slow
-PAGE = ROOT / "docs" / "rehearsal.md"
+PAGE = ROOT / "docs" / "data.md"
+TITLE = "\n## The whole way\n"
 TEMPLATES = {"qwen3_5": "qwen3_5_think", "qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl"}  # as TRL has them
 IDS = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
 IDS |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "eos_token_id": "<|im_end|>"}
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 60, 220), "yellow": (230, 210, 50)}
-[TOOL], [RECIPE] = (re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL) for kind in ("python", "yaml"))
+[RECIPE] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text().partition(TITLE)[2], re.DOTALL)
+TOOL = """
+from PIL import Image, ImageOps
+
+
+class Enlarge:
+    def reset(self, images, **columns):
+        self.image, self.asked = images[0], 0.0
+
+    def enlarge(self, times: int) -> Image.Image:
+        \"\"\"Show the picture larger.\"\"\"
+        self.asked = 1.0
+        return ImageOps.scale(self.image, times)
+
+    def get_reward(self):
+        return self.asked
+"""
 
 
 def draw(name, count):
@@ -100,27 +117,29 @@ def shortened(printed, before):
 
 @pytest.mark.parametrize("model_type", TEMPLATES)
 def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):
-    """The commands of the page; then transformers has the logits and the words of what was saved."""
+    """The commands of the page, each text what the last one above it prints; then transformers has the logits and
+    the words of what was saved."""
     monkeypatch.chdir(tmp_path)
     for name, count in (("shown", 64), ("train", 128), ("eval", 16)):
         draw(name, count)
     write_folder(tmp_path / "FOLDER", model_type, published(TEMPLATES[model_type]))
     (tmp_path / "tool.py").write_text(TOOL)
     (tmp_path / "squares.yaml").write_text(RECIPE)
-    held = page = PAGE.read_text()  # once: the file may be written while this runs
-    seen = {""}
-    for command, said in re.findall(r"```bash\n(.*?)\n```\n(?:\n```text\n(.*?)\n```)?", page, re.DOTALL):
-        capsys.readouterr()
-        try:
-            status = main(shlex.split(command)[3:])
-        except SystemExit as end:
-            status = end.code
-        printed, errors = capsys.readouterr()
-        assert status == 0, printed + errors
+    above, _, held = PAGE.read_text().partition(TITLE)  # once: the file may be written while this runs
+    page, seen = held, {""}
+    for commands, said in re.findall(r"```bash\n(.*?)\n```\n(?:\n```text\n(.*?)\n```)?", held, re.DOTALL):
+        for command in commands.splitlines():
+            capsys.readouterr()
+            try:
+                status = main(shlex.split(command)[3:])
+            except SystemExit as end:
+                status = end.code
+            printed, errors = capsys.readouterr()
+            assert status == 0, printed + errors
         if said:
             page = page.replace(f"\n{said}\n", f"\n{shortened(printed, seen)}\n")
     if model_type == "qwen3_5" and os.environ.get("REHEARSAL"):
-        PAGE.write_text(page)
+        PAGE.write_text(above + TITLE + page)
     if model_type == "qwen3_5":  # another machine may warn of something else
         lost = set(held.splitlines()) - set(page.splitlines())
         changed = [line for line in lost if not line.startswith(("step ", "grpo "))]

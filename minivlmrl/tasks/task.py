@@ -1,4 +1,4 @@
-"""The tasks, which need no downloads: rows, tokenizer and chance. docs/data.md adds one."""
+"""The tasks, which need no downloads: rows, tokenizer and chance. recipes/dots.py is one to copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
