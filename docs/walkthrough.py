@@ -41,21 +41,20 @@ FILMED = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
 HEAD = f"""\
 # One prompt on its way through a GRPO step
 
-What happens to one picture and one question in the first GRPO step of the default run. Below each title is the function
-of the book that does it. This command trains the same step and prints the completions, rewards and log-probabilities:
+After this page you know what a GRPO step makes of one picture and one question, from pixels to the update, in numbers.
+Each title has the function of the book that does it. This command prints the completions, rewards and
+log-probabilities:
 
 ```bash
 {COMMAND}
 ```
 
-`python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does so for any step of a run of your own. It
-trains again from the nearest state in `runs/shapes/states`, or from the beginning. With `--lines=step5.html` it writes
-[a page like this](step.html): every line of the book with what it made, and
-[where the reward looked](metrics.md#where-the-reward-looked). `--lines=step5.html,algorithms,my_rewards.py` follows a
-folder and a file of yours too. The step takes about ten times as long; its bytes are compared all the same.
+`python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does the same for any step of a run of your
+own: it trains the step again. With `--lines=step5.html` it writes [a page](step.html) of every line of the book and
+what it made; `--lines=step5.html,my_rewards.py` adds a file of yours.
 
-Here SFT has only had 12 of its 40 steps, so that completions differ, and all is in float64: no digit depends on the
-machine.
+SFT has had 12 of its 40 steps here, so that completions still differ. All is in float64, so that every machine prints
+the same.
 
 ![a GRPO step as a flow](step.svg)
 
@@ -69,7 +68,7 @@ A picture is numbers from 0 to 255: height, width, and red, green, blue.
 
 # Patches
 A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still picture is shown twice) x {side} x {side}
-pixels, normalised by mean and deviation. The four patches that will become one token come together.
+pixels, normalised. Four patches that will become one token come together.
 
 # Windows
 Most blocks attend inside windows, so the tower sorts tokens by window.
@@ -77,24 +76,22 @@ Most blocks attend inside windows, so the tower sorts tokens by window.
 ![the picture, its patches in their order, and the order of merged tokens by windows](walkthrough_patches.svg)
 
 # Merged tokens
-Four patches go through a small MLP. What comes out has the decoder's width and takes the place of a word's embedding.
+A small MLP makes one vector of four patches, as wide as a word's embedding.
 
 # Prompt
 The template lays out the messages. The image is {merged} placeholders, one for each merged token.
 
 # Positions
-Text counts up on all three axes together. The image has one time, and its rows and columns count from there. Text goes
-on after the largest.
+Text counts up on all three axes together. The image has one time, and its rows and columns count from there. The text
+after it goes on from the largest.
 
 # Run
-The prompt is computed once for all eight completions: with `GroupAttention` each token of a completion attends to the
-prompt and to what came before it in its own completion, and to no other. A completion's last token is predicted but
-predicts nothing, so it is not in the run: {length} + {M} - 8 = {N} tokens.
+The prompt is computed once for all eight completions. With `GroupAttention` a token of a completion sees the prompt
+and its own completion so far. The last token of a completion predicts nothing and is left out:
+{length} + {M} - 8 = {N} tokens.
 
 # Log-probabilities
-The state before a token makes {vocab} logits; the token's logit less the logsumexp of all is its log-probability.
-M x {vocab} are never held at once. The sampler has computed the same token by token, with kept keys. Rows are
-only padded for the loss.
+The state before a token makes {vocab} logits. The token's log-probability is its logit minus the logsumexp of all.
 
 ![the eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
@@ -109,15 +106,15 @@ Rewards judge text. Half a character shows as a replacement mark.
 above the group.
 
 # Loss
-With ratios of 1 and advantages that add up to 0 the value is [0](faq.md). Its gradient is -advantage x the gradient of
-the log-probability. The KL to the reference, the policy after SFT, is 0 in the first step, too.
+Ratios are 1 and advantages add up to 0, so the loss is [0](faq.md). Its gradient is not: it is -advantage x the
+gradient of the log-probability.
 
 # Gradient
 Of all {prompts} prompts of the step. It reaches every module, through the merged tokens also the vision tower.
 
 # Update
-AdamW moves each weight by about the learning rate, here still in its warmup. The two right answers become likelier, the
-two without the form less likely. The wrong answers in the right form share tokens with the right ones: most gain, too.
+AdamW moves each weight by about the learning rate. The two right answers become likelier, the two without the form
+less likely. Most wrong answers in the right form gain too: they share tokens with the right ones.
 
 ![gradient norms of the modules, and how far each completion's log-probability moves](walkthrough_update.svg)
 """
