@@ -46,7 +46,6 @@ def files(tmp_path):
     (tmp_path / "lines.jsonl").write_text("\ufeff" + "\n\n".join(lines))
     (tmp_path / "list.json").write_text("\ufeff" + json.dumps(ROWS, ensure_ascii=False))
     (tmp_path / "pretty.json").write_text(json.dumps(ROWS, ensure_ascii=False, indent=2))
-    (tmp_path / "pretty.jsonl").write_text("\n".join(json.dumps(row, indent=1) for row in ROWS))
     save_csv(tmp_path / "cells.csv")
     save_csv(tmp_path / "cells.tsv", "\t")
     (tmp_path / "imagefolder").mkdir()
@@ -55,7 +54,7 @@ def files(tmp_path):
     return tmp_path
 
 
-NAMES = "lines.jsonl list.json pretty.json pretty.jsonl cells.csv cells.tsv imagefolder rows.parquet repository"
+NAMES = "lines.jsonl list.json pretty.json cells.csv cells.tsv imagefolder rows.parquet repository"
 
 
 @pytest.mark.parametrize("name", NAMES.split())

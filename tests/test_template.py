@@ -179,9 +179,8 @@ def test_a_fine_tunes_own_control_tokens_are_cut_the_longer_first():
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
 
 
-def test_a_template_for_text_alone_gets_the_parts_joined():
+def test_a_template_for_text_alone_takes_no_pictures():
     template = ChatTemplate("{{ messages[0].content + '!' }}", "t.jinja")
-    assert template.render(user({"text": "a"}, {"type": "text", "text": "b"})) == ["ab!"]
     for part, name in (({"type": "image"}, "images"), ({"video": "a.mp4"}, "videos")):
         with pytest.raises(ValueError, match=f"t.jinja: chat template: it has no place for {name}"):
             template.render(user(part))
@@ -219,7 +218,6 @@ def test_a_template_that_rewrites_the_past_is_refused(load):
         load("qwen3").render_completion(HI, [thought, question, assistant("six")])
 
 
-SEVERAL = [{"name": "rag", "template": "E"}, {"name": "default", "template": "F"}]
 FOLDERS = {
     "nothing": ({}, None),
     "a tokenizer's without": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, None),
@@ -229,7 +227,6 @@ FOLDERS = {
     ),
     "before tokenizer's": ({"chat_template.jinja": "B", "tokenizer_config.json": {"chat_template": "D"}}, "B"),
     "the tokenizer's": ({"tokenizer_config.json": {"chat_template": "D"}}, "D"),
-    "tokenizer's, one of several": ({"tokenizer_config.json": {"chat_template": SEVERAL}}, "F"),
 }  # fmt: skip
 
 
@@ -322,7 +319,7 @@ BROKEN = {
     "another file": ("{% include '/etc/passwd' %}", "line \\?: TypeError: no loader"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
     # the same seed would give other prompts tomorrow
-    "the clock": ("{{ strftime_now('%Y') }}", "line \\?: .*strftime_now: the same seed"),
+    "the clock": ("{{ strftime_now('%Y') }}", "line \\?: .*'strftime_now' is undefined"),
     # masks of blocks are not followed; TRL's for Qwen2-VL and Qwen2.5-VL, known by its text, is chat.render
     "blocks": ("\n{% generation %}a{% endgeneration %}", "line 2: .*unknown tag 'generation'"),
 }

@@ -90,30 +90,26 @@ class Lines:
 
     def split(self, content: str) -> list[tuple[int, str]]:
         """Return the line number and the text of each row."""
-        first_line = content.lstrip().partition("\n")[0].strip()
-        if first_line.startswith("[") or first_line == "{":
-            return self.split_values(content)
+        if content.lstrip().startswith("["):
+            return self.split_list(content)
         lines = enumerate(content.split("\n"), start=1)
         return [(number, line) for number, line in lines if line.strip()]
 
-    def split_values(self, content: str) -> list[tuple[int, str]]:
-        """Cut a JSON list, or rows one after the other, with any line breaks."""
+    def split_list(self, content: str) -> list[tuple[int, str]]:
+        """Cut a JSON list with any line breaks."""
         rows = []
         separator = re.compile(r"[\s,]*")
         decode = json.JSONDecoder().raw_decode
-        start = separator.match(content).end()
-        is_list = content[start] == "["
-        if is_list:
-            start = separator.match(content, start + 1).end()
+        start = separator.match(content, content.index("[") + 1).end()
         line_number = 1 + content.count("\n", 0, start)
-        while start < len(content) and not (is_list and content[start] == "]"):
+        while start < len(content) and content[start] != "]":
             with naming(f"{self.path}:{line_number}"):
                 _, end = parse_json(content, decode, start)
             rows.append((line_number, content[start:end]))
             next_start = separator.match(content, end).end()
             line_number += content.count("\n", start, next_start)
             start = next_start
-        if is_list and content[start:].strip() != "]":
+        if content[start:].strip() != "]":
             raise ValueError(
                 f"{self.path}: not JSON (the list has no end, or something comes after it)"
             )

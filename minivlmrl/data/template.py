@@ -113,8 +113,7 @@ class ChatTemplate:
         """Lay out a conversation: pieces as of chat.render, joined as of apply_chat_template.
 
         Args:
-            messages: see chat.render; an assistant's may have tool_calls, and then no content. A
-                template that writes no <|image_pad|> gets the parts of a message joined as text.
+            messages: see chat.render; an assistant's may have tool_calls, and then no content.
         """
         if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
@@ -211,10 +210,6 @@ class ChatTemplate:
                     f"a text of the conversation spells {control[0]}; "
                     "take that out, or use Qwen's template, for which it stays text"
                 )
-        if IMAGE not in self.text and VIDEO not in self.text:
-            for message in messages:
-                if isinstance(message.get("content"), list):
-                    message["content"] = text_of(message)
         return messages
 
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
@@ -321,7 +316,7 @@ def _plain(value):
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the template in one of FILES, of several the one named "default", or None."""
+    """Return the template in one of FILES, or None."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
@@ -330,14 +325,9 @@ def _template_in(path: Path) -> str | None:
     text = read_json(path).get("chat_template")
     if text is None and path.name != "chat_template.json":
         return None
-    if isinstance(text, list):
-        templates = [item for item in text if isinstance(item, dict)]
-        defaults = [item.get("template") for item in templates if item.get("name") == "default"]
-        text = defaults[0] if defaults else None
     if not isinstance(text, str):
         raise ValueError(
-            f"{path}: chat_template must be the text of a template, "
-            f"or a list of which one is named 'default'; it is {text!r:.40}"
+            f"{path}: chat_template must be the text of a template, it is {text!r:.40}"
         )
     return text
 
@@ -352,14 +342,10 @@ def environment() -> ImmutableSandboxedEnvironment:
     def fail(message: str):
         raise jinja2.TemplateError(message)
 
-    def refuse_clock(_: str):
-        fail("strftime_now: the same seed would see another day; write a date into it")
-
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
     )
     # jinja2's own filter would escape <, > and & for HTML
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     sandbox.globals["raise_exception"] = fail
-    sandbox.globals["strftime_now"] = refuse_clock
     return sandbox

@@ -6,7 +6,6 @@ import filecmp
 from minivlmrl.adapters.lora import quantize_base
 from minivlmrl.adapters.peft_folder import WEIGHTS, find_adapter, load_adapter
 from minivlmrl.hub.folder import ASKED, find_folder
-from minivlmrl.run.config import asked_yaml, load_config
 from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 
 
@@ -35,8 +34,6 @@ def main(arguments: list[str]):
     if options.quantize:
         quantize_base(model)
     if (adapter / ASKED).is_file():
-        processor.tokenizer.files[ASKED] = asked_yaml(
-            load_config(adapter / ASKED, ["--stages=[]"])
-        ).encode()
+        processor.tokenizer.files[ASKED] = (adapter / ASKED).read_bytes()
     save_model(options.out, model, processor, base=options.model)
     print(f"written: {options.out}")
