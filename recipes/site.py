@@ -71,7 +71,7 @@ class Site:
 
     def click(self, shape: str) -> PIL.Image.Image:
         """Press the button of a shape: square, triangle or circle."""
-        is_right = SHAPES.index(shape) == SHAPES.index(self.shapes[self.goal[self.right]])
+        is_right = shape == self.shapes[self.goal[self.right]]
         self.right += is_right
         self.done = not is_right or self.right == len(self.goal)
         if not self.done:
@@ -79,30 +79,24 @@ class Site:
         return self.screen
 
     def observe(self, rounds: list[tuple[str, list[dict]]]) -> list[dict]:
-        """Show the newest screen alone, and the goal with a mark after what was pressed."""
+        """Show the newest screen alone, and what is left of the goal, its next colour at the end."""
+        left = self.goal[len(rounds) :]
         picture = {"type": "image", "image": self.screen}
-        return [{"role": "user", "content": [picture, {"type": "text", "text": self._question(rounds)}]}]
+        text = {"type": "text", "text": " ".join(reversed(left))}
+        return [{"role": "user", "content": [picture, text]}]
 
     def get_reward(self) -> float:
         return self.right / len(self.goal)
-
-    def _question(self, rounds: list) -> str:
-        return question(self.goal, len(rounds))
 
     def _next_screen(self):
         self.screen, self.shapes = draw_screen(self.rng)
 
 
-def question(goal: list[str], num_pressed: int) -> str:
-    """Write what is left of the goal, from its end to its beginning: the next colour is the last word."""
-    return " ".join(reversed(goal[num_pressed:]))
-
-
 class Forgetful(Site):
     """A control: nothing is remembered, so that it does not know how far it is."""
 
-    def _question(self, rounds):
-        return question(self.goal, 0)
+    def observe(self, rounds):
+        return super().observe([])
 
 
 class Blind(Site):

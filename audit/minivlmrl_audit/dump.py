@@ -142,7 +142,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
     if missing:
         raise ValueError(
             f"{missing[0]}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft; of KTO "
-            "it would lack the pairs of its KL, of distillation the teacher's distributions"
+            "it would lack the pairs of its KL, of distillation the teacher, of trajectories turns"
         )
     n, width = tensors["input_ids"].shape
     for name in tensors.keys() & BY_ROW:

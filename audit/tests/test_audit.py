@@ -221,6 +221,7 @@ def test_pieces_of_formulas():
     ({"completion_mask": None}, {}, "completion_mask is missing; a step has input_ids, "),
     ({}, {"kind": "ppo"}, "kind is 'ppo'; a step has .* grpo, dpo or sft"),
     ({"advantages": torch.ones(2)}, {}, r"advantages is \(2,\), but input_ids are \(1, 1\): one row for each"),
+    ({}, {"kind": "trajectories"}, "kind is 'trajectories'; .* of trajectories turns"),
     ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
 ])  # fmt: skip
 def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
