@@ -112,6 +112,7 @@ LONG = [
     Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),
     Entry("localisation of three", "localisation_three.yaml"),
     Entry("digits", "digits.yaml", sampled_gain=0.1, before="../recipes/digits.py digits"),
+    Entry("site", "site.yaml", sampled_gain=0.5),
     Entry("zoom", "zoom.yaml", sampled_gain=0.5),
     zoom("grey crops", "BLIND", "Blind", most_sampled_gain=0.1),
     zoom("any quarter", "LOST", "Lost", most_sampled_gain=0.1),

@@ -1,7 +1,8 @@
-"""A site of small screens, and what `recipes/site.yaml` trains on: press 3 to 6 coloured buttons in the order of a goal.
+"""A site of small screens, what recipes/site.yaml trains on: press 3 to 6 coloured buttons in the order of a goal.
 
-A screen has a red, a green and a blue button. Their shapes and places are drawn anew each round; a button is pressed by
-naming its shape. A turn says which colour is next, then the shapes of the red, the green and the blue button, and presses:
+A screen has a red, a green and a blue button. Their shapes and places are drawn anew each round, and a button is
+pressed by naming its shape. A turn says which colour is next, then the shapes of the red, the green and the blue
+button, and presses:
     <think>green square circle triangle</think><click>circle</click>
 It is written from the newest screen and from what is left of the goal, whose last word is next: "blue red green". The
 right button leads on, another one ends it. Nothing on a screen tells which colour is next.
