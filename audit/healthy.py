@@ -63,7 +63,9 @@ FIELDS = {
         "label_smoothing": [0.1],
         "ld_alpha": [None, 0.5],
         "gradient_accumulation_steps": [1, 2, 3],
-        "use_weighting": [False],
+        "use_weighting": [False, True],
+        "per_device_train_batch_size": [2, 4],
+        "f_divergence_type": ["reverse_kl", "js_divergence"],
     },
     "sft": COMMON
     | {
@@ -71,15 +73,23 @@ FIELDS = {
         "completion_only_loss": [True, False],
         "gradient_accumulation_steps": [1, 2, 3],
         "neftune_noise_alpha": [None, 5.0],
+        "per_device_train_batch_size": [2, 4],
     },
+}
+FIELDS["turns"] = FIELDS["grpo"] | {
+    "seed": range(9),
+    "calls": [0.3, 0.8],
+    "ends": [0.3, 0.8],
+    "tools": [("tell",), ("tell", "nothing")],
+    "max_completion_length": [130, 240],
 }
 
 
 def draw(rng: random.Random) -> tuple[str, dict]:
     """Draw a kind of trainer, and what it is told."""
-    kind = rng.choice(["grpo", "grpo", "grpo", "dpo", "sft"])
+    kind = rng.choice(["grpo", "grpo", "turns", "dpo", "sft"])
     options = {name: rng.choice(values) for name, values in FIELDS[kind].items()}
-    if kind == "grpo" and not options["beta"]:
+    if kind in ("grpo", "turns") and not options["beta"]:
         options["sync_ref_model"] = False
     return kind, options | {"rows": 12}
 

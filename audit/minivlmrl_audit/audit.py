@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,27 +26,33 @@ from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.moves import TABLE, Change, formula
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
+# what a model has to give again: the tensor, and the folder of the model
+LOGPS = {
+    "logps": ("per_token_logps", "model"),
+    "entropies": ("entropies", "model"),
+    "logps of old": ("old_per_token_logps", "old_model"),
+    "logps of sampler": ("sampler_logps", "old_model"),
+    "logps of reference": ("ref_per_token_logps", "ref_model"),
+}
 STAGES = {
     "advantages": stages.advantages,
     "rows": stages.rows,
     "tokens": stages.tokens,
     "pictures": stages.pictures,
     "mask": stages.mask,
-    "logps": partial(updates.logps, "per_token_logps", "model"),
-    "entropies": partial(updates.logps, "entropies", "model"),
-    "logps of old": partial(updates.logps, "old_per_token_logps", "old_model"),
-    "logps of sampler": partial(updates.logps, "sampler_logps", "old_model"),
-    "logps of reference": partial(updates.logps, "ref_per_token_logps", "ref_model"),
+    **{name: partial(updates.logps, *arguments) for name, arguments in LOGPS.items()},
     "loss": stages.loss,
     "gradients": updates.gradients,
     "clip": updates.clip,
     "update": updates.update,
     "schedule": updates.schedule,
 }
-LOGPS = ("logps", "entropies", "logps of old", "logps of sampler", "logps of reference")
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 # what may be off by a factor
 FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
+# whose numbers are few values, so that one of them is met by chance
+DISCRETE = ("tokens", "pictures", "mask", "schedule")
+SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 4  # those that come closest alone, which are paired with all others
 MODEL_CAUSES = 1  # where each needs a model
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
@@ -78,7 +84,7 @@ class Finding:
     where: Sequence[str] = ()  # which differ; the first of these, and how
     explained: Sequence[Fit] = ()  # by the fewest causes; empty: no known cause explains it
     again: bool = False  # an earlier stage says so already
-    unseen: Counter = field(default_factory=Counter)  # causes that would change no number
+    unseen: dict = field(default_factory=dict)  # of causes by topic: would change no number
 
     @property
     def ok(self) -> bool:
@@ -99,7 +105,7 @@ CAUSES = causes_of_table()
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
     """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
-    names = {name, name.partition(" ")[0]}
+    names = {name}
     if name == "loss":
         names.add(d.about["kind"])
     if name in LOGPS:
@@ -113,18 +119,13 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
-    changes = {}
+    changes = {} if "units" in thing else TABLE["terms"]
     for kind in thing.get("units", []):
-        units = getattr(d, kind)
         for says, text in thing.get("changes", {"{}": None}).items():
-            for unit in units:
+            for unit in getattr(d, kind):
                 # the mask that is compared is no unit for itself
                 if not (in_mask and "counted" in unit):
-                    changes[says.format(unit)] = (
-                        (kind, unit) if text is None else (kind, unit, text)
-                    )
-    if "units" not in thing:
-        changes = TABLE["terms"]
+                    changes[says.format(unit)] = (kind, unit, text)
     shared_fields = {name: thing[name] for name in ("source", "costs", "about") if name in thing}
     result = []
     for text, change in changes.items():
@@ -187,12 +188,13 @@ def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str,
 
 def error(answer: dict) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
-    largest_error = 0.0
-    for theirs, ours, unit in answer.values():
-        if theirs.numel():
-            size = ((theirs - ours).abs() / unit).max().item()
-            largest_error = max(largest_error, size if math.isfinite(size) else math.inf)
-    return largest_error
+    sizes = [gaps(*values).max().item() for values in answer.values() if values[0].numel()]
+    return max(sizes, default=0.0)
+
+
+def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
+    """Measure each difference, in units; infinite for what is not finite."""
+    return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
 def merged(causes: list[Cause]) -> dict | None:
@@ -213,27 +215,25 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
         return None
 
 
-def unseen(name: str, d: Dump, answer: dict) -> Counter:
-    """Count the causes of each topic, and those that change no number."""
-    topic_counts = Counter()
+def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
+    """Tell of the causes of each topic which change no number."""
+    flags = defaultdict(list)
     for cause in possible_causes(name, d):
         other_answer = computed(name, d, cause.change) if cause.about else None
         if other_answer:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
-            topic_counts[cause.about, "all"] += 1
-            topic_counts[cause.about, "unseen"] += error(pairs) <= TOLERANCE
-    return topic_counts
+            flags[cause.about].append(error(pairs) <= TOLERANCE)
+    return flags
 
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
-    base_answer = computed(name, d, {})
+    errors = [gaps(*values) for values in computed(name, d, {}).values()]
+    if name in DISCRETE and sum((x > TOLERANCE).sum() for x in errors) < 2:
+        return []
     if name in LOGPS:  # two rows tell enough; what explains them has to explain all
-        [(theirs, ours, unit)] = base_answer.values()
-        errors = ((theirs - ours).abs() / unit).amax(1)
-        d.part = errors.topk(min(2, len(theirs))).indices
-        base_answer = computed(name, d, {})
-    explanations = search(name, d, base_answer)
+        d.part = errors[0].amax(1).topk(min(2, len(d.all_rows))).indices
+    explanations = search(name, d)
     d.part = None
     if name in LOGPS:
         explanations = [fit for causes, _ in explanations for fit in fits(name, d, causes)]
@@ -242,45 +242,43 @@ def explain(name: str, d: Dump) -> list[Fit]:
     return [(causes, error_left) for causes, error_left in explanations if error_left <= limit]
 
 
-def search(name: str, d: Dump, base_answer: dict) -> list[Fit]:
+def search(name: str, d: Dump) -> list[Fit]:
     """Find single causes that give a stage's numbers, or else those of some rows, or pairs.
 
-    A factor is a cause.
+    A factor is a cause by itself; it is fitted, so with another one it proves nothing.
     """
-    scaled = name in FACTORS
+    base_answer = computed(name, d, {})
     single_fits = []
     confined_fits = []
-    pair_fits = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
     started = time.process_time()
     for cause in told(possible_causes(name, d), f"{name}: known causes", started):
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
-        single_fits += fit(answer, [cause], d)
-        pair_fits += fit(answer, [cause], d, scaled)
+        single_fits += fit(answer, [cause])
         key = distance(answer)
         if key not in by_distance and not single_fits and name not in LOGPS:
             confined_fits += confined(answer, base_answer, cause, d)
         by_distance.setdefault(key, [cause])
-    single_fits += fit(base_answer, [], d, scaled)
-    for part in TABLE["parts"]:
-        confined_fits += fit(base_answer, [], d, True, part)
-    explanations = single_fits or confined_fits or pair_fits
+    if name in FACTORS:
+        single_fits += scaled(base_answer, d)
+        for part in TABLE["parts"]:
+            confined_fits += scaled(base_answer, d, part)
+    explanations = single_fits or confined_fits
     if explanations:
         return explanations
     limit = MODEL_CAUSES if name in THROUGH_A_MODEL else LIKELY_CAUSES
     ranked_causes = [by_distance[key] for key in sorted(by_distance)]
     pairs = list(product(ranked_causes[:limit], ranked_causes))
     for first_cause, second_cause in told(pairs, f"{name}: pairs of causes", started):
-        pair_fits += fits(name, d, first_cause + second_cause)
-    return pair_fits
+        explanations += fits(name, d, first_cause + second_cause)
+    return explanations
 
 
 def distance(answer: dict) -> tuple[float, float]:
     """Measure how far a stage is from the trainer's numbers, in sum, and where; equal causes are one."""
-    gaps = [((x - y).abs() / unit).nan_to_num(1.0).clamp(max=1.0) for x, y, unit in answer.values()]
-    flat = torch.cat([gap.flatten() for gap in gaps])
+    flat = torch.cat([gaps(*values).clamp(max=1.0).flatten() for values in answer.values()])
     return float(flat.sum()), float(flat.cumsum(0).sum())
 
 
@@ -302,40 +300,41 @@ def confined(answer: dict, base_answer: dict, cause: Cause, d: Dump) -> list[Fit
                 rows = inside.view(-1, *[1] * (ours.dim() - 1))
                 mixed[key] = theirs, ours.where(rows, base_answer[key][1]), unit
         causes = [cause, Cause(f"rows: {says}", f"for {says} alone")]
-        fits_rows = fit(mixed, causes, d) if mixed else []
+        fits_rows = fit(mixed, causes) if mixed else []
         if fits_rows and "loss" in answer and d.about["kind"] == "grpo":
             theirs, ours, unit = computed("loss", d, cause.change | {"rows": inside})["loss"]
             _, others, other_unit = computed("loss", d, {"rows": ~inside})["loss"]
-            fits_rows = fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d)
+            fits_rows = fit({"loss": (theirs, ours + others, unit + other_unit)}, causes)
         explanations += fits_rows
     return explanations
 
 
-def fits(name: str, d: Dump, causes: list[Cause], scaled: bool = False) -> list[Fit]:
-    """List the causes and what they leave if they explain the stage, `scaled`: with a factor."""
+def fits(name: str, d: Dump, causes: list[Cause]) -> list[Fit]:
+    """List the causes and what they leave if they explain the stage."""
     answer = computed(name, d, merged(causes))
-    return fit(answer, causes, d, scaled) if answer else []
+    return fit(answer, causes) if answer else []
 
 
-def fit(
-    answer: dict, causes: list[Cause], d: Dump, scaled: bool = False, part: str = ""
-) -> list[Fit]:
-    """Compare an answer as `fits` does; the factor may be of a part's parameters."""
-    if scaled:
-        is_inside = re.compile(TABLE["parts"].get(part, "")).search
-        values = [each for key, each in answer.items() if is_inside(key)]
-        power = sum((y / unit).square().sum().item() for _, y, unit in values)
-        product = sum((x / unit * y / unit).sum().item() for x, y, unit in values)
-        factor = product / power if power else math.nan
-        # any number is another times a factor
-        few = sum(y.count_nonzero() for _, y, _ in values) < 3
-        cause = why(factor, d, few, next(iter(answer)), part)
-        if cause is None:
-            return []
-        causes = [*causes, cause]
-        answer = {k: (x, y * factor if is_inside(k) else y, u) for k, (x, y, u) in answer.items()}
+def fit(answer: dict, causes: list[Cause]) -> list[Fit]:
+    """Compare an answer as `fits` does."""
     error_left = error(answer)
     return [(causes, error_left)] if error_left <= TOLERANCE else []
+
+
+def scaled(answer: dict, d: Dump, part: str = "") -> list[Fit]:
+    """Explain an answer by a factor, which may be of a part's parameters."""
+    is_inside = re.compile(TABLE["parts"].get(part, "")).search
+    values = [each for key, each in answer.items() if is_inside(key)]
+    power = sum((y / unit).square().sum().item() for _, y, unit in values)
+    product = sum((x / unit * y / unit).sum().item() for x, y, unit in values)
+    factor = product / power if power else math.nan
+    # any number is another times a factor
+    few = sum(y.count_nonzero() for _, y, _ in values) < 3
+    cause = why(factor, d, few, next(iter(answer)), part)
+    if cause is None:
+        return []
+    answer = {k: (x, y * factor if is_inside(k) else y, u) for k, (x, y, u) in answer.items()}
+    return fit(answer, [cause])
 
 
 def why(factor: float, d: Dump, few: bool, key: str, part: str) -> Cause | None:
@@ -343,17 +342,21 @@ def why(factor: float, d: Dump, few: bool, key: str, part: str) -> Cause | None:
 
     key: of the numbers, which tells the counts that may be theirs.
     """
-    known_factors = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
+    sources = {0.0: "it is exactly zero", -1.0: "the sign is wrong"}
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
-        if count != 1 and re.match(keys, key):
-            known_factors.append((count, f"not divided by the {count:g} {unit}"))
-            known_factors.append((1 / count, f"divided once more by the {count:g} {unit}"))
-    is_near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
-    sources = [says for number, says in known_factors if is_near(number)]
-    if not sources and (few or not math.isfinite(factor)):
+        if count == 1 or part or not re.match(keys, key):
+            continue
+        for number, verb in ((count, "not divided"), (1 / count, "divided once more")):
+            says = sources.get(number, f"as if {verb} by the {count:g}")
+            sources[number] = f"{says} or {unit}" if number in sources else f"{says} {unit}"
+    says = f"all of it is {factor:.6g} times"
+    for number, source in sources.items():
+        if math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7):
+            says = f"{says}: {source}"
+            few = False
+    if few or not math.isfinite(factor):
         return None
-    says = " or ".join(sources) or f"all of it is {factor:.6g} times"
     owner = f"{part}: " if part else ""
     costs = "the learning rate means something else"
     return Cause(f"{owner}factor {factor:.6g}", owner + says, costs=costs)
@@ -364,12 +367,12 @@ def where(answer: dict, d: Dump) -> list[str]:
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
-        wrong = ~((theirs - ours).abs() / unit <= TOLERANCE)  # NaN too
-        if not wrong.any():
+        is_wrong = gaps(theirs, ours, unit) > TOLERANCE
+        if not is_wrong.any():
             continue
-        wrong_counts.append(f"{name}: {int(wrong.sum())} of {wrong.numel()}")
+        wrong_counts.append(f"{name}: {int(is_wrong.sum())} of {is_wrong.numel()}")
         pairs = []
-        for place in wrong.nonzero()[:4].tolist():
+        for place in is_wrong.nonzero()[:4].tolist():
             index = tuple(place)
             pairs.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
         depends = dependence(theirs, ours, unit, d)
@@ -383,13 +386,10 @@ def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
     """Say on what the ratio of theirs to ours depends."""
     is_large = ours.abs() / unit > 100 * TOLERANCE
     ratio = (theirs / ours).where(is_large, torch.nan)
-    blocks = {"is one number": [ratio]}
-    if theirs.dim() and len(theirs) == len(d.all_rows):
-        blocks["depends on the row alone"] = ratio
-    for says, parts in blocks.items():
-        if all(map(steady, parts)):
-            return says
-    return "varies"
+    if steady(ratio):
+        return "is one number"
+    by_row = theirs.dim() and len(theirs) == len(d.all_rows) and all(map(steady, ratio))
+    return "depends on the row alone" if by_row else "varies"
 
 
 def steady(x: Tensor) -> bool:
@@ -401,16 +401,15 @@ def steady(x: Tensor) -> bool:
 def report(findings: list[Finding], d: Dump) -> str:
     """Write the lines that the tool prints."""
     lines = []
-    topic_counts = Counter()
+    topics = defaultdict(list)
     for finding in findings:
         lines += finding_lines(finding)
-        topic_counts += finding.unseen
+        for about, flags in finding.unseen.items():
+            topics[about] += flags
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
-    for about, kind in topic_counts:
-        count = topic_counts[about, "all"]
-        hidden_count = topic_counts[about, "unseen"]
-        if kind == "all" and 2 * hidden_count >= count:
-            lines.append(f"cannot show: {hidden_count} of {count} mistakes of {about}")
+    for about, flags in topics.items():
+        if 2 * sum(flags) >= len(flags):
+            lines.append(f"cannot show: {sum(flags)} of {len(flags)} mistakes of {about}")
     return "\n".join(lines)
 
 
@@ -426,12 +425,14 @@ def finding_lines(finding: Finding) -> list[str]:
     if finding.again:
         return lines + [f"{'':12}again: {fit_line(*fit)}" for fit in finding.explained[:1]]
     word = "explained by"
-    for causes, error_left in finding.explained[:4]:
+    for causes, error_left in finding.explained[:SHOWN]:
         lines.append(f"{'':12}{word}: {fit_line(causes, error_left)}")
         word = "or"
         for cause in causes:
             about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
             lines.append(f"{'':16}{'; '.join(filter(None, about))}")
+    if len(finding.explained) > SHOWN:
+        lines.append(f"{'':12}and {len(finding.explained) - SHOWN} more that give the same numbers")
     return lines
 
 

@@ -99,23 +99,23 @@ class Dump:
         """
         if not self.has("sampler_ids"):
             return None
-        kind, text, *formulas = change.get("ids", ("", ""))
+        kind, unit, text = change.get("ids", ("", "", None))
         row = self.get("row", torch.arange(len(self["sampler_ids"])))
         if kind == "rows":
-            row = row[self.rows[text]]
+            row = row[self.rows[unit]]
         ids = self["sampler_ids"][row]
         drawn_flags = self["sampler_mask"][row]
         is_real = ids >= 0
-        if formulas:
-            region = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)[text]
+        if text:
+            region = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)[unit]
         laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
         for i, begin in enumerate(self.starts):
             row_ids = ids[i][is_real[i]].tolist()
             row_drawn = drawn_flags[i][is_real[i]].tolist()
-            if formulas:
+            if text:
                 inside = region[i][is_real[i]].tolist()
                 row_ids, row_drawn = moves.edited(
-                    row_ids, row_drawn, inside, formulas[0], again=self.again
+                    row_ids, row_drawn, inside, text, again=self.again
                 )
             values = torch.tensor([row_ids, row_drawn])[:, : laid.shape[2] - begin]
             laid[:, i, begin : begin + values.shape[1]] = values
@@ -130,8 +130,8 @@ class Dump:
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Select tensors kind.NAME, by NAME."""
         prefix = f"{kind}."
-        names = [name for name in self.tensors if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.tensors[name] for name in names}
+        pairs = self.tensors.items()
+        return {name.removeprefix(prefix): x for name, x in pairs if name.startswith(prefix)}
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):

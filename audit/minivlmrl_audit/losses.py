@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minivlmrl_audit.audit import Cause, computed, explain, fits, where
+from minivlmrl_audit.audit import Cause, computed, explain, fits, scaled, where
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.options import DPOOptions, PolicyOptions
 
@@ -58,7 +58,7 @@ def mistakes(cases: list[tuple]) -> list[str]:
 
 
 def explains(causes: list[Cause], step: Dump) -> bool:
-    """Tell whether causes, with a factor if one of them is that, give the numbers of a step."""
-    deviations = [cause for cause in causes if cause.change]
-    is_scaled = len(deviations) < len(causes)
-    return bool(causes and fits("loss", step, deviations, is_scaled))
+    """Tell whether causes, or a factor, give the numbers of a step."""
+    if causes and not causes[0].change:
+        return bool(scaled(computed("loss", step, {}), step))
+    return bool(causes and fits("loss", step, causes))

@@ -41,10 +41,10 @@ class Change(dict):
     def __call__(self, name: str, x, selection=(), **names):
         """Return the piece x of a definition, or what the deviation has in its place.
 
-        That is a value; or a formula of x and `names`; or (kind, text), one of the orders of a Dump
-        in which x is taken; or (kind, text, formula), which also knows `region`: the tokens or
-        pictures that the text names, at the indices `selection` of which x is, or tells by a
-        parameter's name whether it is of a part.
+        That is a value; or a formula of x and `names`; or (kind, unit, None), one of the orders of
+        a Dump in which x is taken; or (kind, unit, formula), which also knows `region`: the tokens
+        or pictures of the unit, at the indices `selection` of which x is, or tells by a parameter's
+        name whether it is of a part.
         """
         deviation = self.get(name)
         if deviation is None:
@@ -53,23 +53,22 @@ class Change(dict):
             return formula(deviation, x=x, **names)
         if not isinstance(deviation, tuple):
             return deviation
-        kind, text, *formulas = deviation
+        kind, unit, text = deviation
+        region = getattr(self.d, kind)[unit]
+        if text is None:
+            return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
         if kind == "parts":
-            return formula(formulas[0], x=x, region=re.compile(TABLE[kind][text]).search, **names)
-        if kind == "pictures" and formulas:
-            region = formula(TABLE[kind][text], **names)
-            return formula(formulas[0], x=x, region=region, **names)
-        unit = getattr(self.d, kind)[text]
-        if not formulas:
-            return pad(x, (0, 1)).gather(1, unit) if kind == "columns" else x[unit]
+            region = re.compile(region).search
+        if kind == "pictures":
+            region = formula(region, **names)
         for index in selection:
-            unit = unit[index]
-        return formula(formulas[0], x=x, region=unit, **names)
+            region = region[index]
+        return formula(text, x=x, region=region, **names)
 
     def picture_rows(self) -> Tensor:
         """Name the row (n,) whose pictures each row shows."""
-        kind, text, *_ = self.get("pictures", ("", ""))
-        return self.d.rows[text] if kind == "rows" else self.d.all_rows
+        kind, unit, _ = self.get("pictures", ("", "", None))
+        return self.d.rows[unit] if kind == "rows" else self.d.all_rows
 
 
 def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:
@@ -88,13 +87,13 @@ def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list
 
 def shown_as(change: dict, pictures: list, num_given: int) -> list:
     """Edit a row's pictures, `num_given` of them in its prompt, as a deviation has them."""
-    kind, text, *formulas = change.get("pictures", ("", ""))
+    kind, unit, text = change.get("pictures", ("", "", None))
     if kind != "pictures":
         return pictures
     count = len(pictures)
     names = {"number": torch.arange(count), "num_pictures": count, "num_given": num_given}
-    region = formula(TABLE["pictures"][text], **names).tolist()
-    return edited(pictures, [0] * count, region, *formulas)[0]
+    region = formula(TABLE["pictures"][unit], **names).tolist()
+    return edited(pictures, [0] * count, region, text)[0]
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +176,9 @@ def row_sets(d) -> dict[str, Tensor]:
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
         if needed in names and names[needed].dim() == 1:
-            sets[says] = formula(text, **names)
+            rows = formula(text, **names)
+            if rows.sum() > 1:  # one row is in many sets
+                sets[says] = rows
     return different(sets, torch.tensor(False))
 
 

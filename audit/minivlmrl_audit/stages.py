@@ -92,7 +92,8 @@ def normalise(
     divisor = change("deviation", divisor)
     value = (x - change("baseline", baseline)) / divisor
     value = value.nan_to_num(0.0, 0.0, 0.0)
-    rounding = 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0)
+    # where a deviation divides by nearly nothing, its rounding is no excuse
+    rounding = 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return value, value.abs().max() + rounding + 1e-30
 
 

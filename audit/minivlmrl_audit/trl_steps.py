@@ -25,21 +25,6 @@ from transformers import TrainerCallback
 from minivlmrl_audit import dump
 from minivlmrl_audit.options import DPOOptions, PolicyOptions
 
-ROLLOUT = (
-    "num_generations",
-    "scale_rewards",
-    "reward_weights",
-    "multi_objective_aggregation",
-    "temperature",
-    "max_completion_length",
-    "mask_truncated_completions",
-)
-SMOOTHED = {
-    "robust",
-    "exo_pair",
-    "aot",
-    "aot_unpaired",
-}  # what takes label_smoothing, as TRL has it
 OUTPUTS = {
     "log_probs": ("per_token_logps", "logps_gradient"),
     "entropy": ("entropies", "entropies_gradient"),
@@ -76,7 +61,7 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     config = vars(trainer.args)
     loss = {name: config[name] for name in DPOOptions.__dataclass_fields__ if name in config}
     loss["loss_type"] = list(trainer.loss_types)
-    if SMOOTHED.isdisjoint(trainer.loss_types):
+    if not set(dump.NAMES["smoothed losses"]) & set(trainer.loss_types):
         loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
@@ -109,7 +94,7 @@ def grpo_options(trainer) -> dict:
         "pad_token_id": tokenizer_of(trainer).pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
     }
-    return about | {name: config.get(name) for name in ROLLOUT}
+    return about | {name: config.get(name) for name in dump.NAMES["options of a rollout"]}
 
 
 def tokenizer_of(trainer):
@@ -152,6 +137,7 @@ class Steps(ExitStack, TrainerCallback):
         self.rows = rows
         self.parts = []  # tensors of each micro-batch so far
         self.tensors = {}  # of the step: rows, weights, gradients, the optimizer's state
+        self.rates = []  # of the steps so far
         self.is_later = False  # some rows were drawn at an earlier step
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
@@ -230,6 +216,8 @@ class Steps(ExitStack, TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **_):
         if not self.on:
             return
+        rates = [*self.rates]
+        self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
         self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
         if "grad_norm" not in self.tensors:  # nothing was clipped
             self.copy("grad")
@@ -242,6 +230,7 @@ class Steps(ExitStack, TrainerCallback):
             "warmup_steps": args.get_warmup_steps(state.max_steps),
             "max_steps": state.max_steps,
             "step": state.global_step,
+            "rates": rates,
         }
         self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
 

@@ -1,6 +1,7 @@
 """What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -213,18 +214,18 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
+    max_norm = d.about.get("optimizer", {}).get("max_grad_norm")
+    clipped_whole = partial(clipped, max_norm=max_norm)
     ones = torch.eye(len(d.micro_batches))
     total = {}
     for number in range(len(ones)):
         part_gradients = micro_batch_gradients(d, number, slopes)
-        if change.get("clipped parts"):
-            part_gradients = clipped(part_gradients, d.about["optimizer"]["max_grad_norm"])
+        part_gradients = change("gradients of a part", part_gradients, clipped=clipped_whole)
         for name, x in part_gradients.items():
             names = {"key": name, "first": ones[0], "last": ones[-1]}
             shares = change("micro-batch", ones.sum(0), **names)
             total[name] = total.get(name, 0) + x * shares[number].item()
-        if change.get("clipped so far"):
-            total = clipped(total, d.about["optimizer"]["max_grad_norm"])
+        total = change("gradients so far", total, clipped=clipped_whole)
     return total
 
 
@@ -286,14 +287,12 @@ def update(d: Dump, change: Change) -> Answer:
     options = d.about.get("optimizer", {})
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
-    clipped_gradients = {} if change.get("unclipped") else d.parameters("clipped")
-    gradients = clipped_gradients or d.parameters("grad")
+    gradients = d.parameters(change.get("gradients", "clipped")) or d.parameters("grad")
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
-    reset = change.get("reset")  # moments begin anew in this step
-    moments = {} if reset else d.parameters("exp_avg")
-    squares = {} if reset else d.parameters("exp_avg_sq")
-    first_step = change("first step", 1 if reset else options["step"])
+    moments = change("moments", d.parameters("exp_avg"))
+    squares = change("moments", d.parameters("exp_avg_sq"))
+    first_step = change("first step", options["step"])
     steps = range(first_step, first_step + change.get("times", 1))
     rate = options["learning_rate"]
     weight_decay = options["weight_decay"]
@@ -337,26 +336,27 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
 
 
 def schedule(d: Dump, change: Change) -> Answer:
-    """Compute the learning rate of step t = 0, 1, ... as transformers' schedules give it."""
+    """Compute the learning rates of the steps so far, the last of which is this one."""
     options = d.about.get("schedule")
     optimizer = d.about.get("optimizer", {})
     if not options or "learning_rate" not in optimizer:
         return None
+    if options["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
+        return None
+    their_rates = [*options.get("rates", []), optimizer["learning_rate"]]
+    steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
+    our_rates = [rate_at(step, options, change, len(d.micro_batches)) for step in steps]
+    theirs, ours = torch.tensor([their_rates, our_rates], dtype=torch.float64)
+    return {"learning_rate": (theirs, ours, options["learning_rate"] + 1e-30)}
+
+
+def rate_at(step: int, options: dict, change: Change, micro_batches: int) -> float:
+    """Compute the learning rate of step 0, 1, ... as transformers' schedules give it."""
     kind = change.get("type", options["type"])
-    t = max(0, change("step", options["step"], micro_batches=len(d.micro_batches)))
+    t = max(0, change("step", step, micro_batches=micro_batches))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     done_share = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
-    shares = {
-        "linear": 1 - done_share,
-        "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
-        "constant": 1.0,
-        "constant_with_warmup": 1.0,
-    }
-    if kind not in shares:
-        return None
-    rate_share = t / max(1, warmup) if t < warmup else shares[kind]
-    peak_rate = options["learning_rate"]
-    pair = [[optimizer["learning_rate"]], [peak_rate * rate_share]]
-    theirs, ours = torch.tensor(pair, dtype=torch.float64)
-    return {"learning_rate": (theirs, ours, peak_rate + 1e-30)}
+    shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
+    rate_share = t / max(1, warmup) if t < warmup else shares.get(kind, 1.0)
+    return options["learning_rate"] * rate_share

@@ -486,7 +486,7 @@ BUGS = {
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n",
     )),
     "window_of_the_rollout": Bug("huggingface/trl/pull/6024", trl=loss(
-        "2 steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
+        "steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
         {"steps_per_generation": 4, "rows": 8},
     )),
     "dr_grpo_by_the_longest": Bug("sail-sg/understand-r1-zero", trl=loss(
@@ -563,6 +563,10 @@ BUGS = {
     "tower_never_decays": Bug("", trl=InTRL(
         "update", "weight decay leaves out the vision tower",
         around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1},
+    )),
+    "rewards_of_others": Bug("", trl=InTRL(  # the functions are right
+        "advantages", "the rewards of the row as far from the other end",
+        around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True,
     )),
     "rewards_in_float16": Bug("", trl=score(
         "advantages", "rewards are in float16", REWARDS,

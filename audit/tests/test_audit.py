@@ -219,7 +219,7 @@ def test_pieces_of_formulas():
 
 @pytest.mark.parametrize("tensors, about, says", [
     ({"completion_mask": None}, {}, "completion_mask is missing; a step has input_ids, "),
-    ({}, {"kind": "ppo"}, "kind is 'ppo'; a step has .* grpo, dpo or sft"),
+    ({}, {"kind": "kto"}, "kind is 'kto'; a step has .* grpo, dpo or sft; of KTO it would lack the pairs of its KL"),
     ({"advantages": torch.ones(2)}, {}, r"advantages is \(2,\), but input_ids are \(1, 1\): one row for each"),
     ({}, {"kind": "trajectories"}, "kind is 'trajectories'; .* of trajectories turns"),
     ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
@@ -254,6 +254,47 @@ def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
     d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": 0.3}}, ONE_ROW)
     has, should, _ = schedule(d, Change(d, change))["learning_rate"]
     assert has.item() == 0.3 and should.item() == pytest.approx(rate)
+
+
+def rollout(advantages):
+    """A rollout of two groups of four completions, whose advantages are those of a function of the rewards."""
+    rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    both = torch.stack([rewards.flatten(), 0 * rewards.flatten()], 1)
+    tensors = {name: x.expand(8, 1) for name, x in ONE_ROW.items()} | {"rewards": both}
+    tensors |= {"group": torch.arange(8) // 4, "advantages": advantages(rewards).flatten()}
+    return Dump({"kind": "grpo"}, tensors)
+
+
+UNKNOWN = {
+    "standard error": lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) / 2 + 1e-4),
+    "ranks": lambda r: r.argsort(1).argsort(1) / 1.5 - 1,
+    "half of another baseline": lambda r: (r - (r.mean(1, keepdim=True) + r.mean()) / 2) / r.std(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_no_cause_computes_gets_no_name(name):
+    """A factor with another cause, or a cause that divides by nothing, would be near to any numbers."""
+    d = rollout(UNKNOWN[name])
+    assert not audit(d)[0].ok and not explain("advantages", d)
+
+
+def test_a_factor_says_each_count_that_it_may_be():
+    d = rollout(lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4) / 2)
+    d.about["num_generations"] = 2  # as many as rewards
+    d.tensors["group"] = torch.arange(8) // 4
+    [([cause], _)] = explain("advantages", d)
+    assert cause.says == "all of it is 0.5 times: as if divided once more by the 2 completions of a group or rewards"
+
+
+@pytest.mark.parametrize("rates, rate, name", [
+    ([], 0.5, None), ([1.0, 0.75, 0.5], 0.5, None), ([1.0, 1.0, 0.75], 0.5, "one step late"),
+])  # fmt: skip
+def test_a_rate_alone_is_met_by_chance(rates, rate, name):
+    """A floor of 0.5 is the rate of the step before: those of the other steps tell."""
+    about = {"type": "linear", "learning_rate": 1.0, "max_steps": 4, "step": 3, "rates": rates}
+    d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": rate}}, ONE_ROW)
+    assert [causes[0].name for causes, _ in explain("schedule", d)] == [name] * bool(name)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])

@@ -1,0 +1,87 @@
+"""Two bugs of advantages that verl's releases had where tools answer, against ours: before a fix, and after it.
+
+    python audit/older_verl.py FOLDER  # wheels go there; verl itself need not run: a function is cut out of each
+
+A row has turns of the policy and answers of tools between them, whose mask is 0. Ours knows no such tokens: it gets
+those of the policy alone.
+"""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from minivlmrl.objectives.baselines import gae
+
+CASES = [  # name, fix, the release before, the first good one, function, gamma, lambda, whether there are values
+    ("GAE over answers", 2337, "0.4.1", "0.5.0", "compute_gae_advantage_return", 0.9, 0.8, 1.0),
+    (
+        "returns end at an answer",
+        7300,
+        "0.8.0",
+        "0.9.0",
+        "compute_reinforce_plus_plus_outcome_advantage",
+        0.9,
+        1.0,
+        0.0,
+    ),
+]
+FILE = "verl/trainer/ppo/core_algos.py"
+
+
+def function_of(folder: Path, release: str, name: str):
+    """Cut a function out of a release's wheel; whitening, which comes last, is left out."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"verl=={release}"]
+    subprocess.run(command, check=True)
+    [wheel] = folder.glob(f"verl-{release}-*.whl")
+    tree = ast.parse(zipfile.ZipFile(wheel).read(FILE))
+    [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    function.decorator_list = []
+    for argument in function.args.args:
+        argument.annotation = None
+    scope = {"torch": torch, "verl_F": SimpleNamespace(masked_whiten=lambda x, mask: x)}
+    exec(compile(ast.Module([function], []), wheel, "exec"), scope)
+    return scope[name]
+
+
+def rows(seed: int = 0, count: int = 6, width: int = 12):
+    """Draw rewards at the ends of rows, values, and a mask (count, width) with answers of tools and padding."""
+    g = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(count, width, generator=g) < 0.6).double()
+    mask[:, 0] = 1
+    last = (mask * torch.arange(width)).argmax(1, keepdim=True)
+    rewards = torch.zeros(count, width).double().scatter(1, last, torch.rand(count, 1, generator=g).double())
+    return rewards, torch.rand(count, width, generator=g).double(), mask
+
+
+def ours(rewards, values, mask, gamma: float, lam: float):
+    """Compute returns (count, width) by our function, from the policy's tokens alone."""
+    returns = torch.zeros_like(rewards)
+    for row, of_policy in enumerate(mask.bool()):
+        pair = [x[row, of_policy][None] for x in (rewards, values)]
+        returns[row, of_policy] = gae(*pair, gamma, lam)[1][0]
+    return returns
+
+
+def main(folder: Path):
+    """Print how far each release is from ours."""
+    for name, fix, before, good, function, gamma, lam, has_values in CASES:
+        rewards, values, mask = rows()
+        right = ours(rewards, has_values * values, mask, gamma, lam)
+        for release in (before, good):
+            compute = function_of(folder, release, function)
+            if has_values:
+                returns = compute(rewards, values, mask, gamma, lam)[1]
+            else:
+                returns = compute(rewards, mask, config=SimpleNamespace(gamma=gamma))[1]
+            gap = ((returns - right) * mask).abs()
+            wrong = f"{int((gap > 1e-9).sum())} of {int(mask.sum())} tokens"
+            print(f"{name}, verl PR {fix}, {release}: {gap.max().item():.1e}, {wrong}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
