@@ -54,7 +54,7 @@ FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedul
 DISCRETE = ("tokens", "pictures", "mask", "schedule")
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 4  # those that come closest alone, which are paired with all others
-MODEL_CAUSES = 1  # where each needs a model
+MODEL_CAUSES = 16  # or with so many, where each needs a model
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
 
 
@@ -231,8 +231,8 @@ def explain(name: str, d: Dump) -> list[Fit]:
     errors = [gaps(*values) for values in computed(name, d, {}).values()]
     if name in DISCRETE and sum((x > TOLERANCE).sum() for x in errors) < 2:
         return []
-    if name in LOGPS:  # two rows tell enough; what explains them has to explain all
-        d.part = errors[0].amax(1).topk(min(2, len(d.all_rows))).indices
+    if name in LOGPS:  # a row tells enough; what explains it has to explain all
+        d.part = errors[0].amax(1).argmax().view(1)
     explanations = search(name, d)
     d.part = None
     if name in LOGPS:
@@ -268,9 +268,10 @@ def search(name: str, d: Dump) -> list[Fit]:
     explanations = single_fits or confined_fits
     if explanations:
         return explanations
-    limit = MODEL_CAUSES if name in THROUGH_A_MODEL else LIKELY_CAUSES
     ranked_causes = [by_distance[key] for key in sorted(by_distance)]
-    pairs = list(product(ranked_causes[:limit], ranked_causes))
+    if name in THROUGH_A_MODEL:
+        ranked_causes = ranked_causes[:MODEL_CAUSES]
+    pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
     for first_cause, second_cause in told(pairs, f"{name}: pairs of causes", started):
         explanations += fits(name, d, first_cause + second_cause)
     return explanations
