@@ -48,10 +48,7 @@ STAGES = {
     "schedule": updates.schedule,
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
-# what may be off by a factor
-FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
-# whose numbers are few values, so that one of them is met by chance
-DISCRETE = ("tokens", "pictures", "mask", "schedule")
+IDS = ("tokens", "pictures", "mask")  # which are off by no factor, as logps are not
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 4  # those that come closest alone, which are paired with all others
 MODEL_CAUSES = 16  # or with so many, where each needs a model
@@ -95,8 +92,8 @@ def causes_of_table() -> list[Cause]:
     """Read the rows of causes.yaml: what one does not say, its list says."""
     result = []
     for group in TABLE["causes"]:
-        shared_fields = {name: value for name, value in group.items() if name != "list"}
-        result += [Cause(**shared_fields | row) for row in group["list"]]
+        rows = group.pop("list")
+        result += [Cause(**group | row) for row in rows]
     return result
 
 
@@ -173,13 +170,17 @@ def audit(d: Dump) -> list[Finding]:
 def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str, Finding]):
     """Explain a stage that differs, and let the stages after it know."""
     known_fits = [fit for causes in named for fit in fits(finding.stage, d, causes)]
+    logps = differing.get("logps") if finding.stage == "entropies" else None
+    if logps:  # of one forward: what explains one of both has to explain the other
+        logps.explained = [fit for fit in logps.explained if fits("entropies", d, fit[0])]
+        known_fits = logps.explained
     finding.again = bool(known_fits)
-    finding.explained = known_fits or explain(finding.stage, d)
+    finding.explained = known_fits if logps else known_fits or explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # it is of these ids
         finding.explained = differing["tokens"].explained
     change = merged(finding.explained[0][0]) if finding.explained else None
-    if finding.stage == "logps":  # gradients are then those of the forward that is known
+    if finding.stage == "logps" or logps:  # gradients are those of the forward that is known
         d.forward = change or None
     if finding.stage == "tokens":  # as masks are of the ids
         d.ids = change
@@ -229,7 +230,8 @@ def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
     errors = [gaps(*values) for values in computed(name, d, {}).values()]
-    if name in DISCRETE and sum((x > TOLERANCE).sum() for x in errors) < 2:
+    # one id or rate is met by chance
+    if name in (*IDS, "schedule") and sum((x > TOLERANCE).sum() for x in errors) < 2:
         return []
     if name in LOGPS:  # a row tells enough; what explains it has to explain all
         d.part = errors[0].amax(1).argmax().view(1)
@@ -251,8 +253,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     single_fits = []
     confined_fits = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
-    started = time.process_time()
-    for cause in told(possible_causes(name, d), f"{name}: known causes", started):
+    for cause in told(possible_causes(name, d), f"{name}: known causes"):
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
@@ -261,7 +262,7 @@ def search(name: str, d: Dump) -> list[Fit]:
         if key not in by_distance and not single_fits and name not in LOGPS:
             confined_fits += confined(answer, base_answer, cause, d)
         by_distance.setdefault(key, [cause])
-    if name in FACTORS:
+    if name not in (*IDS, *LOGPS):
         single_fits += scaled(base_answer, d)
         for part in TABLE["parts"]:
             confined_fits += scaled(base_answer, d, part)
@@ -272,7 +273,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     if name in THROUGH_A_MODEL:
         ranked_causes = ranked_causes[:MODEL_CAUSES]
     pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
-    for first_cause, second_cause in told(pairs, f"{name}: pairs of causes", started):
+    for first_cause, second_cause in told(pairs, f"{name}: pairs of causes"):
         explanations += fits(name, d, first_cause + second_cause)
     return explanations
 
@@ -283,8 +284,9 @@ def distance(answer: dict) -> tuple[float, float]:
     return float(flat.sum()), float(flat.cumsum(0).sum())
 
 
-def told(items: list, says: str, started: float) -> Iterator:
+def told(items: list, says: str) -> Iterator:
     """Yield items, and say what is searched once that has taken long."""
+    started = time.process_time()
     for number, item in enumerate(items):
         if number % 50 == 49 and time.process_time() - started > PATIENCE:
             print(f"searching {says}: {number} of {len(items)} are tried", file=sys.stderr)
@@ -480,7 +482,7 @@ def stage_json(finding: Finding) -> dict:
         "stage": finding.stage,
         "numbers": finding.numbers,
         "again": finding.again,
-        "where": list(finding.where),
+        "where": finding.where,
         "agrees": finding.ok,
         "error": finding.error if math.isfinite(finding.error) else None,
         "explained": explained,

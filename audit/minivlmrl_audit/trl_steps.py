@@ -208,7 +208,7 @@ class Steps(ExitStack, TrainerCallback):
         """Clone weights, gradients or the optimizer's state."""
         for name, p in self.trainer.model.named_parameters():
             values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
-            values.update(self.trainer.optimizer.state.get(p, {}))
+            values |= self.trainer.optimizer.state.get(p, {})
             for kind in kinds:
                 if values.get(kind) is not None:
                     self.tensors[f"{kind}.{name}"] = values[kind].detach().clone()
@@ -216,7 +216,6 @@ class Steps(ExitStack, TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **_):
         if not self.on:
             return
-        rates = [*self.rates]
         self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
         self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
         if "grad_norm" not in self.tensors:  # nothing was clipped
@@ -230,7 +229,7 @@ class Steps(ExitStack, TrainerCallback):
             "warmup_steps": args.get_warmup_steps(state.max_steps),
             "max_steps": state.max_steps,
             "step": state.global_step,
-            "rates": rates,
+            "rates": self.rates[:-1],
         }
         self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
 

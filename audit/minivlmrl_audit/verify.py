@@ -26,8 +26,9 @@ LARGEST_ROUNDING = 1e-3
 
 def main(arguments: list[str]) -> int:
     """Print what differs; 0: nothing, 1: something, 3: numbers alone, as on another machine."""
-    about = {"description": __doc__, "allow_abbrev": False}
-    p = argparse.ArgumentParser("python -m minivlmrl verify", **about)
+    p = argparse.ArgumentParser(
+        "python -m minivlmrl verify", description=__doc__, allow_abbrev=False
+    )
     p.add_argument("run", help="the folder of a run that has ended")
     p.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
     p.add_argument("--state", help="begin with this one, such as 000120, and believe it")
