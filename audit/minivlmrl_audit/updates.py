@@ -329,7 +329,8 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
         corrections = (1 - beta1**t, 1 - beta2**t)
         correction1, correction2 = change("correction", corrections)
         variance = v / correction2
-        root = change("root", variance.sqrt() + eps, variance=variance, eps=eps)
+        root = variance.sqrt() + eps
+        root = change("root", root, variance=variance, eps=eps, correction=correction2)
         move = change("move", m / correction1 / root, gradient=slope)
         weight = weight - rate * move
     return weight
