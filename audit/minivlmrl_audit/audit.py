@@ -241,7 +241,7 @@ def explain(name: str, d: Dump) -> list[Fit]:
         explanations = [fit for causes, _ in explanations for fit in fits(name, d, causes)]
     smallest_error = min((error_left for _, error_left in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
-    return [(causes, error_left) for causes, error_left in explanations if error_left <= limit]
+    return [fit for fit in explanations if fit[1] <= limit]
 
 
 def search(name: str, d: Dump) -> list[Fit]:

@@ -61,4 +61,4 @@ def explains(causes: list[Cause], step: Dump) -> bool:
     """Tell whether causes, or a factor, give the numbers of a step."""
     if causes and not causes[0].change:
         return bool(scaled(computed("loss", step, {}), step))
-    return bool(causes and fits("loss", step, causes))
+    return bool(fits("loss", step, causes))
