@@ -113,7 +113,7 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
     for index, batch in enumerate(step.micro_batches):
         world.leave()
         with algorithm.dropout(number, index):
-            loss, metrics = algorithm.loss(batch)
+            loss, metrics = algorithm.training_loss(batch)
             loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))

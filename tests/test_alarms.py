@@ -11,7 +11,7 @@ import torch
 
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.reward_functions.names import get_reward
-from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch, looks_away
+from minivlmrl.run.alarms import BLIND, IDLE, WINDOW, Alarms, check_mismatch, looks_away
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -144,6 +144,26 @@ def test_a_resumed_run_says_what_the_run_would_have_said(killed):
     said = [step(first, number) for number in range(killed)]
     second.restore(first.state())
     assert said + [step(second, number) for number in range(killed, 2 * BLIND)] == expected
+
+
+def test_experts_without_tokens_are_named_after_a_while():
+    """Once, also by a resumed run; dense layers have none."""
+    idle = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 0, 3], [0, 0, 0]]]}  # of text, of images
+    busy = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 2, 3], [0, 0, 0]]]}
+    rules = alarms()
+    said = [rules.step(HEALTHY | idle) for _ in range(IDLE - 1)] + [rules.step(HEALTHY | busy)]
+    assert not any(said)
+    said = []
+    for number in range(IDLE + 5):
+        if number == 20:
+            resumed = alarms()
+            resumed.restore(rules.state())
+            rules = resumed
+        said.append(rules.step(HEALTHY | idle))
+    assert not any(said[: IDLE - 1] + said[IDLE:])
+    [sentence] = said[IDLE - 1]
+    assert sentence.startswith("1 experts, such as 1 of layer 0, had no token in 50 steps")
+    assert "set grpo.router_aux_loss_coef" in sentence
 
 
 def test_weights_without_a_gradient_are_named():

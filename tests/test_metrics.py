@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import LETTERS, metrics
 
+from minivlmrl.algorithms.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog, merge
@@ -40,6 +41,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
     )
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     algorithm = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
+    algorithm.router_log = RouterLog(None, ONE)
     log.stage(algorithm, SimpleNamespace(state={}), done, seconds)
     return log
 

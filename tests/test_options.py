@@ -225,6 +225,8 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "distill.teacher": "test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
     "distill.teacher_prompt": "test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
+BALANCE = "test_routers.py: test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches"
+ELSEWHERE |= {f"{stage}.router_aux_loss_coef": BALANCE for stage in (*STAGES, *FILES)}
 
 
 @pytest.fixture(scope="module")

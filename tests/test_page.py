@@ -85,6 +85,24 @@ def test_a_trajectory_is_a_strip(trained, tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_are_drawn_by_layer_and_kind_of_token(trained, tmp_path):
+    """Shares of the last ten steps together; earlier tables are not on the page."""
+    earlier = {"experts/tokens": [[[7654321] * 3] * 2] * 2}
+    tables = {"experts/tokens": [[[3, 0, 1], [1, 1, 2]], [[2, 2, 0], [0, 0, 0]]]}  # text, images: two layers of three
+    [line] = metrics(trained)[:1]
+    lines = [line | earlier] * 2 + [line | tables] * 10
+    write_lines(trained / "metrics.jsonl", lines)
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "", tmp_path)
+    text, image = html.split('aria-label="share of ')[1:]
+    assert re.findall("layer 0, expert .: (.*?) %", text) == ["75.0", "0.0", "25.0"]
+    assert re.findall("layer 1, expert .: (.*?) %", image) == ["0.0"] * 3 and "7654321" not in json.dumps(
+        collect(trained)
+    )
+    assert 'fill-opacity="1"' in text and "experts/tokens by step" not in html
+
+
+@pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     """Without a place the page opens where completions differ, not at the last step, whose group earned the same."""
     lines = metrics(trained, "completions.jsonl")

@@ -5,6 +5,7 @@ import torch
 from on_ranks import eager
 
 from minivlmrl.environments import tool_sampler
+from minivlmrl.hub.experts import chosen_experts
 from minivlmrl.sampling.routes import routes_of
 
 import tiny
@@ -63,14 +64,16 @@ def test_a_route_is_the_set_of_experts_of_a_token_in_all_layers(model_type):
     rows = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [])]
     batch = pack(rows, [[tiny.completion(generator, n) for n in (5, 20)], []], model.config)
     select = batch.layout.predict_index
-    model(batch, select=select)
-    routes = routes_of(model.model, select)
-    blocks = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
-    assert len(blocks) == (3 if model_type == "qwen3_5_moe" else 2)
-    chosen = {i: block.ids if i == 2 else block.ids[select] for i, block in blocks.items()}
-    sets = [tuple(frozenset(ids[token].tolist()) for ids in chosen.values()) for token in range(25)]
+    with chosen_experts(model) as chosen:
+        model(batch, select=select)
+    chosen = chosen()
+    routes = routes_of(chosen, model.model, select)
+    assert len(chosen) == (3 if model_type == "qwen3_5_moe" else 2)
+    selected = [ids if i == 2 else ids[select] for i, (_, ids) in chosen.items()]
+    sets = [tuple(frozenset(ids[token].tolist()) for ids in selected) for token in range(25)]
     for first in range(25):
         for second in range(25):
             assert (routes[first] == routes[second]) == (sets[first] == sets[second])
-    blocks[0].ids = blocks[0].ids.flip(1)
-    assert torch.equal(routes_of(model.model, select), routes) and len(set(sets)) > 5
+    probabilities, ids = chosen[0]
+    turned = chosen | {0: (probabilities, ids.flip(1))}
+    assert torch.equal(routes_of(turned, model.model, select), routes) and len(set(sets)) > 5

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import dropout
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.reference import Reference
+from minivlmrl.algorithms.routers import RouterLog
+from minivlmrl.batch import MicroBatch
+from minivlmrl.hub.experts import chosen_experts
 from minivlmrl.rows import Processor
 from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.scale.ranks import World
@@ -26,6 +29,7 @@ class TrainingConfig:
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the rate at the end, as a share
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
+    router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0  # of load_balancing_loss
 
     # see effects.py
     needs = (("min_lr_ratio", "lr_scheduler_type != 'constant'"),)
@@ -55,6 +59,7 @@ class Algorithm:
         self.trained = model
         self.processor = processor
         select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
+        self.router_log = RouterLog(model.config, world)
         self.reference = None
         if self.has_reference(self.config):
             self.reference = Reference(model, run.reference, processor, world)
@@ -81,6 +86,26 @@ class Algorithm:
         """Let adapters drop inputs while a micro-batch is trained on (a context)."""
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
+
+    def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute loss(batch); of a model with experts also how its routers balance the tokens.
+
+        As a transformers model's, the balance loss is of all tokens of a micro-batch together.
+        Those of a step's micro-batches are averaged, weighed by their shares of its completions.
+        """
+        with chosen_experts(self.policy if self.trains_policy else self.trained) as chosen:
+            loss, metrics = self.loss(batch)
+        by_layer = chosen()
+        if by_layer:
+            metrics = metrics | self.router_metrics(batch, by_layer)
+        if self.config.router_aux_loss_coef:
+            share = len(batch.loss_mask) / batch.counts.sequences
+            loss = loss + self.config.router_aux_loss_coef * share * metrics["aux_loss"]
+        return loss, metrics
+
+    def router_metrics(self, batch: MicroBatch, chosen: dict) -> dict[str, Tensor]:
+        """Measure what routers did in a forward: its chosen_experts."""
+        return self.router_log.add(batch.group, chosen)
 
     def modules(self) -> dict[str, nn.Module]:
         """List all that has weights which a resumed run needs."""

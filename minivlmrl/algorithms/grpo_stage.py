@@ -175,12 +175,17 @@ class GRPOStage(Algorithm, GRPO):
         mask = batch.loss_mask
         mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()
         mean_square = (mismatch.square() * mask).sum() / mask.sum().clamp(min=1)
-        metrics = super().diagnose(batch, logps, entropies) | {
+        return super().diagnose(batch, logps, entropies) | {
             "rollout/logp_mismatch": mismatch.max(),
             "rollout/logp_mismatch_rms": mean_square.sqrt(),
         }
+
+    def router_metrics(self, batch, chosen: dict) -> dict[str, Tensor]:
+        """Count the tokens, too, that have other experts in training than in sampling."""
+        metrics = super().router_metrics(batch, chosen)
         if batch.sampler_routes is not None:
-            routes = routes_of(self.policy.model, batch.group.layout.predict_index)
+            select = batch.group.layout.predict_index
+            routes = routes_of(chosen, self.policy.model, select)
             differs = routes != batch.sampler_routes.to(routes.device)
             metrics["rollout/route_mismatch"] = batch.mean(differs.float())
         return metrics

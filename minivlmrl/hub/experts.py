@@ -10,7 +10,9 @@ Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.2
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -66,12 +68,12 @@ class ExpertsConfig:
 class Experts(nn.Module):
     """An MLP of k experts for each token; Qwen3.5 adds a gated one for all tokens."""
 
-    def __init__(self, config):
+    def __init__(self, config, index: int):
         super().__init__()
         sizes = config.experts
         width = config.hidden_size
+        self.index = index
         self.top_k = sizes.num_experts_per_tok
-        self.ids = None  # (N, k) of the last forward, see sampling/routes.py
         self.sum_over_ranks = None  # where weights are sharded: adds up counts, see sharding.py
         self.gate = nn.Linear(width, sizes.num_experts, bias=False)
         self.experts = nn.ModuleList(
@@ -82,21 +84,15 @@ class Experts(nn.Module):
             self.shared_expert = MLP(width, sizes.shared_expert_intermediate_size, bias=False)
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, D) -> weights (N, k) and ids of experts (N, k) int64, the likeliest first."""
-        logits = self.gate(x)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        weights, ids = logits.softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(logits.dtype), ids
-
     def forward(self, x: Tensor) -> Tensor:
         """(N, D) -> (N, D): one product an expert, of all its tokens.
 
         Rows are moved and never added up where they meet: forward and backward have no atomics.
         """
-        weights, ids = self.route(x)
-        self.ids = ids
+        logits = self.gate(x)
+        probabilities, ids = choose_experts(logits, self.top_k)
+        weights = probabilities.gather(1, ids)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)  # (N, k)
         order = ids.flatten().argsort(stable=True)  # (N k,): by expert, then by token
         back = order.argsort()
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D)
@@ -123,13 +119,40 @@ class Experts(nn.Module):
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 
+def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Router logits (N, E) -> probabilities (N, E) in float32 or wider, the k likeliest ids (N, k)."""
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return probabilities, probabilities.topk(top_k, dim=-1).indices
+
+
+@contextmanager
+def chosen_experts(model: nn.Module) -> Iterator[Callable[[], dict[int, tuple[Tensor, Tensor]]]]:
+    """Yield what says by layer what choose_experts returned in the latest forward; {}: no experts.
+
+    The last layer computes selected tokens alone, see TextModel.
+    """
+    kept = {}
+
+    def keep(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
+        kept[block.index] = logits, block.top_k  # no more: a backward may compute the layer again
+
+    def chosen() -> dict[int, tuple[Tensor, Tensor]]:
+        return {layer: choose_experts(*arguments) for layer, arguments in kept.items()}
+
+    with ExitStack() as hooks:
+        for block in model.modules():
+            if isinstance(block, Experts):
+                hooks.enter_context(block.gate.register_forward_hook(partial(keep, block)))
+        yield chosen
+
+
 class WithExperts:
     """A layer whose MLP has experts, where config.experts says so."""
 
     def __init__(self, config, index: int):
         super().__init__(config, index)
         if config.experts.has_experts(index):
-            self.mlp = Experts(config)
+            self.mlp = Experts(config, index)
 
 
 class ExpertsLayer(WithExperts, DecoderLayer):

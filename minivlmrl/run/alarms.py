@@ -15,6 +15,7 @@ from minivlmrl.advantages import combine
 
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
+IDLE = 50  # optimizer steps in which each expert should have a token
 # cures that tools/check.py names too
 LONGER = "raise it, or ask for shorter answers"
 FORM = "say the form in data.prompt_template, train sft first, or drop the reward"
@@ -32,9 +33,14 @@ class Alarms:
         self.rollout = None
         self.earned = deque(maxlen=BLIND)  # solutions and rewards of the last rollouts
         self.extremes = []  # least and most that a completion has earned in all, of any step
+        self.idle_steps = []  # (layers, E) steps since an expert had a token; []: no experts
 
     def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
         """Take the metrics of a step, and its Rollout if it has one; return the new sentences."""
+        if "experts/tokens" in metrics:
+            tokens = torch.tensor(metrics["experts/tokens"]).sum(0)  # (layers, E)
+            is_idle = (tokens == 0) & tokens.any(1, keepdim=True)  # dense layers have no tokens
+            self.idle_steps = ((torch.tensor(self.idle_steps or 0) + 1) * is_idle).tolist()
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(row.columns.get("solution")) for row in rollout.rows]
@@ -53,11 +59,12 @@ class Alarms:
         """Write down what a resumed run must know to say neither less nor more, as JSON."""
         earned = [(solutions, rewards.tolist()) for solutions, rewards in self.earned]
         recent = list(self.recent)
-        return json.dumps([recent, sorted(self.broken), self.first, earned, self.extremes])
+        known = [recent, sorted(self.broken), self.first, earned, self.extremes, *self.idle_steps]
+        return json.dumps(known)
 
     def restore(self, state: str):
         """Take over what `state` has written down."""
-        recent, broken, self.first, earned, self.extremes = json.loads(state)
+        recent, broken, self.first, earned, self.extremes, *self.idle_steps = json.loads(state)
         self.recent.extend(recent)
         self.broken.update(broken)
         self.earned.extend((solutions, torch.tensor(rewards)) for solutions, rewards in earned)
@@ -87,6 +94,7 @@ class Alarms:
         yield from self.tool_rules()
         yield from self.blind_rules()
         yield from self.untouched()
+        yield from self.idle_experts()
 
     def learning_rules(self) -> Iterator[tuple[str, str]]:
         """There is nothing to learn from, or nothing changes."""
@@ -204,7 +212,7 @@ class Alarms:
     def untouched(self) -> Iterator[tuple[str, str]]:
         """Name what is trained and never had a gradient: AdamW has no moments of it.
 
-        Experts have a rule of their own.
+        Experts have a rule of their own, idle_experts.
         """
         names = []
         for name, parameter in self.algorithm.trained.named_parameters():
@@ -220,6 +228,18 @@ class Alarms:
                 "check the image column, or set model.freeze=[vision, merger]"
             )
         yield "untouched", sentence
+
+    def idle_experts(self) -> Iterator[tuple[str, str]]:
+        """Name experts that no router has chosen for a while."""
+        idle = (torch.tensor(self.idle_steps) >= IDLE).nonzero().tolist()
+        if idle:
+            layer, expert = idle[0]
+            yield (
+                "idle",
+                f"{len(idle)} experts, such as {expert} of layer {layer}, had no token in {IDLE} "
+                "steps, so they learn nothing, which is usual where rows are alike; if all should "
+                f"learn, set {self.algorithm.stage}.router_aux_loss_coef, for example to 0.001",
+            )
 
 
 def looks_away(evaluations: list[dict], rows: int) -> str | None:

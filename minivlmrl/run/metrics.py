@@ -109,11 +109,12 @@ class MetricsLog(ExitStack):
         """Record one optimizer step; warn of what is about to go wrong."""
         check_mismatch(self.algorithm.run, metrics)
         self.steps += 1
+        tables = self.algorithm.router_log.take()
         if not self.files:
             return
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
-        self.write(METRICS, line | metrics)
+        self.write(METRICS, line | metrics | tables)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         step_time = seconds - self.last_seconds
@@ -126,7 +127,7 @@ class MetricsLog(ExitStack):
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
         self.completions.step(self.algorithm, step, number)
-        for warning in self.alarms.step(metrics, step.rollout):
+        for warning in self.alarms.step(metrics | tables, step.rollout):
             self.write(WARNINGS, line | {"warning": warning})
             tqdm.write(f"step {number + 1}: {warning}", file=sys.stderr)
         self.mark()

@@ -10,6 +10,7 @@ from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
+EXPERT_STEPS = 10  # the last ones, whose tokens the picture of experts counts
 STEPS = 60  # logged steps on a page, at most: a page has to open
 
 
@@ -60,6 +61,8 @@ def collect(folder: Path) -> dict:
     warnings = read_lines(folder / WARNINGS, Logged)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
+    for line in metrics[:-EXPERT_STEPS]:
+        line.pop("experts/tokens", None)  # a page has to open
     last_timings = {line["stage"]: line for line in timings}
     return {
         "name": folder.resolve().name,

@@ -42,6 +42,11 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     datasets = load_datasets(config, needs, reward_columns, eval_columns)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
+    for stage in config.stage_names:
+        if getattr(config, stage).router_aux_loss_coef and model.config.experts is None:
+            raise ValueError(
+                f"{stage}.router_aux_loss_coef: the model has no experts; leave it out"
+            )
     if world.is_main:
         describe_run(config, model, world)
         describe_thought(processor)

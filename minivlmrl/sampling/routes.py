@@ -4,70 +4,61 @@ A token's route is the set of its experts in all layers. It is kept as one numbe
 random number for each of them: equal sets have equal sums, in any order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.generate import Choose
-from minivlmrl.hub.experts import Experts
+from minivlmrl.hub.experts import chosen_experts
 from minivlmrl.rows import Completion
 
 
-def routes_of(decoder: nn.Module, select: Tensor | None) -> Tensor | None:
-    """Add up the routes (n,) int64 of a decoder's last forward; None: it has no experts.
+def routes_of(
+    chosen: dict[int, tuple[Tensor, Tensor]], decoder: nn.Module, select: Tensor | None
+) -> Tensor:
+    """Add up the routes (n,) int64 of a forward, from its chosen_experts.
 
     Args:
         select: (n,) which of the tokens its last layer has computed; None: all.
     """
-    routes = None
-    for index, layer in enumerate(decoder.layers):
-        if not isinstance(layer.mlp, Experts):
-            continue
-        ids = layer.mlp.ids  # (tokens, k)
-        generator = torch.Generator().manual_seed(index)
-        codes = torch.randint(2**62, (len(layer.mlp.experts),), generator=generator)
+    routes = 0
+    for layer, (probabilities, ids) in chosen.items():
+        generator = torch.Generator().manual_seed(layer)
+        codes = torch.randint(2**62, probabilities.shape[1:], generator=generator)  # (E,)
         layer_routes = codes.to(ids.device)[ids].sum(1)
-        if select is not None and index + 1 < len(decoder.layers):
+        if select is not None and layer + 1 < len(decoder.layers):
             layer_routes = layer_routes[select]
-        routes = layer_routes if routes is None else routes + layer_routes
+        routes = routes + layer_routes
     return routes
 
 
-class RouteLog:
-    """The route after which each token of a rollout is drawn.
+@contextmanager
+def watch_routes(model: nn.Module, choose: Choose, kept: Tensor) -> Iterator[Choose]:
+    """Yield a `choose` that keeps the route after which each token of a rollout is drawn.
 
     Args:
-        shape: completions and most tokens of one.
+        kept: (completions, most tokens of one) int64, is written into.
     """
+    latest = None  # (n,) of the last forward: a prompt's, or a row's
 
-    def __init__(self, shape: tuple[int, int]):
-        self.kept = torch.zeros(shape, dtype=torch.long)
-        self.latest = None  # (n,) of the last forward: a prompt's, or a row's
-
-    def after_forward(self, decoder: nn.Module, arguments: tuple, states: Tensor):
-        """Take the routes of a forward of the decoder: a hook."""
+    def after_forward(decoder: nn.Module, arguments: tuple, states: Tensor):
+        nonlocal latest
         attention, select = (*arguments, None)[2:4]
-        routes = routes_of(decoder, select)
+        routes = routes_of(chosen(), decoder, select)
         if hasattr(attention, "answer_spans"):  # some rows of a decoding have read answers
-            self.latest[[span.row for span in attention.answer_spans]] = routes
+            latest[[span.row for span in attention.answer_spans]] = routes
         else:
-            self.latest = routes
+            latest = routes
 
-    def keeping(self, choose: Choose) -> Choose:
-        """Let a `choose` keep the routes of the forward before it."""
+    def choose_and_keep(logits: Tensor, rows: Tensor, counts: Tensor):
+        repeats = len(rows) // len(latest)  # a prompt is read once for its completions
+        kept[rows.cpu(), counts.cpu()] = latest.repeat_interleave(repeats).cpu()
+        return choose(logits, rows, counts)
 
-        def choose_and_keep(logits: Tensor, rows: Tensor, counts: Tensor):
-            repeats = len(rows) // len(self.latest)  # a prompt is read once for its completions
-            self.kept[rows.cpu(), counts.cpu()] = self.latest.repeat_interleave(repeats).cpu()
-            return choose(logits, rows, counts)
-
-        return choose_and_keep
-
-    def hand_over(self, completions: Iterable[Completion]):
-        """Give each completion its routes (most tokens,)."""
-        for completion, routes in zip(completions, self.kept, strict=True):
-            completion.routes = routes
+    with chosen_experts(model) as chosen, model.model.register_forward_hook(after_forward):
+        yield choose_and_keep
 
 
 def join_routes(completions: Sequence[Completion]) -> Tensor | None:

@@ -1,6 +1,7 @@
 """The sampler of a recipe: filters, stop strings, sharded weights, decoding as a CUDA graph."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -14,7 +15,7 @@ from minivlmrl.rows import Completion, Processor, Prompt
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.sampling.filters import ENGINES, Filters, SamplingOptions
 from minivlmrl.sampling.pieces import in_pieces
-from minivlmrl.sampling.routes import RouteLog
+from minivlmrl.sampling.routes import watch_routes
 from minivlmrl.sampling.stop_strings import StopStrings
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import in_lockstep, is_sharded, rollout_weights
@@ -61,17 +62,18 @@ class RunSampler(Sampler):
     def draw(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
         """Sample with the weights of rollouts; environments/ draw turn after turn."""
         limit = self.sampling.max_new_tokens
-        if model.config.experts is not None:
-            route_log = RouteLog((len(prompts) * num_generations, limit))
-            hook = model.model.register_forward_hook(route_log.after_forward)
-            choose = route_log.keeping(choose)
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
         decode = self.decode()
-        groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
+        watched = nullcontext(choose)
         if model.config.experts is not None:
-            hook.remove()
-            route_log.hand_over(chain(*groups))
+            kept_routes = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
+            watched = watch_routes(model, choose, kept_routes)
+        with watched as choose:
+            groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
+        if model.config.experts is not None:
+            for completion, routes in zip(chain(*groups), kept_routes, strict=True):
+                completion.routes = routes
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups
