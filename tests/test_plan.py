@@ -111,6 +111,18 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
+def test_recipes_of_experts_fit_their_card(model):
+    """Which docs/experts.md says, too."""
+    name = f"lora_{model.lower().replace('-', '_').replace('.', '_')}"
+    path = Path("recipes") / f"{name}.yaml"
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m min", head_of(path)).groups())
+    size = needed(load_config(path), "grpo", model)
+    assert round(size) == by_plan <= card
+    assert f"[{name}.yaml](../recipes/{name}.yaml) needs {size:.1f} GB" in Path("docs/experts.md").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
 )
