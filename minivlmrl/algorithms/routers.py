@@ -38,12 +38,12 @@ class RouterLog:
         num_layers = self.config.num_hidden_layers
         is_image = torch.zeros_like(group.input_ids).index_fill(0, group.vision_index, 1)
         counts = is_image.new_zeros(2, num_layers, self.config.experts.num_experts)
-        one = is_image.new_ones(())
         metrics = {"aux_loss": load_balancing_loss(chosen.values())}
         for layer, (probabilities, ids) in chosen.items():
             if layer + 1 == num_layers:
                 is_image = is_image[group.layout.predict_index]
-            counts[:, layer].index_put_((is_image[:, None], ids), one, accumulate=True)
+            cells = is_image[:, None], ids
+            counts[:, layer].index_put_(cells, torch.ones_like(ids), accumulate=True)
             entropy = torch.special.entr(probabilities.detach()).sum(1)  # nats
             metrics[f"experts/entropy/{layer}"] = entropy.mean()
         self.counts.append(counts)

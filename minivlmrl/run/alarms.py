@@ -59,8 +59,8 @@ class Alarms:
         """Write down what a resumed run must know to say neither less nor more, as JSON."""
         earned = [(solutions, rewards.tolist()) for solutions, rewards in self.earned]
         recent = list(self.recent)
-        known = [recent, sorted(self.broken), self.first, earned, self.extremes, *self.idle_steps]
-        return json.dumps(known)
+        broken = sorted(self.broken)
+        return json.dumps([recent, broken, self.first, earned, self.extremes, *self.idle_steps])
 
     def restore(self, state: str):
         """Take over what `state` has written down."""
