@@ -1,4 +1,7 @@
-"""docs/carry_on.md: every diff of the page is applied to a copy of the package, and what it adds is called."""
+"""docs/carry_on.md: every diff of the page is applied to a copy of the package, and what it adds is called.
+
+So is recipes/fluent.py, which the page says to copy.
+"""
 
 import json
 import os
@@ -55,9 +58,9 @@ found["A rollout engine"] = " for 2 prompts" in out.getvalue()
 logged = [line.split(",") for line in open("run/metrics.csv")]
 losses = {step: float(value) for step, name, value in logged if name == "loss"}
 found["A tracker"] = losses == {str(step): line["loss"] for step, line in enumerate(lines, start=1)}
-fluent = get_reward("my_judge.py:fluent(path='run/checkpoint')")
+fluent = get_reward("recipes/fluent.py:fluent(path='run/checkpoint')")
 both, alone = fluent(["red", "green square"]), fluent(["green square"])
-found["A reward with a model of its own on the card"] = both[1] < 0 and abs(both[1] - alone[0]) < 1e-5
+found["recipes/fluent.py"] = both[1] < 0 and abs(both[1] - alone[0]) < 1e-5
 found["A reward with a name"] = get_reward("one_line")(["a", "b" + chr(10)]) == [1, 0]
 found["A form of rows"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
 picture = Image.new("RGB", (4, 2), "white")
@@ -111,9 +114,9 @@ def found(tmp_path_factory):
 
 
 def test_every_diff_is_called(found):
-    assert PAGE.count("```diff") == len(DIFFS) and {*found} == {*DIFFS}
+    assert PAGE.count("```diff") == len(DIFFS) and {*found} == {*DIFFS, "recipes/fluent.py"}
 
 
-@pytest.mark.parametrize("title", DIFFS)
+@pytest.mark.parametrize("title", [*DIFFS, "recipes/fluent.py"])
 def test_a_diff_does_what_the_page_says(found, title):
     assert found[title]

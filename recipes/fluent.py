@@ -1,0 +1,33 @@
+"""Reward texts that a model of your own finds likely: it is loaded once on each rank, beside the policy.
+
+    rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
+
+`plan` does not count its memory: leave it room. judge.py asks a model on a server.
+"""
+
+from functools import cache
+
+import torch
+
+from minivlmrl.batch import pack
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Completion, Row
+from minivlmrl.scale.checkpoint import load_model, load_processor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@cache
+def load_judge(path: str):
+    """Load the model of a folder and its processor."""
+    return load_model(path, device=DEVICE).requires_grad_(False), load_processor(path)
+
+
+@torch.no_grad()
+def fluent(completions, path="FOLDER", **columns):
+    """Return the mean log-probability of each completion's tokens, in nats."""
+    model, processor = load_judge(path)
+    prompt = Row([{"role": "user", "content": "Write."}], []).prompt(processor)
+    texts = [Completion(torch.tensor(processor.tokenizer.encode(text or "."))) for text in completions]
+    logps, _ = per_token_logps(model, pack([prompt], [texts], model.config, DEVICE))
+    return [part.mean().item() for part in logps.split([len(text.ids) for text in texts])]
