@@ -98,12 +98,13 @@ def sign(kept_sign: int) -> Callable:
 
 
 def some_tokens(share: float) -> Callable:
-    """Learn from this share of all tokens, drawn at random."""
+    """Learn from this share of all tokens, drawn at random, divided by all tokens as top_entropy_quantile does."""
 
     def change(algorithm, step, number):
         generator = torch.Generator().manual_seed(number)
         for batch in step.micro_batches:
-            batch.loss_mask = batch.loss_mask * (torch.rand(batch.loss_mask.shape, generator=generator) < share)
+            kept = torch.rand(batch.loss_mask.shape, generator=generator) < share  # (R, T)
+            batch.advantages = batch.advantages[:, None] * kept
 
     return change
 
