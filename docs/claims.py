@@ -187,9 +187,9 @@ def page() -> str:
         if (claim.title, "figure") in decided and verdict not in ("undecided", "cannot tell here"):
             verdict = f"**{verdict}**"
         measured = interval_shown(claim.figure.interval(found))
-        title = f"{number} [{claim.title}]({claim.paper})"
+        title = f"{number} {claim.title}"
         rows.append(f"| {title} | {measured} > {shown(claim.figure.bar)} | {verdict} | {claim.of_control(found)} |")
-        paragraphs.append(f"**{number}** {claim.text}\n\n![arms](claims/{number:02}.svg)")
+        paragraphs.append(f"**{number}** <{claim.paper}> {claim.text}\n\n![arms](claims/{number:02}.svg)")
     runs = [run for arm in found["runs"].values() for run in arm.values()]
     words = {
         "verdicts": "\n".join(rows),
