@@ -55,7 +55,7 @@ BUDGETS = {
         "lines of causes.yaml": 520,
         "lines of HTML": 510,
         "fields of a recipe": 166,
-        "words of README and docs": 31_600,
+        "words of README and docs": 27_000,
     },
 }
 # What an issue granted on top of a version's budget: {"0.3.0": {"the issue's title": {"tokens: core": 1800}}}
@@ -67,7 +67,6 @@ GRANTED = {
             "tokens: recipes": 2_000,
             "tokens: tests": 9_000,
             "fields of a recipe": 13,
-            "words of README and docs": 2_300,
         },
         "what strangers found": {"tokens: core": 1_000, "tokens: audit": 460, "tokens: tests": 9_500},
         # More than was granted, to be taken back: both issues cost 7,300 tokens, and KTO and distillation, which left,
@@ -78,23 +77,21 @@ GRANTED = {
             "tokens: recipes": 800,
             "tokens: tests": 4_000,
             "fields of a recipe": 2,
-            "words of README and docs": 900,
         },
         "experts": {
             "tokens: core": 1_600,
             "tokens: tests": 6_000,
             "fields of a recipe": 1,
-            "words of README and docs": 900,
         },
         "agents that forget": {
             "tokens: core": 1_900,
             "tokens: recipes": 2_000,
             "tokens: tests": 6_000,
             "fields of a recipe": 1,
-            "words of README and docs": 900,
         },
         "the audit: names, not indices": {"tokens: tests": 4_000},
         "pages that a newcomer reads": {"lines of HTML": 80, "tokens: tests": 2_000},
+        "pages: more than was asked for, to be taken back": {"words of README and docs": 1_200},
         "pictures of a run: live, experts, trajectories": {"lines of HTML": 40},
     },
 }

@@ -15,7 +15,7 @@ from draw import INK, SOFT, Picture
 from minivlmrl.hub.folder import read_lines
 from minivlmrl.run.completions import COMPLETIONS, Logged
 
-COLUMN = 124  # pixels wide
+COLUMN = 138  # pixels wide
 SIDE = 112  # of a screen
 HEIGHT = 196
 
