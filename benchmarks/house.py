@@ -78,11 +78,7 @@ GRANTED = {
             "tokens: tests": 4_000,
             "fields of a recipe": 2,
         },
-        "experts": {
-            "tokens: core": 1_600,
-            "tokens: tests": 6_000,
-            "fields of a recipe": 1,
-        },
+        "experts": {"tokens: core": 1_600, "tokens: tests": 6_000, "fields of a recipe": 1},
         "agents that forget": {
             "tokens: core": 1_900,
             "tokens: recipes": 2_000,
