@@ -19,9 +19,10 @@ from torch import Tensor
 
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithms, find_class
+from minivlmrl.chat import part_kind
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.row_summary import without_media
-from minivlmrl.data.turns import as_turns, encode_completion, shown_parts_of, text_of
+from minivlmrl.data.turns import as_turns, encode_completion, parts_of, shown_parts_of, text_of
 from minivlmrl.environments.environment import get_environment, settings_of, tools_of
 from minivlmrl.environments.trajectories import build_sampler
 from minivlmrl.reward_functions.names import Reward, columns_of, recipe_columns
@@ -105,6 +106,7 @@ def check(config) -> Iterator[str]:
         yield from check_demonstrations(trial_of(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
         trial = trial_of(config, rows_of["prompts"], processor)
+        yield from check_twice(trial.rewards)
         if (trial.weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(trial, solution_counts)
@@ -170,7 +172,7 @@ def check_all_rows(
     config, all_rows: Dataset, names: Sequence[str], processor: Processor
 ) -> Iterator[str]:
     """Rows of a stage, and their answers of these names."""
-    yield from check_systems(all_rows, config.data.system_prompt)
+    yield from check_conversations(all_rows, config.data.system_prompt)
     rows = spread(all_rows)
     solutions = [str(row.columns.get("solution") or "") for row in rows]
     yield from check_pictures(rows)
@@ -180,16 +182,25 @@ def check_all_rows(
     yield from check_answers(config, names, all_rows, processor)
 
 
-def check_systems(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Rows with two system messages."""
+def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
+    """Rows with two system messages, or with pictures now before and now after the question."""
     num_two_systems = 0
+    image_orders = Counter()  # of rows that begin or end with a picture, and not both
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
+        kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
+        if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
+            image_orders[kinds[0] == "text"] += 1
     if num_two_systems:
         yield (
             f"{num_two_systems} of {len(all_rows)} rows have two system messages, or one beside "
             "data.system_prompt, which is not used for them: leave one out"
+        )
+    if min(image_orders[True], image_orders[False]) > 0.2 * image_orders.total():
+        yield (
+            f"{image_orders[True]} questions have their image at the end, {image_orders[False]} at "
+            "the beginning: write all in one way"
         )
 
 
@@ -213,6 +224,17 @@ def check_tools(environment_name: str | None) -> Iterator[str]:
     for name, tool in tools_of(environment).items():
         if settings_of(environment).declare_tools and not inspect.getdoc(tool):
             yield f"tool {name} has no docstring, which tells the model what it does: write one"
+
+
+def check_twice(rewards: list[Reward]) -> Iterator[str]:
+    """A reward under two names."""
+    names = {}  # function and options -> the name of the first
+    for reward in rewards:
+        function = getattr(reward.function, "func", reward.function)
+        options = getattr(reward.function, "keywords", {})
+        first_name = names.setdefault((function, repr(options)), reward.name)
+        if first_name != reward.name:
+            yield f"reward {reward.name} is {first_name} again: leave one out"
 
 
 def check_pictures(rows: Sequence[Row]) -> Iterator[str]:

@@ -125,6 +125,10 @@ FAULTS = {
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice, check=("8 of 8 rows have two system messages", "leave one out"),
     ),
+    "half of the images after the question": Fault(
+        change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
+        check=("4 questions have their image at the end, 4 at", "write all in one way"),
+    ),
     "the prompt spells the answer as a file": Fault(
         change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
         check=("8 of 8 questions hold their solution", "take it out of the prompt"),
@@ -132,6 +136,10 @@ FAULTS = {
     "empty solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
         check=("4 of 8 rows have an empty solution, which reward accuracy", "write one"),
+    ),
+    "a reward under two names": Fault(
+        ["--rewards={accuracy: 1, minivlmrl.rewards:accuracy: 1}"],
+        check=("reward minivlmrl.rewards:accuracy is accuracy again", "leave one out"),
     ),
     # answers to learn from
     "demonstrations without an end token": Fault(
