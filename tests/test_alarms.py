@@ -11,7 +11,7 @@ import torch
 
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.reward_functions.names import get_reward
-from minivlmrl.run.alarms import BLIND, IDLE, WINDOW, Alarms, check_mismatch, looks_away
+from minivlmrl.run.alarms import BLIND, IDLE, WINDOW, Alarms, check_mismatch, forgets, looks_away
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -234,3 +234,30 @@ def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
 def test_other_curves_say_nothing(healthy):
     assert looks_away(healthy, 256) is None
     assert looks_away(AWAY, 9) is None  # of few rows
+
+
+def greedy(stage, step, value):
+    return {"stage": stage, "step": step, "greedy": value}
+
+
+FORGOTTEN = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo", 150, 0.516)]
+
+
+def test_a_stage_that_makes_answers_worse_is_named():
+    said = forgets(FORGOTTEN, 256)
+    assert said.startswith(
+        "greedy answers to held-out rows earned 0.582 before dpo and earn 0.516 now; lower dpo.learn"
+    )
+    alone = [greedy("dpo", 0, 0.582), greedy("dpo", 50, 0.9), greedy("dpo", 150, 0.516)]
+    assert forgets(alone, 256) == said  # the only stage of a run; what it gained in between does not count
+
+
+@pytest.mark.parametrize("healthy", [
+    FORGOTTEN[:1],
+    [*FORGOTTEN[:2], greedy("dpo", 150, 0.53)],  # less than two standard errors
+    [*FORGOTTEN[:2], {"stage": "dpo", "step": 150}],  # no row was judged
+    [greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)],  # no share
+])  # fmt: skip
+def test_no_stage_forgot(healthy):
+    assert forgets(healthy, 256) is None
+    assert forgets(FORGOTTEN, 64) is None  # of few rows

@@ -105,6 +105,15 @@ def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
     assert line["warning"] in capsys.readouterr().err
 
 
+def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for stage, value in [("sft", 0.6), ("dpo", 0.5)]:
+        log.evaluation(stage, 9, {"greedy": value}, 1.0, 256)
+    [line] = metrics(tmp_path, "warnings.jsonl")
+    assert line["stage"] == "dpo" and "0.6 before dpo" in line["warning"]
+    assert line["warning"] in capsys.readouterr().err
+
+
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
     """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
     parts = [

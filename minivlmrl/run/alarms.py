@@ -252,6 +252,8 @@ def looks_away(evaluations: list[dict], rows: int) -> str | None:
     def worth(line: dict) -> float:
         return line["sampled"] - max(line["grey"], line["swapped"])
 
+    if "grey" not in evaluations[-1]:
+        return None
     lines = [line for line in evaluations if "grey" in line]
     best_line = max(lines, key=worth)
     last_line = lines[-1]
@@ -263,6 +265,25 @@ def looks_away(evaluations: list[dict], rows: int) -> str | None:
         f"what is sampled of held-out rows rose from {best_line['sampled']:.3g} to "
         f"{last_line['sampled']:.3g}, but pictures add {worth(last_line):.3g} to it instead of "
         f"{worth(best_line):.3g}; the text gives answers away: take rows that need their pictures"
+    )
+
+
+def forgets(evaluations: list[dict], rows: int) -> str | None:
+    """Say that a stage has made greedy answers worse than they were before it.
+
+    Of shares alone: a fall counts from 1 / sqrt(rows) on, as above.
+    """
+    stage = evaluations[-1]["stage"]
+    before = math.nan
+    for line in evaluations:
+        if line["stage"] != stage or line["step"] == 0:
+            before = line.get("greedy", math.nan)
+    after = evaluations[-1].get("greedy", math.nan)
+    if not (after < before - 1 / math.sqrt(rows) and before <= 1):
+        return None
+    return (
+        f"greedy answers to held-out rows earned {before:.3g} before {stage} and earn {after:.3g} "
+        f"now; lower {stage}.learning_rate, or raise {stage}.beta if it has one"
     )
 
 

@@ -21,7 +21,7 @@ from minivlmrl.hub.code_names import find_named, with_options
 from minivlmrl.hub.folder import json_text, read_lines
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl.reward_functions.names import guarded
-from minivlmrl.run.alarms import Alarms, check_mismatch, looks_away
+from minivlmrl.run.alarms import Alarms, check_mismatch, forgets, looks_away
 from minivlmrl.run.completions import CompletionsLog, Logged
 from minivlmrl.scale.ranks import World
 
@@ -165,9 +165,9 @@ class MetricsLog(ExitStack):
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
         with ending_unread():
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
-        if "grey" in values:
-            evaluations = read_lines(Path(self.files[EVALUATIONS].name), Logged)
-            warning = looks_away(evaluations, rows)
+        evaluations = read_lines(Path(self.files[EVALUATIONS].name), Logged)
+        for rule in (looks_away, forgets):
+            warning = rule(evaluations, rows)
             if warning:
                 self.write(WARNINGS, line | {"warning": warning})
                 tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
