@@ -61,7 +61,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("sampling.min_p", 0.5, [GREEDY], [{}]),
     ("sampling.history", 2, [{}], [{"sampling.environment": "zoom.py:Zoom"}]),
     ("sampling.graph", "never", [VLLM], [{}]),
-    ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM]),
+    ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
     ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],
      [TWICE, {"grpo.steps_per_generation": 2}, OWN_LOSS]),

@@ -265,10 +265,10 @@ def test_every_folder_is_installed():
     assert not [path for path in (ROOT / "tests").rglob("__init__.py")]
 
 
-def test_only_the_file_of_the_option_and_the_sampler_spell_the_engines_name():
-    """In code: what only vLLM needs are methods of its sampler; docstrings may say which program reads a file."""
+def test_only_the_file_of_the_option_spells_the_engines_name():
+    """In code: what only vLLM needs is in recipes/vllm_sampler.py; docstrings may say which program reads a file."""
     naming = []
     for name, path in FILES.items():
         if any("vllm" in text.lower() for _, text in plain.code_tokens(path.read_text())):
             naming.append(name)
-    assert naming == ["minivlmrl.sampling.filters", "minivlmrl.sampling.vllm_sampler"]
+    assert naming == ["minivlmrl.sampling.filters"]

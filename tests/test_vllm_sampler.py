@@ -15,7 +15,7 @@ import torch
 import vllm_stand_in
 
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, set_parameters
-from minivlmrl.hub.code_names import load_name
+from minivlmrl.hub.code_names import load_name, run_file
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.run.config import load_config
@@ -161,10 +161,14 @@ def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch)
         engine([rows[longest]], 2, "a")
 
 
-def test_the_plan_asks_without_vllm(monkeypatch):
-    """Its module is imported where vLLM is not."""
+def test_the_plan_asks_without_vllm_and_runs_our_file_alone(monkeypatch, tmp_path):
+    """Its file runs where vLLM is not; one of its name where the command runs may be somebody else's, and does not."""
     monkeypatch.setitem(sys.modules, "vllm", None)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "vllm_sampler.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
     load_name.cache_clear()
+    run_file.cache_clear()
     sampler = find_engine(options(engine="vllm"))
     assert sampler.engine_bytes(options(vllm={"dtype": "bfloat16"}), 10, torch.float32) == {"vLLM's weights": 20}
     assert sampler.engine_bytes(options(), 10, torch.float32) == {"vLLM's weights": 40}

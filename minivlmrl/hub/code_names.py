@@ -47,11 +47,17 @@ def _load_module(file: str) -> ModuleType:
 
 def _source_file(path: str) -> str:
     """Find a file from here, or among the files that come with us: recipes/answers.py."""
-    folders = [Path(), *Path(__file__).resolve().parents[1:3]]  # of a wheel, of a clone
-    for folder in folders:
+    for folder in (Path(), recipes_folder().parent):
         if (folder / path).is_file():
             return os.path.abspath(folder / path)
     return path
+
+
+def recipes_folder() -> Path:
+    """Find the recipes: beside the package in a clone, inside it in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "recipes"
+    return inside if (inside / "shapes.yaml").is_file() else package.parent / "recipes"
 
 
 @functools.cache

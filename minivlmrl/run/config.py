@@ -24,7 +24,7 @@ from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
 from minivlmrl.algorithms.table import find_class
-from minivlmrl.hub.code_names import split_options
+from minivlmrl.hub.code_names import recipes_folder, split_options
 from minivlmrl.hub.folder import json_text
 from minivlmrl.hub.recipe_values import (
     Code,
@@ -364,9 +364,3 @@ def _replace(values, path: list[str], value):
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}
-
-
-def recipes_folder() -> Path:
-    """Find the recipes: beside the package in a clone, inside it in a wheel."""
-    folders = [folder / "recipes" for folder in Path(__file__).resolve().parents[1:3]]
-    return next(folder for folder in folders if (folder / "shapes.yaml").is_file())

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from minivlmrl.generate import SamplingConfig
+from minivlmrl.hub.code_names import recipes_folder
 from minivlmrl.hub.recipe_values import Code, require
 from minivlmrl.rows import Completion
 
 # the samplers of rollouts, by the name of their engine, see sample.find_engine
 ENGINES = {
     "own": "minivlmrl.sampling.sample:RunSampler",
-    "vllm": "minivlmrl.sampling.vllm_sampler:VLLMSampler",
+    "vllm": f"{recipes_folder()}/vllm_sampler.py:VLLMSampler",
 }
 
 
@@ -49,7 +50,7 @@ class SamplingOptions(SamplingConfig):
         ("min_p", "temperature > 0"),
         ("history", "environment is not None"),
         ("graph", "engine != 'vllm'"),
-        ("vllm", "engine == 'vllm'"),
+        ("vllm", "engine != 'own'"),  # a copy of the file reads them too
     )
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from minivlmrl.hub.code_names import recipes_folder
 from minivlmrl.hub.folder import write_json
 from minivlmrl.hub.recipe_values import shortened
 
@@ -28,7 +29,8 @@ def show_mistake(error: Exception) -> bool:
     Returns False for what is neither: a bug.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = last.filename.startswith(str(Path(__file__).parents[1]))
+    our_folders = (str(Path(__file__).parents[1]), str(recipes_folder()))
+    is_ours = last.filename.startswith(our_folders)
     message = shortened(" ".join(str(error).split()))
     code = getattr(error, "errno", None)
     names_a_file = getattr(error, "filename", None) is not None

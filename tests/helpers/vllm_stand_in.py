@@ -15,7 +15,6 @@ from minivlmrl.rows import Completion, Prompt
 from minivlmrl.sampling.filters import ENGINES
 from minivlmrl.scale.checkpoint import _make, read_config
 
-SAMPLER = "minivlmrl.sampling.vllm_sampler"
 EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "load_format"])
 
 
@@ -85,6 +84,5 @@ def install(monkeypatch):
     for name, content in MODULES.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(content)
-    monkeypatch.delitem(sys.modules, SAMPLER, raising=False)
     load_name.cache_clear()
     return sys.modules[load_name(ENGINES["vllm"]).__module__]

@@ -1,4 +1,7 @@
-"""Rollouts by vLLM: it computes logits, all else stays what sample.py does (docs/vllm.md).
+"""Rollouts by vLLM: it computes logits, all else stays what RunSampler does (docs/vllm.md).
+
+In a recipe, `vllm` is the name of this file; a copy beside it has its own, my_vllm.py:VLLMSampler:
+    sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
 It gets the trainer's weights before each rollout, and prompts as our ids and patches: nothing is
 tokenized, resized or normalised a second time. Tokens are chosen here, so no row's draws depend on
@@ -130,9 +133,7 @@ class VLLMSampler(RunSampler):
         config = run.model.config or find_folder(run.model.path) / "config.json"
         model_type = read_json(Path(config)).get("model_type")
         if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"):
-            raise ValueError(
-                f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own"
-            )
+            raise ValueError(f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own")
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
