@@ -43,11 +43,18 @@ def test_no_token_has_other_experts_in_training_than_in_sampling(stage, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MOE)
 def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
-    run = many_tokens(stage, monkeypatch, model, "filters", 64, "--grpo.prompts_per_step=8", "--grpo.max_steps=4")
+    options = ["--grpo.prompts_per_step=8", "--grpo.max_steps=4", "--sampling.max_tokens_at_once=20000"]
+    run = many_tokens(stage, monkeypatch, model, "filters", 64, *options)
     drawn = 0
-    for _ in range(4):
-        drawn += int(run.next()[0].counts.tokens)
-        assert run.update()["rollout/route_mismatch"] == 0
+    for number in range(4):
+        batches = run.next()
+        drawn += int(batches[0].counts.tokens)
+        if number == 0:  # the other rollouts are by the weights after this step
+            assert run.update()["rollout/route_mismatch"] == 0
+            continue
+        with torch.no_grad():
+            found = [run.algorithm.training_loss(batch)[1] for batch in batches]
+        assert [metrics["rollout/route_mismatch"] for metrics in found] == [0] * 4
     assert drawn > 100_000
 
 
