@@ -1,6 +1,7 @@
 """The command `plan`: what it prints, and what recipes' heads say of cards."""
 
 import copy
+import functools
 import json
 import re
 from pathlib import Path
@@ -23,15 +24,39 @@ def head_of(path):
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
-def needed(config, stage, model, num_layers=None):
-    """GB of a step of these lengths on one card, as the command says; of a model with its first layers alone."""
+@functools.cache
+def costs_of(model, num_layers=None):
+    """Of a model of the hub, or of one with its first layers alone."""
     values = copy.deepcopy(real_config(model))
     if num_layers is not None:
         values["text_config"]["num_hidden_layers"] = num_layers
         if "layer_types" in values["text_config"]:
             del values["text_config"]["layer_types"][num_layers:]
-    costs = Costs(ModelConfig.from_dict(values))
-    return peak_bytes(plan(config, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+    return Costs(ModelConfig.from_dict(values))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once():
+    """Several rows count the activations of one and the same model: once here, by all that they depend on."""
+    counted = {}
+    count = Costs.activations
+
+    def activations(costs, run, models, work, train):
+        weights = [(name, p.shape, p.dtype, train and p.requires_grad) for name, p in models.named_parameters()]
+        options = (run.model.compute_dtype, run.model.activation_checkpointing, run.adapter.dropout)
+        key = (costs, *weights, *options, work, train)
+        if key not in counted:
+            counted[key] = count(costs, run, models, work, train)
+        return counted[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Costs, "activations", activations)
+        yield
+
+
+def needed(config, stage, model, num_layers=None):
+    """GB of a step of these lengths on one card, as the command says."""
+    return peak_bytes(plan(config, stage, costs_of(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
 
 
 def cell(size):
