@@ -48,10 +48,12 @@ def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, t
 
 
 @pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
-def test_random_weights_on_rows_of_ones_own(home, rows, sizes):
+def test_random_weights_on_rows_of_ones_own(home, rows, tmp_path, sizes):
     """The tokenizer is trained on what the rows say, and learns their words whole."""
-    (home / "model.json").write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
-    config = load_config(home / "recipe.yaml", ["--data.task=null", f"--data.train_file={rows}"])
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
+    own = [f"--model.config={file}", "--data.task=null", f"--data.train_file={rows}"]
+    config = load_config(home / "recipe.yaml", own)
     datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
     model, processor = build_model(config, ONE, datasets)
     assert model.config.vocab_size == (512 if "text_config" in sizes else len(processor.tokenizer))
