@@ -194,8 +194,9 @@ def keys(config: dict, before: str = ""):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_any_value_of_any_key_is_read_or_refused_in_one_line(model_type):
-    """Without gigabytes for a huge one."""
+    """Without gigabytes for a huge one. Values that make no difference make one model."""
     build = partial(random_model, tokenizer=train_tokenizer([], 0), seed=0)
+    built = set()
     for key in keys(tiny_config(model_type, tied=False)):
         for value in (-1, 0, 10**12, 10**400, 1e308, 1.5, None, "x", [], [[1]], {"a": None}):
             config = changed(f"{model_type}/{key}", value)
@@ -204,6 +205,9 @@ def test_any_value_of_any_key_is_read_or_refused_in_one_line(model_type):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(checkpoint, "read_json", lambda _, config=config: config)
                 try:
-                    build("config.json")
+                    found = repr(ModelConfig.from_dict(config, "config.json"))
+                    if found not in built:
+                        built.add(found)
+                        build("config.json")
                 except ValueError as error:
                     assert str(error).startswith("config.json") and "\n" not in str(error)

@@ -163,10 +163,10 @@ def weights_of(way, trajectory):
 
 
 def expected_loss(logps, mask, rewards, probabilities, group, way=None):
-    """Mean over all groups of two of the implemented loss, or of a shortcut's."""
+    """Mean over all groups of two, in one of their orders, of the implemented loss, or of a shortcut's."""
     options = PolicyLoss(loss_type="dr_grpo")
     total = 0.0
-    for i, j in itertools.product(range(len(rewards)), repeat=2):
+    for i, j in itertools.combinations_with_replacement(range(len(rewards)), 2):
         pair = [i, j]
         advantages = leave_one_out(rewards[pair], 2)
         weights = mask[pair]
@@ -179,7 +179,8 @@ def expected_loss(logps, mask, rewards, probabilities, group, way=None):
             counts = torch.tensor([len(group[index].turns) for index in pair])
             advantages = rewards[pair] - (rewards[pair] * counts).sum() / counts.sum()
         loss, _ = grpo_loss(logps[pair], advantages, weights, options, counts=Counts(2, 1, 1))
-        total = total + probabilities[i] * probabilities[j] * loss
+        orders = 1 if i == j else 2
+        total = total + orders * probabilities[i] * probabilities[j] * loss
     return total
 
 
