@@ -42,19 +42,19 @@ HEAD = f"""\
 # One prompt on its way through a GRPO step
 
 After this page you know what a GRPO step makes of one picture and one question, from pixels to the update, in numbers.
-Each title has the function of the book that does it. This command prints the completions, rewards and
+Below each title is the function of the book that does it. This command prints completions, rewards and
 log-probabilities:
 
 ```bash
 {COMMAND}
 ```
 
-`python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does the same for any step of a run of your
-own: it trains the step again. With `--lines=step5.html` it writes [a page](step.html) of every line of the book and
-what it made; `--lines=step5.html,my_rewards.py` adds a file of yours.
+SFT has had 12 of its 40 steps, so that completions still differ. All is in float64, so that every machine prints the
+same.
 
-SFT has had 12 of its 40 steps here, so that completions still differ. All is in float64, so that every machine prints
-the same.
+Of a run of your own, `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` trains a step again and
+prints this. `--lines=step5.html` writes [a page](step.html) of every line of the book and what it made;
+`--lines=step5.html,my_rewards.py` adds a file of yours.
 
 ![a GRPO step as a flow](step.svg)
 
@@ -71,7 +71,7 @@ A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still pictur
 pixels, normalised. Four patches that will become one token come together.
 
 # Windows
-Most blocks attend inside windows, so the tower sorts tokens by window.
+Most blocks attend inside windows, so the tower sorts tokens by window. [Windows](windows.svg) of a larger picture.
 
 ![the picture, its patches in their order, and the order of merged tokens by windows](walkthrough_patches.svg)
 
@@ -82,8 +82,8 @@ A small MLP makes one vector of four patches, as wide as a word's embedding.
 The template lays out the messages. The image is {merged} placeholders, one for each merged token.
 
 # Positions
-Text counts up on all three axes together. The image has one time, and its rows and columns count from there. The text
-after it goes on from the largest.
+Text counts up on all three axes together. An image has one time, and its rows and columns count from there. The text
+after it goes on from the largest: [drawn](mrope.svg).
 
 # Run
 The prompt is computed once for all eight completions. With `GroupAttention` a token of a completion sees the prompt
