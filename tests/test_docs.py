@@ -58,7 +58,8 @@ def rows_of(text: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
-COMMANDS = [line for text in PAGES.values() for block in blocks(text, "bash") for line in block.splitlines()]
+BLOCKS = [block.replace("\\\n", " ") for text in PAGES.values() for block in blocks(text, "bash")]
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 START, INDEX = "README.md", "docs/README.md"
 PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
+NAMES = {"vLLM"}  # which begin with a small letter
 LANGUAGES = {".py": "python", ".txt": "text", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 
@@ -76,7 +77,7 @@ def notebook(text: str) -> str:
 def menu_words(name: str) -> str:
     """A link's text, as short as a menu asks for: "Coming from TRL, EasyR1 or verl" is "Coming from TRL"."""
     words = name.partition(",")[0]
-    return words[0].upper() + words[1:]
+    return words if words.split()[0] in NAMES else words[0].upper() + words[1:]
 
 
 def book() -> dict[str, str]:
