@@ -88,7 +88,6 @@ GRANTED = {
         },
         "the audit: names, not indices": {"tokens: tests": 4_000},
         "pages that a newcomer reads": {"lines of HTML": 80, "tokens: tests": 2_000},
-        "pages: more than was asked for, to be taken back": {"words of README and docs": 1_200},
         "pictures of a run: live, experts, trajectories": {"lines of HTML": 40},
     },
 }

@@ -58,8 +58,12 @@ def rows_of(text: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
-BLOCKS = [block.replace("\\\n", " ") for text in PAGES.values() for block in blocks(text, "bash")]
-COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+def commands(text: str) -> list[str]:
+    """Of the blocks of bash; a line with a backslash at its end goes on in the next."""
+    return [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+
+
+COMMANDS = [line for text in PAGES.values() for line in commands(text)]
 COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
 
 
@@ -273,7 +277,7 @@ def own(tmp_path_factory):
 
 
 def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
-    [command] = [c for c in COMMANDS if "my_rewards.py" in c and c in README]
+    [command] = [c for c in commands(README) if "my_rewards.py" in c]
     monkeypatch.chdir(own)
     words = shlex.split(command.replace("FOLDER", "model"))[2:]
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
