@@ -58,7 +58,7 @@ prints this. `--lines=step5.html` writes [a page](step.html) of every line of th
 
 ![a GRPO step as a flow](step.svg)
 
-Letters: P tokens of the prompt, R completions of the group, M their tokens together, T tokens of the longest.
+P tokens of a prompt, G completions of it, n of all prompts, K rewards; M tokens of all completions, N of the run.
 """
 WHY = """\
 # RGB
