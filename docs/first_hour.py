@@ -23,8 +23,8 @@ CELLS = """
 BADGE
 
 A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
-answers, train it, and then train it with a reward of your own. All cells take 76 seconds on two idle cores (Intel Xeon).
-In a clone: `pip install -c constraints.txt -e . notebook`, then `jupyter notebook docs/first_hour.ipynb`.
+answers, train it, and then train it with a reward of your own. All cells take 76 seconds on two idle cores (Intel
+Xeon). In a clone: `pip install -c constraints.txt -e . notebook`, then `jupyter notebook docs/first_hour.ipynb`.
 The [walkthrough](walkthrough.md) has every number of one step, [this page](step.html) every line of it; the
 [FAQ](faq.md) answers what others have asked.
 ---
