@@ -59,7 +59,7 @@ STAGES = {  # in float64; each has other joint work
                                               "--reward_model.path=FOLDER/stranger"],
     "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
     "tools": TOOLS,
-    "trajectories": FORGETTING,
+    "trajectories": [*FORGETTING, "--grpo.max_steps=2"],
     "Qwen3-VL": [*REFERENCE, *QWEN3],
     "Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
     "two at a time": TWO_AT_A_TIME,
