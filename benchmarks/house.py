@@ -69,10 +69,7 @@ GRANTED = {
             "fields of a recipe": 13,
         },
         "what strangers found": {"tokens: core": 1_000, "tokens: audit": 460, "tokens: tests": 9_500},
-        # More than was granted, to be taken back: both issues cost 7,300 tokens, and what left for recipes (KTO,
-        # distillation, vLLM's sampler) gave 3,700.
-        "beyond what was granted": {"tokens: core": 750},
-        "vLLM's sampler is a recipe": {"tokens: recipes": 650},
+        "what leaves the core for recipes: vLLM's sampler, 8-bit AdamW": {"tokens: recipes": 1_500},
         "from training to use": {
             "tokens: core": 450,
             "tokens: recipes": 800,

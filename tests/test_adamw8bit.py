@@ -5,8 +5,9 @@ import torch
 from record_bitsandbytes import digest, numbers, recorded
 from torch import nn
 
-from minivlmrl.adapters import adamw8bit
-from minivlmrl.adapters.adamw8bit import AdamW8bit, dynamic_code, quantize
+from minivlmrl.adapters.nf4 import dynamic_code, quantize
+from recipes import adamw8bit
+from recipes.adamw8bit import AdamW8bit
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 

@@ -3,11 +3,14 @@
 import inspect
 import json
 import pickle
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 
-from minivlmrl.hub.code_names import find_named, load_name, with_options
+from minivlmrl.hub.code_names import find_named, load_name, recipes_folder, with_options
+from minivlmrl.run.optimizer import OPTIMIZERS
+from minivlmrl.sampling.filters import ENGINES
 
 
 def test_a_module_and_a_file(tmp_path):
@@ -20,6 +23,15 @@ def test_a_module_and_a_file(tmp_path):
     assert load_name(f"{file}:double") is load_name(f"{file}:double")
     assert pickle.loads(pickle.dumps(load_name(f"{file}:double"))) is load_name(f"{file}:double")
     assert inspect.getsource(load_name(f"{file}:double")).startswith("def double")
+
+
+def test_what_tables_name_of_recipes_are_our_files_wherever_a_command_runs():
+    """A file of the same name in the folder of somebody else may not run unasked."""
+    targets = [target for table in (ENGINES, OPTIMIZERS) for target in table.values() if ".py:" in str(target)]
+    assert len(targets) == 2
+    for target in targets:
+        file = Path(target.partition(":")[0])
+        assert file.is_absolute() and file.is_file() and file.parent == recipes_folder()
 
 
 @pytest.mark.parametrize(("target", "cause"), [

@@ -11,7 +11,6 @@ from torch import nn
 
 from minivlmrl.__main__ import main
 from minivlmrl.adapters import nf4
-from minivlmrl.adapters.adamw8bit import dynamic_code
 from minivlmrl.adapters.lora import (
     LoRAConfig,
     adapters,
@@ -21,7 +20,7 @@ from minivlmrl.adapters.lora import (
     plain_weights,
     quantize_base,
 )  # fmt: skip
-from minivlmrl.adapters.nf4 import NF4, pack, unpack
+from minivlmrl.adapters.nf4 import NF4, dynamic_code, pack, unpack
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.value_model import ValueModel

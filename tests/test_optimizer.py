@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from minivlmrl.adapters.adamw8bit import AdamW8bit
 from minivlmrl.run.optimizer import (
     OptimizerSection,
     TrainingConfig,
@@ -48,11 +47,11 @@ def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(tran
 def test_the_optimizers_by_name_leave_frozen_parameters_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", AdamW8bit)):
+    for name, kind in (("adamw", "AdamW"), ("adamw_8bit", "AdamW8bit")):
         options = TrainingConfig(adam_beta2=0.5), OptimizerSection(name, weight_decay=0.1)
         optimizer = build_optimizer(model, *options)
         [group] = optimizer.param_groups
-        assert type(optimizer) is kind and len(group["params"]) == 2
+        assert type(optimizer).__name__ == kind and len(group["params"]) == 2
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-6, (0.9, 0.5), 0.1)
 
 

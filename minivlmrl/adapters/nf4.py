@@ -2,6 +2,7 @@
 
 64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of
 a normal. Scales, less their mean, have 8 bits: 4.13 bits a value. Each pass unpacks weights again.
+recipes/adamw8bit.py has moments of such 8 bits.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.adapters.adamw8bit import dequantize, dynamic_code, quantize
 from minivlmrl.kernels.backend import backend_for
-from minivlmrl.kernels.nf4_unpack import BLOCK, nf4_unpack
+from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 
 NF4 = (  # the appendix of the paper, to the digits of float32
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
@@ -22,6 +22,33 @@ NF4 = (  # the appendix of the paper, to the digits of float32
 )  # fmt: skip
 # cached on the device: a copy would synchronise, which a CUDA graph forbids
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
+
+
+@cache  # a copy to the device would synchronise, which a CUDA graph forbids
+def dynamic_code(signed: bool, device: torch.device) -> Tensor:
+    """List bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
+    numbers = [torch.zeros(1), torch.ones(1)]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        numbers += [middles, -middles] if signed else [middles]
+    return torch.cat(numbers).sort().values.to(device)
+
+
+def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, Tensor]:
+    """(rows, n) float32 -> indices (rows, n) uint8 of numbers, scales (rows, ceil(n / block))."""
+    num_rows, num_values = values.shape
+    value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
+    scales = value_blocks.abs().amax(2)  # (rows, blocks)
+    normalised = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
+    boundaries = (code[:-1] + code[1:]) / 2
+    nearest_indices = torch.bucketize(normalised, boundaries, out_int32=True)
+    return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
+
+
+def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
+    """Compute the (rows, n) float32 values that quantize's result means."""
+    return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.adapters.adamw8bit import AdamW8bit
 from minivlmrl.adapters.lora import full
 from minivlmrl.adapters.trained import trained_parameters
 from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.hub.code_names import find_named, with_options
+from minivlmrl.hub.code_names import find_named, recipes_folder, with_options
 from minivlmrl.hub.recipe_values import Code, naming, require
 from minivlmrl.reward_functions.names import guarded
 from minivlmrl.scale.ranks import World
@@ -36,7 +35,7 @@ def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
-OPTIMIZERS = {"adamw": adamw, "adamw_8bit": AdamW8bit}
+OPTIMIZERS = {"adamw": adamw, "adamw_8bit": f"{recipes_folder()}/adamw8bit.py:AdamW8bit"}
 
 
 def build_optimizer(

@@ -4,47 +4,23 @@ A row of a moment is cut into blocks of 256 values. A block keeps its largest ab
 float32, its scale, and for each value the index of the nearest of 256 numbers between -1 and 1,
 which lie closer together near 0. No block crosses a row, and ranks share a weight by rows: any
 number of them computes the same codes. bitsandbytes cuts the flat tensor instead.
+
+In a recipe, `adamw_8bit` is the name of this file; a copy beside it has its own, my_adamw.py:AdamW8bit:
+    optimizer: {name: adamw_8bit}
 """
 
 import math
 from collections.abc import Iterable
-from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # values with one scale
+from minivlmrl.adapters.nf4 import dequantize, dynamic_code, quantize
+from minivlmrl.kernels.nf4_unpack import GROUP
+
 SMALLEST = 4096  # moments of a tensor with fewer values, and of a vector, stay in float32
 PIECE = 2**24  # values that are in float32 at a time
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
-
-
-@cache  # a copy to the device would synchronise, which a CUDA graph forbids
-def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """List bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
-    numbers = [torch.zeros(1), torch.ones(1)]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
-        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
-        numbers += [middles, -middles] if signed else [middles]
-    return torch.cat(numbers).sort().values.to(device)
-
-
-def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(rows, n) float32 -> indices (rows, n) uint8 of numbers, scales (rows, ceil(n / block))."""
-    num_rows, num_values = values.shape
-    value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
-    scales = value_blocks.abs().amax(2)  # (rows, blocks)
-    normalised = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, block)
-    boundaries = (code[:-1] + code[1:]) / 2
-    nearest_indices = torch.bucketize(normalised, boundaries, out_int32=True)
-    return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
-
-
-def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute the (rows, n) float32 values that quantize's result means."""
-    return code[indices.int()] * scales.repeat_interleave(BLOCK, 1)[:, : indices.shape[1]]
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -53,9 +29,7 @@ class AdamW8bit(torch.optim.Optimizer):
     These keep in 16 bits what rounding has taken from them: small updates add up.
     """
 
-    def __init__(
-        self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float
-    ):
+    def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
         super().__init__(parameters, defaults)
 
@@ -80,14 +54,7 @@ class AdamW8bit(torch.optim.Optimizer):
             piece = {name: value[rows] for name, value in moments.items()}
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
-    def _update_rows(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        num_steps: int,
-        group: dict,
-    ):
+    def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
         """Take AdamW's step (arXiv 1711.05101, algorithm 2) on some rows, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
@@ -136,7 +103,7 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            block_starts = parameter.flatten(1)[:, ::BLOCK]
+            block_starts = parameter.flatten(1)[:, ::GROUP]  # of the values with one scale
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state
 
