@@ -74,7 +74,6 @@ class Experts(nn.Module):
         width = config.hidden_size
         self.index = index
         self.top_k = sizes.num_experts_per_tok
-        self.sum_over_ranks = None  # where weights are sharded: adds up counts, see sharding.py
         self.gate = nn.Linear(width, sizes.num_experts, bias=False)
         self.experts = nn.ModuleList(
             MLP(width, sizes.moe_intermediate_size, bias=False) for _ in range(sizes.num_experts)
@@ -84,10 +83,13 @@ class Experts(nn.Module):
             self.shared_expert = MLP(width, sizes.shared_expert_intermediate_size, bias=False)
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
         """(N, D) -> (N, D): one product an expert, of all its tokens.
 
         Rows are moved and never added up where they meet: forward and backward have no atomics.
+
+        Args:
+            sum_over_ranks: adds up counts where weights are sharded, see scale/sharding.py.
         """
         logits = self.gate(x)
         probabilities, ids = choose_experts(logits, self.top_k)
@@ -98,8 +100,8 @@ class Experts(nn.Module):
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D)
         counts = self.counts(ids)
         used = counts
-        if self.sum_over_ranks is not None and torch.is_grad_enabled():
-            used = self.sum_over_ranks(counts)  # with tokens of others it has a gradient here too
+        if sum_over_ranks is not None and torch.is_grad_enabled():
+            used = sum_over_ranks(counts)  # with tokens of others it has a gradient here too
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
             if uses:  # an expert without tokens costs nothing, and has no gradient

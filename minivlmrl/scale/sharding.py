@@ -111,7 +111,7 @@ class Sharding:
                 block.set_modules_to_backward_prefetch([previous_block])
         for module in model.modules():
             if isinstance(module, Experts):
-                module.sum_over_ranks = sum_counts
+                module.forward = partial(module.forward, sum_over_ranks=sum_counts)
         vision = VisionInStep()
         # runs after FSDP's own, which gathers the root
         model.register_forward_pre_hook(vision.before)
