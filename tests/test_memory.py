@@ -9,8 +9,10 @@ import torch
 
 from minivlmrl import train
 from minivlmrl.adapters.lora import dropout
+from minivlmrl.algorithms.routers import load_balancing_loss
 from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.generate import draw_by, make_choose
+from minivlmrl.hub.experts import chosen_experts
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
@@ -235,3 +237,32 @@ def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_
         run.output_dir = str(tmp_path / output)
         with contextlib.nullcontext() if fits else refused:
             memory.check_memory(run, World())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_the_balance_of_experts_keeps_is_planned(recomputed, monkeypatch):
+    """The probabilities of all experts, here 256, of each token and layer, until the backward has come to them."""
+    sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
+    config = ModelConfig.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
+    costs, run = Costs(config), run_config()
+    run.model.activation_checkpointing = recomputed
+    model = costs.build(run, "grpo").to_empty(device="cpu")
+    initialize(model, torch.Generator().manual_seed(0))
+    if recomputed:
+        recompute_blocks(model)
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
+    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
+    batch = pack([prompt] * 2, [[torch.randint(0, 400, (WORK.completion_tokens,))] * 3] * 2, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    planned, measured = [], []
+    for weight in (1, 0):
+        planned.append(costs.activations(run, torch.nn.ModuleList([costs.build(run, "grpo")]), WORK, train=True))
+        with LiveBytes(held) as live:
+            with chosen_experts(model) as chosen:
+                loss = per_token_logps(model, batch)[0].sum()
+            (loss + load_balancing_loss(chosen().values()) if weight else loss).backward()
+        measured.append(live.peak)
+        monkeypatch.setattr(memory, "chosen_experts", lambda model: contextlib.nullcontext(dict))
+    assert planned[0] - planned[1] == pytest.approx(measured[0] - measured[1], rel=0.3)

@@ -25,6 +25,7 @@ from minivlmrl.algorithms.reference import freeze_shared
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.hub.experts import chosen_experts
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.folder import find_folder
 from minivlmrl.hub.model_config import ModelConfig
@@ -165,11 +166,12 @@ class Costs:
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
+            elif train:
+                sum(output.sum() for output in trained_outputs(model, critics, batch)).backward()
             else:
-                logps, _ = per_token_logps(model, batch)
-                outputs = [logps, *(critic(batch) for critic in critics)]
-                if train:
-                    sum(output.sum() for output in outputs).backward()
+                per_token_logps(model, batch)
+                for critic in critics:
+                    critic(batch)
         return live.peak + batch.pixel_values.nbytes
 
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
@@ -187,6 +189,17 @@ class Costs:
         tokens = work.prompts * (prompt_tokens + work.num_generations * work.completion_tokens)
         values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
         return recurrent_bytes + values * dtype.itemsize
+
+
+def trained_outputs(model: nn.Module, critics: list, batch: GroupBatch) -> list[Tensor]:
+    """Compute what a loss is made of; of experts also their mean probabilities, as the balance is."""
+    with chosen_experts(model) as chosen:
+        logps, _ = per_token_logps(model, batch)
+    outputs = [logps, *(critic(batch) for critic in critics)]
+    probabilities = [of_layer for of_layer, _ in chosen().values()]
+    if probabilities:
+        outputs.append(torch.cat(probabilities).mean(0))
+    return outputs
 
 
 def drop_gradient(parameter: nn.Parameter):
