@@ -23,7 +23,8 @@ from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (
 SLOW_FILES = {}  # of slow tests that are left out: {"tests/test_bias.py::test_x": "test_bias.py"}
 # so that no process of two is left alone with one of them at the end
 LONGEST_FILES = (
-    "test_trl_steps", "test_plan", "test_ranks", "test_resume", "test_rehearsal", "test_backend", "test_wheel",
+    "test_plan", "test_trl_steps", "test_rehearsal", "test_ranks", "test_resume", "test_options", "test_backend",
+    "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun", "test_routes", "test_museum",
 )  # fmt: skip
 
 
