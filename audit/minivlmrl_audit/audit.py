@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ STAGES = {
     "schedule": updates.schedule,
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
+BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # which are off by no factor, as logps are not
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 4  # those that come closest alone, which are paired with all others
@@ -69,6 +71,14 @@ class Cause:
 
 
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
+
+
+class Place(NamedTuple):
+    """All numbers of a stage, or those of some rows or of a part of the model."""
+
+    causes: list[Cause]  # what says which
+    inside: dict[str, Tensor]  # of each tensor: which numbers
+    rows: Tensor | None = None
 
 
 @dataclass
@@ -116,7 +126,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
-    changes = {} if "units" in thing else TABLE["terms"]
+    changes = {} if "units" in thing else thing.get("terms", TABLE["terms"])
     for kind in thing.get("units", []):
         for says, text in thing.get("changes", {"{}": None}).items():
             for unit in getattr(d, kind):
@@ -211,7 +221,10 @@ def merged(causes: list[Cause]) -> dict | None:
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     """Compute a stage with a deviation; None: with it the step has no answer."""
     try:
-        return None if change is None else STAGES[name](d, Change(d, change))
+        answer = None if change is None else STAGES[name](d, Change(d, change))
+        if answer and "factor" in change:
+            answer = {key: (x, y * change["factor"], unit) for key, (x, y, unit) in answer.items()}
+        return answer
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
 
@@ -245,30 +258,29 @@ def explain(name: str, d: Dump) -> list[Fit]:
 
 
 def search(name: str, d: Dump) -> list[Fit]:
-    """Find single causes that give a stage's numbers, or else those of some rows, or pairs.
+    """Find single causes that give a stage's numbers, or else those of a place, or pairs.
 
     A factor is a cause by itself; it is fitted, so with another one it proves nothing.
     """
     base_answer = computed(name, d, {})
-    single_fits = []
-    confined_fits = []
+    suspects = places(name, base_answer, d)
+    explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
     for cause in told(possible_causes(name, d), f"{name}: known causes"):
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
-        single_fits += fit(answer, [cause])
         key = distance(answer)
-        if key not in by_distance and not single_fits and name not in LOGPS:
-            confined_fits += confined(answer, base_answer, cause, d)
+        for place in suspects[: 1 if key in by_distance else None]:
+            explanations += confined(answer, cause, place, d)
         by_distance.setdefault(key, [cause])
     if name not in (*IDS, *LOGPS):
-        single_fits += scaled(base_answer, d)
-        for part in TABLE["parts"]:
-            confined_fits += scaled(base_answer, d, part)
-    explanations = single_fits or confined_fits
+        # a factor of some advantages is one of the baseline or the deviation
+        for place in suspects[: 1 if name == "advantages" else None]:
+            explanations += scaled(name, d, place)
     if explanations:
-        return explanations
+        fewest = min(len(causes) for causes, _ in explanations)
+        return [fit for fit in explanations if len(fit[0]) == fewest]
     ranked_causes = [by_distance[key] for key in sorted(by_distance)]
     if name in THROUGH_A_MODEL:
         ranked_causes = ranked_causes[:MODEL_CAUSES]
@@ -276,6 +288,35 @@ def search(name: str, d: Dump) -> list[Fit]:
     for first_cause, second_cause in told(pairs, f"{name}: pairs of causes"):
         explanations += fits(name, d, first_cause + second_cause)
     return explanations
+
+
+def places(name: str, answer: dict, d: Dump) -> list[Place]:
+    """Find rows or parts of the model outside which a stage's numbers agree; first everything."""
+    suspects = [Place([], {key: torch.tensor(True) for key in answer})]
+    sets = d.parts if name in BY_PARAMETER else d.row_sets
+    for says, chosen in sets.items():
+        if name == "advantages" and d.has("row"):  # of the rollout
+            chosen = chosen[d["row"].argsort()]
+        inside = {}
+        for key, (_, ours, _) in answer.items():
+            if name in BY_PARAMETER:
+                inside[key] = torch.tensor(bool(chosen(key)))
+            elif len(ours) == len(chosen):
+                inside[key] = chosen.view(-1, *[1] * (ours.dim() - 1))
+        outside = {key: ~mask for key, mask in inside.items()}
+        if inside and error(seen(answer, outside)) <= TOLERANCE:
+            place = Cause(f"only {says}", f"for {says} alone")
+            suspects.append(Place([place], inside, chosen))
+    return suspects
+
+
+def seen(answer: dict, inside: dict) -> dict:
+    """Look at the numbers inside alone: the others are ours."""
+    result = {}
+    for key, mask in inside.items():
+        theirs, ours, unit = answer[key]
+        result[key] = theirs.where(mask, ours), ours, unit
+    return result
 
 
 def distance(answer: dict) -> tuple[float, float]:
@@ -293,22 +334,14 @@ def told(items: list, says: str) -> Iterator:
         yield item
 
 
-def confined(answer: dict, base_answer: dict, cause: Cause, d: Dump) -> list[Fit]:
-    """Find rows of which alone a cause explains a stage."""
-    explanations = []
-    for says, inside in d.row_sets.items():
-        mixed = {}
-        for key, (theirs, ours, unit) in answer.items():
-            if len(ours) == len(inside):
-                rows = inside.view(-1, *[1] * (ours.dim() - 1))
-                mixed[key] = theirs, ours.where(rows, base_answer[key][1]), unit
-        causes = [cause, Cause(f"rows: {says}", f"for {says} alone")]
-        fits_rows = fit(mixed, causes) if mixed else []
-        if fits_rows and "loss" in answer and d.about["kind"] == "grpo":
-            theirs, ours, unit = computed("loss", d, cause.change | {"rows": inside})["loss"]
-            _, others, other_unit = computed("loss", d, {"rows": ~inside})["loss"]
-            fits_rows = fit({"loss": (theirs, ours + others, unit + other_unit)}, causes)
-        explanations += fits_rows
+def confined(answer: dict, cause: Cause, place: Place, d: Dump) -> list[Fit]:
+    """Explain a stage by a cause in a place alone."""
+    causes = [cause, *place.causes]
+    explanations = fit(seen(answer, place.inside), causes)
+    if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
+        theirs, ours, unit = computed("loss", d, cause.change | {"row weights": place.rows})["loss"]
+        _, others, other_unit = computed("loss", d, {"row weights": ~place.rows})["loss"]
+        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes)
     return explanations
 
 
@@ -324,23 +357,25 @@ def fit(answer: dict, causes: list[Cause]) -> list[Fit]:
     return [(causes, error_left)] if error_left <= TOLERANCE else []
 
 
-def scaled(answer: dict, d: Dump, part: str = "") -> list[Fit]:
-    """Explain an answer by a factor, which may be of a part's parameters."""
-    is_inside = re.compile(TABLE["parts"].get(part, "")).search
-    values = [each for key, each in answer.items() if is_inside(key)]
-    power = sum((y / unit).square().sum().item() for _, y, unit in values)
-    product = sum((x / unit * y / unit).sum().item() for x, y, unit in values)
+def scaled(name: str, d: Dump, place: Place) -> list[Fit]:
+    """Explain a stage by a factor in a place."""
+    answer = computed(name, d, {})
+    power = 0.0
+    product = 0.0
+    count = 0
+    for key, inside in place.inside.items():
+        theirs, ours, unit = answer[key]
+        size = ours / unit * inside
+        power += size.square().sum().item()
+        product += (theirs / unit * size).sum().item()
+        count += size.count_nonzero()
     factor = product / power if power else math.nan
     # any number is another times a factor
-    few = sum(y.count_nonzero() for _, y, _ in values) < 3
-    cause = why(factor, d, few, next(iter(answer)), part)
-    if cause is None:
-        return []
-    answer = {k: (x, y * factor if is_inside(k) else y, u) for k, (x, y, u) in answer.items()}
-    return fit(answer, [cause])
+    cause = why(factor, d, count < 3, next(iter(answer)), place)
+    return [] if cause is None else confined(computed(name, d, cause.change), cause, place, d)
 
 
-def why(factor: float, d: Dump, few: bool, key: str, part: str) -> Cause | None:
+def why(factor: float, d: Dump, few: bool, key: str, place: Place) -> Cause | None:
     """Name what a factor may come from; None: nothing that is known, and any number is one.
 
     key: of the numbers, which tells the counts that may be theirs.
@@ -348,7 +383,7 @@ def why(factor: float, d: Dump, few: bool, key: str, part: str) -> Cause | None:
     sources = {0.0: "it is exactly zero", -1.0: "the sign is wrong"}
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
-        if count == 1 or part or not re.match(keys, key):
+        if count == 1 or place.causes or not re.match(keys, key):
             continue
         for number, verb in ((count, "not divided"), (1 / count, "divided once more")):
             says = sources.get(number, f"as if {verb} by the {count:g}")
@@ -360,9 +395,8 @@ def why(factor: float, d: Dump, few: bool, key: str, part: str) -> Cause | None:
             few = False
     if few or not math.isfinite(factor):
         return None
-    owner = f"{part}: " if part else ""
     costs = "the learning rate means something else"
-    return Cause(f"{owner}factor {factor:.6g}", owner + says, costs=costs)
+    return Cause(f"factor {factor:.6g}", says, change={"factor": factor}, costs=costs)
 
 
 def where(answer: dict, d: Dump) -> list[str]:
@@ -391,7 +425,7 @@ def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
     ratio = (theirs / ours).where(is_large, torch.nan)
     if steady(ratio):
         return "is one number"
-    by_row = theirs.dim() and len(theirs) == len(d.all_rows) and all(map(steady, ratio))
+    by_row = len(theirs) == len(d.all_rows) and all(map(steady, ratio))
     return "depends on the row alone" if by_row else "varies"
 
 

@@ -53,20 +53,6 @@ def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float =
     assert_split_invariant(gradients, rows, tolerance, splits, "ranks")
 
 
-def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
-    """Assert that another picture changes logps(pixel_values), nats, and the same one does not."""
-    pixels = torch.as_tensor(pixel_values)
-    shown_pixels = (pixels, pixels.clone(), pixels.flip(0) * -1)
-    same, again, other = [torch.as_tensor(logps(x)).double() for x in shown_pixels]
-    assert (same - again).abs().max() <= tolerance / 100, (
-        "one picture, other log-probabilities: is dropout on?"
-    )
-    largest_move = (same - other).abs().max().item()
-    assert largest_move > tolerance, (
-        f"another picture changes log-probabilities by {largest_move:.1e} nats only: is it ignored?"
-    )
-
-
 def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
     """Assert that log-probabilities (n, T), nats, are equal where the mask is 1."""
     a = torch.as_tensor(sampler).double()
@@ -76,11 +62,6 @@ def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
     gaps = masked_gaps(a - b, mask)
     row, token = divmod(int(gaps.argmax()), a.shape[1])
     says = f"row {row}, token {token}: {a[row, token]:.4f} and {b[row, token]:.4f} nats"
-    for shift in (1, -1):
-        shifted = masked_gaps(a - b.roll(shift, 1), mask)[:, 1:-1]
-        if shifted.numel() and shifted.max() <= tolerance:
-            says = f"{says}; they agree when shifted by one token"
-            break
     assert gaps.max() <= tolerance, says
 
 

@@ -5,6 +5,7 @@ rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl.hub.folder import read_json, save_tensors
-from minivlmrl.hub.recipe_values import did_you_mean
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
 
@@ -48,6 +48,7 @@ class Dump:
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             self.tensors[name] = self.align(x) if name in BY_TOKEN else x
+        self.tensors["lengths"] = self["completion_mask"].sum(1)
         self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
         if "rollout_tokens" in about:
             self.tensors.setdefault("rollout_tokens", self.all_rows * 0 + about["rollout_tokens"])
@@ -65,7 +66,8 @@ class Dump:
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     row_sets = cached_property(moves.row_sets)
-    parts = moves.TABLE["parts"]
+    row_quantities = cached_property(moves.row_quantities)
+    parts = {name: re.compile(x).search for name, x in moves.TABLE["parts"].items()}
     pictures = cached_property(moves.picture_numbers)
     columns = cached_property(moves.token_orders)
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
@@ -156,10 +158,8 @@ def read(folder: str | Path) -> Dump:
     """Read a step (ValueError: what is wrong with its folder)."""
     folder = Path(folder)
     if not (folder / "step.json").is_file():
-        names = [path.parent.name for path in folder.parent.glob("*/step.json")]
         raise ValueError(
             f"{folder} is no step: it has no step.json; dump one, docs/audit.md says how"
-            f"{did_you_mean(folder.name, names)}"
         )
     try:
         about = read_json(folder / "step.json")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minivlmrl_audit.audit import Cause, computed, explain, fits, scaled, where
+from minivlmrl_audit.audit import computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.options import DPOOptions, PolicyOptions
 
@@ -42,10 +42,12 @@ def mistakes(cases: list[tuple]) -> list[str]:
     lines = []
     while steps and len(lines) < SEARCHES:
         explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        hit_counts = [sum(explains(causes, step) for step in steps) for causes in explanations]
+        hit_counts = [
+            sum(len(fits("loss", step, causes)) for step in steps) for causes in explanations
+        ]
         pairs = zip(explanations, hit_counts, strict=True)
         tied_causes = [causes for causes, hit in pairs if hit == max(hit_counts)]
-        other_steps = [step for step in steps[1:] if not explains(tied_causes[0], step)]
+        other_steps = [step for step in steps[1:] if not fits("loss", step, tied_causes[0])]
         cause_names = []
         for causes in tied_causes[:TIED]:
             cause_names.append(" and ".join(f"{cause.says} ({cause.name})" for cause in causes))
@@ -55,10 +57,3 @@ def mistakes(cases: list[tuple]) -> list[str]:
             lines += [f"  {line}" for line in where(computed("loss", steps[0], {}), steps[0])]
         steps = other_steps
     return lines
-
-
-def explains(causes: list[Cause], step: Dump) -> bool:
-    """Tell whether causes, or a factor, give the numbers of a step."""
-    if causes and not causes[0].change:
-        return bool(scaled(computed("loss", step, {}), step))
-    return bool(fits("loss", step, causes))

@@ -5,7 +5,6 @@ what belongs to another: "the next row in its group". Where tools answer, a form
 tokens alone: "the first turn". Mistakes that are the same in a step are one.
 """
 
-import re
 from itertools import groupby
 from pathlib import Path
 
@@ -57,8 +56,6 @@ class Change(dict):
         region = getattr(self.d, kind)[unit]
         if text is None:
             return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
-        if kind == "parts":
-            region = re.compile(region).search
         if kind == "pictures":
             region = formula(region, **names)
         for index in selection:
@@ -172,14 +169,19 @@ def token_orders(d) -> dict[str, Tensor]:
 
 def row_sets(d) -> dict[str, Tensor]:
     """Name rows (n,) to which a mistake may be confined."""
-    names = d.tensors | {"lengths": d["completion_mask"].sum(1)}
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
-        if needed in names and names[needed].dim() == 1:
-            rows = formula(text, **names)
+        if d.has(needed) and d[needed].dim() == 1:
+            rows = formula(text, **d.tensors)
             if rows.sum() > 1:  # one row is in many sets
                 sets[says] = rows
     return different(sets, torch.tensor(False))
+
+
+def row_quantities(d) -> dict[str, Tensor]:
+    """Name numbers (n,) of rows by which a loss may be weighed."""
+    table = TABLE["row quantities"]
+    return {says: d[name] for says, name in table.items() if d.has(name)}
 
 
 def picture_numbers(d) -> dict[str, str]:

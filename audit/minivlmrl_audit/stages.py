@@ -36,7 +36,6 @@ def advantages(d: Dump, change: Change) -> Answer:
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("weights", torch.tensor(weights, dtype=torch.float64))
     value, unit = aggregate(d, change, rewards, weights, group)
-    value = change("rollout advantages", value)
     value = change("advantages", value)
     return {"advantages": (theirs, value, unit)}
 
@@ -87,7 +86,7 @@ def normalise(
         if scaling_rewards is not None:
             std = scaling_rewards.std() if len(scaling_rewards) > 1 else x.new_tensor(torch.nan)
             divisor[is_member] = change(
-                "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards
+                "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards, **names
             )
     divisor = change("deviation", divisor)
     value = (x - change("baseline", baseline)) / divisor
@@ -209,8 +208,7 @@ def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tens
     """Change a mask (n, S) as a deviation has it."""
     completion = d.completion.double()
     next_counts = mask.roll(-1, 1)
-    last_tokens = mask * (1 - next_counts)
-    end_tokens = last_tokens
+    end_tokens = mask * (1 - next_counts)
     if d.about.get("stop_token_ids"):
         end_tokens = torch.isin(d["input_ids"], torch.tensor(d.about["stop_token_ids"])).double()
     return change(
@@ -221,7 +219,6 @@ def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tens
         prompt=(d["attention_mask"].cumsum(1) > 1) * d["attention_mask"] * (1 - completion),
         previous_counts=mask.roll(1, 1) * completion,
         next_counts=next_counts,
-        last_tokens=last_tokens,
         end_tokens=end_tokens,
         ids=d["input_ids"],
         theirs=d["completion_mask"].double(),
@@ -318,7 +315,8 @@ def policy(
     options.entropy_coef = change("entropy", options.entropy_coef)
     ratio_mask = change("ratio mask", mask)[part]
     entropies = entropies[part]
-    kept = tokens_kept(d, change, part, entropies, ratio_mask, options.top_entropy_quantile)
+    summed = other_mask(d, mask, change, "sum")[part]
+    kept = tokens_kept(d, change, part, entropies, summed, options.top_entropy_quantile)
     logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
     own_advantages = policy_advantages(d, part, change)
     terms, _ = policy_terms(
@@ -332,9 +330,10 @@ def policy(
         **sampler_terms(d, part, change),
         **arguments(options),
     )
+    row_weights = change("row weights", torch.ones(len(mask)))[part, None]
     terms = change(
         "terms",
-        terms * scale * mask[part],
+        terms * scale * summed * row_weights,
         selection=(part,),
         per_token_logps=logps,
         ref_per_token_logps=reference,
@@ -344,8 +343,6 @@ def policy(
         advantages=own_advantages.view(len(part), -1),
         options=options,
     )
-    if "rows" in change:
-        terms = terms * change["rows"][part][:, None]
     weights = other_mask(d, mask, change, "divide")
     count = counts(d, part, weights, change)
     average = AVERAGES[change.get("average", defined_options.loss_type)]
@@ -422,7 +419,8 @@ def demonstrations(
     """Compute SFT for the rows `part`."""
     loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     count = counts(d, part, other_mask(d, mask, change, "divide"), change)
-    value = sft_loss(logps[part], mask[part], loss_type, counts=count)
+    row_weights = change("row weights", torch.ones(len(mask)))[:, None]
+    value = sft_loss(logps[part], (mask * row_weights)[part], loss_type, counts=count)
     value = change("mean of rows", value, per_token_logps=logps, mask=mask, part=part)
     return value, value.detach().abs() + 1e-30
 

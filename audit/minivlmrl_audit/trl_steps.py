@@ -147,7 +147,7 @@ class Steps(ExitStack, TrainerCallback):
         self.callback(trainer.remove_callback, self)
         self.wrap("compute_loss", before=self.begin)
         self.wrap("training_step", after=self.keep_loss)
-        self.wrap("_clip_grad_norm", None, lambda *_: self.copy("grad"), self.keep_norm)
+        self.wrap("_clip_grad_norm", lambda *_: self.copy("grad"), self.keep_norm)
 
     def keep_loss(self, loss, *_):
         self.parts[-1]["loss"] = loss.detach().view(1)
@@ -155,10 +155,9 @@ class Steps(ExitStack, TrainerCallback):
     def keep_norm(self, norm, *_):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
-    def wrap(self, name: str, owner=None, before=None, after=None):
+    def wrap(self, name: str, before=None, after=None):
         """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
-        owner = owner or self.trainer
-        inner = getattr(owner, name)
+        inner = getattr(self.trainer, name)
 
         def outer(*arguments, **options):
             if before and self.on:
@@ -168,7 +167,7 @@ class Steps(ExitStack, TrainerCallback):
                 after(result, *arguments)
             return result
 
-        self.enter_context(patch.object(owner, name, outer))
+        self.enter_context(patch.object(self.trainer, name, outer))
 
     @property
     def on(self) -> bool:
@@ -283,16 +282,12 @@ class GRPOSteps(Steps):
         self.conversations = []  # of a rollout whose completions call tools
         self.earlier_conversations = []
         self.rewards = {}  # of a rollout, by the number of their function
-        self.wrap_methods()
-        functions = [self.listened(*pair) for pair in enumerate(trainer.reward_funcs)]
-        self.enter_context(patch.object(trainer, "reward_funcs", functions))
-
-    def wrap_methods(self):
-        """Look at what generates, judges and calls tools."""
         self.wrap("_generate_and_score_completions", after=self.generated)
         self.wrap("_calculate_rewards", after=self.judged)
-        if self.trainer.tools and not self.trainer._has_async_funcs:
+        if trainer.tools and not trainer._has_async_funcs:
             self.wrap("_generate_single_turn", after=self.drew)
+        functions = [self.listened(*pair) for pair in enumerate(trainer.reward_funcs)]
+        self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
         """Keep a turn: the ids that the sampler was given, and what it drew."""

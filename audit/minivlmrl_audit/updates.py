@@ -36,7 +36,7 @@ class RowPictures(NamedTuple):
     of_token: Tensor  # (T,): the number of each attended token's picture, their count for text
     grids: Tensor  # (pictures, 3)
     patches: list[Tensor]
-    placed: Tensor  # (pictures,): these have M-RoPE positions
+    present: Tensor  # (pictures,): these have tokens
     seen: Tensor  # (pictures,): of these the model gets patches
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list
         return torch.cat([no_patches, *parts]).to(model.lm_head.weight)
 
     ids = tokens.ids[tokens.attended]
-    placed_ids = ids.where(shows.tokens_of(shows.placed), -1)
-    grids = shows.grids[shows.placed]
-    prompt = Prompt(placed_ids, patches_of(shows.placed), grids, torch.ones(len(shows.grids)))
+    placed_ids = ids.where(shows.tokens_of(shows.present), -1)
+    grids = shows.grids[shows.present]
+    prompt = Prompt(placed_ids, patches_of(shows.present), grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
     batch.vision_index = shows.tokens_of(shows.seen).nonzero()[:, 0]
@@ -125,12 +125,11 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
     sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
     picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
     is_present = torch.isin(numbers, picture_numbers)
-    as_text = change("as text", ~is_present, **names)
     blind = change("blind", ~is_present, **names)
     patches = []
     for number, (pixels, _) in zip(numbers, images, strict=True):
         patches.append(change("pixels", pixels, **names | {"number": number}))
-    return RowPictures(picture_numbers, grids, patches, is_present & ~as_text, is_present & ~blind)
+    return RowPictures(picture_numbers, grids, patches, is_present, is_present & ~blind)
 
 
 def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
@@ -217,14 +216,13 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     max_norm = d.about.get("optimizer", {}).get("max_grad_norm")
     clipped_whole = partial(clipped, max_norm=max_norm)
     ones = torch.eye(len(d.micro_batches))
+    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1]).tolist()
     total = {}
-    for number in range(len(ones)):
+    for number, share in enumerate(shares):
         part_gradients = micro_batch_gradients(d, number, slopes)
         part_gradients = change("gradients of a part", part_gradients, clipped=clipped_whole)
         for name, x in part_gradients.items():
-            names = {"key": name, "first": ones[0], "last": ones[-1]}
-            shares = change("micro-batch", ones.sum(0), **names)
-            total[name] = total.get(name, 0) + x * shares[number].item()
+            total[name] = total.get(name, 0) + x * share
         total = change("gradients so far", total, clipped=clipped_whole)
     return total
 

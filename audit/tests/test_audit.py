@@ -59,7 +59,7 @@ def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
     d = step()
     said = report(audit(d), d)
     assert "DIFFERS" not in said and "of averages," not in said and "of clips, which" not in said
-    assert "cannot show: 19 of 19 mistakes of KLs, which need beta and a reference" in said
+    assert "cannot show: 20 of 20 mistakes of KLs, which need beta and a reference" in said
     d = step(lengths=(4,) * 6)
     assert "mistakes of averages, which need completions of several lengths" in report(audit(d), d)
 

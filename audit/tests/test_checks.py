@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import numpy
 import pytest
 import torch
 from PIL import Image
@@ -20,12 +19,7 @@ from minivlmrl.objectives.preference_losses import dpo_loss
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 from minivlmrl.vision import window_order
-from minivlmrl_audit.checks import (
-    assert_image_matters,
-    assert_rank_invariant,
-    assert_same_logps,
-    assert_split_invariant,
-)
+from minivlmrl_audit.checks import assert_rank_invariant, assert_same_logps, assert_split_invariant
 from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
@@ -65,21 +59,11 @@ def test_gradients_that_are_broken_or_not_compared_fail(rows, gradients, says):
             check(gradients, rows)
 
 
-def test_images():
-    assert_image_matters(lambda pixels: pixels.sum(1), numpy.arange(6.0).reshape(2, 3))
-    with pytest.raises(AssertionError, match="is it ignored"):
-        assert_image_matters(lambda pixels: torch.ones(3), numpy.arange(6.0).reshape(2, 3))
-    with pytest.raises(AssertionError, match="is dropout on"):
-        assert_image_matters(lambda pixels: torch.rand(3), torch.ones(2, 3))
-
-
 def test_logps():
     logps = -torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
     assert_same_logps(logps.numpy(), logps + 1e-5)
     with pytest.raises(AssertionError, match=r"^row 1, token 2: -0\.\d+ and -0\.\d+ nats$"):
         assert_same_logps(logps, logps + 0.1 * torch.nn.functional.one_hot(torch.tensor(10), 24).view(3, 8))
-    with pytest.raises(AssertionError, match="they agree when shifted by one token"):
-        assert_same_logps(logps, logps.roll(1, 1))
     mask = torch.ones(3, 8)
     mask[1, 2] = 0
     assert_same_logps(logps, logps + 0.1 * (1 - mask), mask)
