@@ -38,6 +38,8 @@ class Dump:
         self.forward = {}
         self.ids = {}
         self.cache = {}  # what the model computed already
+        patterns = moves.TABLE["parts"]  # of the names of parameters
+        self.parts = {name: re.compile(pattern).search for name, pattern in patterns.items()}
         self.part = None  # during a search: of which rows log-probabilities are
         n, self.width = tensors["input_ids"].shape
         self.all_rows = torch.arange(n)
@@ -67,7 +69,6 @@ class Dump:
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     row_sets = cached_property(moves.row_sets)
     row_quantities = cached_property(moves.row_quantities)
-    parts = {name: re.compile(x).search for name, x in moves.TABLE["parts"].items()}
     pictures = cached_property(moves.picture_numbers)
     columns = cached_property(moves.token_orders)
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))

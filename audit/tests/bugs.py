@@ -555,7 +555,7 @@ BUGS = {
         "rejected one of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
     )),
     # of a part of the model, some rows or tokens, or another type
-    "merger_twice": Bug("", trl=InTRL("gradients", "factor 2, only the merger", own_gradients(double_merger), late=True)),
+    "merger_twice": Bug("", trl=InTRL("gradients", "factor 2, the merger", own_gradients(double_merger), late=True)),
     "tower_clipped_apart": Bug("", trl=InTRL(
         "clip", "the vision tower and all others are clipped apart", around(None, "_clip_grad_norm", clip_apart), CLIPS,
         late=True,

@@ -35,15 +35,15 @@ ROOT = Path(__file__).parents[2]
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
 
 
-def step(lengths=(5, 3, 4, 2, 5, 1), name="", change=None, gradient=lambda x: x):
-    """Six completions of two groups in two micro-batches; of what has this name the loss takes change(it)."""
+def step(lengths=(5, 3, 4, 2, 5, 1), changes=None, gradient=lambda x: x):
+    """Six completions of two groups in two micro-batches; of what has a name in changes the loss takes change(it)."""
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).double()
     logps = (old + 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
     given = torch.randn(6, generator=g, dtype=torch.float64)
     own = {"advantages": given, "old": old, "mask": mask, "logps": logps}
-    own |= {name: change(own[name])} if name else {}
+    own |= {name: change(own[name]) for name, change in (changes or {}).items()}
     a, ratio = own["advantages"][:, None], (own["logps"] - own["old"]).exp()
     loss = (
         -(torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * own["mask"]).view(2, 3, 5).sum((1, 2)) / own["mask"].sum()
@@ -78,8 +78,32 @@ ORDERS = [
     pytest.param(*case, marks=[pytest.mark.slow] * (number > 2)) for number, case in enumerate(ORDERS)
 ])  # fmt: skip
 def test_a_cause_is_a_unit_and_a_change(name, change, says):
-    [(found, left), *_] = explain("loss", step(name=name, change=change))
+    [(found, left), *_] = explain("loss", step(changes={name: change}))
     assert [cause.says for cause in found] == [says] and left < 1e-12
+
+
+PAIRS = [
+    ({"advantages": abs, "old": lambda x: x.roll(1, 1)}, "advantages absolute", "the token before in its row"),
+    (
+        {"advantages": lambda x: x.clamp(min=0), "logps": lambda x: x[[3, 4, 5, 0, 1, 2]]},
+        "positive",
+        "next micro-batch",
+    ),
+    ({"mask": lambda x: x * x.roll(1, 1), "old": lambda x: 0 * x + x[0]}, "mask: no first", "the first row"),
+]
+
+
+@pytest.mark.parametrize("changes, first, second", [
+    pytest.param(*case, marks=[pytest.mark.slow] * (number > 0)) for number, case in enumerate(PAIRS)
+])  # fmt: skip
+def test_two_mistakes_of_one_stage_are_named_together(changes, first, second):
+    """Neither alone gives the numbers."""
+    for one in changes:
+        assert all(len(causes) == 1 for causes, _ in explain("loss", step(changes={one: changes[one]})))
+    found = explain("loss", step(changes=changes))
+    names = [" and ".join(cause.name for cause in causes) for causes, _ in found[:4]]
+    assert found and all(len(causes) == 2 for causes, _ in found)
+    assert any(first in name and second in name for name in names), names
 
 
 def test_units_that_come_to_the_same_are_one_cause():

@@ -187,8 +187,37 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
     d = dumped(folder, tmp_path, bug.kind, late, bug.at, **bug.options)
     wrong = [finding for finding in audit(d) if not (finding.ok or finding.again)]
     assert len(wrong) == 1 and wrong[0].stage == bug.stage, report(wrong, d)
-    said = [" ".join(f"{cause.name} {cause.says}" for cause in causes) for causes, _ in wrong[0].explained[:4]]
-    assert any(all(part in one for part in bug.cause.split(", ")) for one in said), said
+    assert is_named(bug, wrong[0]), report(wrong, d)
+
+
+def is_named(bug, finding):
+    said = [" ".join(f"{cause.name} {cause.says}" for cause in causes) for causes, _ in finding.explained[:4]]
+    return any(all(part in one for part in bug.cause.split(", ")) for one in said)
+
+
+@pytest.mark.parametrize("names", [
+    ("std_with_n", "divided_twice"),
+    pytest.param(("padding_counted", "merger_twice"), marks=SLOW),
+    pytest.param(("tower_never_decays", "tower_clipped_apart"), marks=SLOW),
+    pytest.param(("reward_weights_ignored", "never_clipped"), marks=SLOW),
+])  # fmt: skip
+def test_bugs_of_two_stages_are_both_named(names, folder, tmp_path, monkeypatch):
+    pair = [BUGS[name] for name in names]
+    options = {}
+    for bug in pair:
+        options |= bug.options
+        if not bug.late:
+            bug.patch(monkeypatch.setattr, None)
+
+    def late(trainer):
+        for bug in pair:
+            if bug.late:
+                bug.patch(monkeypatch.setattr, trainer)
+
+    d = dumped(folder, tmp_path, "grpo", late, **options)
+    wrong = {finding.stage: finding for finding in audit(d) if not (finding.ok or finding.again)}
+    assert wrong.keys() == {bug.stage for bug in pair}, report(wrong.values(), d)
+    assert all(is_named(bug, wrong[bug.stage]) for bug in pair), report(wrong.values(), d)
 
 
 @pytest.mark.slow
