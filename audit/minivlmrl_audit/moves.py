@@ -24,8 +24,8 @@ def formula(text: str, **names):
     """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
         return eval(text, {"torch": torch, "rounded": rounded, **names})
-    except RuntimeError:
-        raise  # sizes that do not fit: the step's, not the table's
+    except (RuntimeError, ValueError):
+        raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:
         raise FormulaError(f"causes.yaml: {text!r}: {type(error).__name__} {error}") from error
 

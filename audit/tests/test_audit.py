@@ -154,6 +154,13 @@ def test_what_the_text_of_a_cause_does_is_not_swallowed():
         computed("loss", step(), {"terms": "x - (unknown > 0)"})
 
 
+def test_options_of_a_pair_that_do_not_go_together_have_no_answer():
+    """Of another ratio and the clip alone: TRL has no such ratio."""
+    change = {"importance_sampling_level": "sequence_sum"}
+    [clipped] = [cause.change for cause in CAUSES if cause.name == "clipped alone"]
+    assert computed("loss", step(), change | clipped) is None
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
     """A mask that counts random tokens after the end has no name: its first token says nothing of the others."""
