@@ -303,7 +303,7 @@ def update(d: Dump, change: Change) -> Answer:
         gradient = gradients.get(name, zero)
         new_weight = adamw(change, options, steps, weight, gradient, state, decay)
         theirs = weights_after.get(name, weight)
-        new_weight = change("weight", new_weight, key=name, before=weight, theirs=theirs)
+        new_weight = change("weight", new_weight, theirs=theirs)
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
         unit = (new_weight - weight).abs().max() + rounding + 1e-30
         answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)

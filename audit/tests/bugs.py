@@ -250,6 +250,31 @@ def without_tower(names, self, model):
     return [name for name in names(self, model) if "visual" not in name]
 
 
+def groups(change: Callable) -> Callable:
+    """change(trainer, the optimizer's groups of parameters), once there are any."""
+
+    def put_in(put, trainer):
+        create = trainer.create_optimizer
+
+        def call(*arguments):
+            optimizer = create(*arguments)
+            change(trainer, optimizer.param_groups)
+            return optimizer
+
+        put(trainer, "create_optimizer", call)
+
+    return put_in
+
+
+def slow_tower(trainer, found):
+    """The vision tower has a tenth of the learning rate."""
+    tower = {id(p) for name, p in trainer.model.named_parameters() if "visual" in name}
+    for group in found[:]:
+        own = [p for p in group["params"] if id(p) in tower]
+        group["params"] = [p for p in group["params"] if id(p) not in tower]
+        found.append({**group, "params": own, "lr": 0.1 * group["lr"]})
+
+
 def forget_old(score, self, inputs):
     rows = score(self, inputs)
     rows.pop("old_per_token_logps", None)
@@ -301,6 +326,7 @@ def missing(completions, **_):
 MASK = "loss_mask = completion_mask"
 MEANS = "mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
 REWARDS = "rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
+STD = "std_rewards = std_rewards.repeat_interleave(num_generations, dim=0)"
 PARTS = "self.current_gradient_accumulation_steps"
 SUM = "loss = (per_token_loss * mask).sum()"
 KL_TERM = "per_token_loss + self.beta * per_token_kl"
@@ -594,7 +620,40 @@ BUGS = {
         around("trl:GRPOTrainer", "_generate_and_score_completions", forget_old),
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1,
     )),
+    "tower_rate": Bug("", trl=InTRL("update", "factor 0.1, the vision tower", groups(slow_tower), late=True)),
+    "eps_of_no_decay": Bug("", trl=InTRL(
+        "update", "eps: 0.001, what does not decay", groups(lambda _, found: found[1].update(eps=1e-3)),
+        {"weight_decay": 0.1}, late=True,
+    )),
+    "advantages_as_mask": Bug("verl-project/verl/issues/2506", trl=loss(
+        "multiplied with its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()",
+    )),
+    "last_row_dropped": Bug("", trl=loss(
+        "for the last row of each micro-batch alone", SUM, "loss = (per_token_loss * mask)[:-1].sum()",
+    )),
+    "kl_by_token": Bug("huggingface/trl/pull/6594", trl=loss(
+        "KL times the token's ratio", "per_token_kl * coef_1", "per_token_kl * torch.exp(log_ratio)",
+        {"importance_sampling_level": "sequence", **KL, "learning_rate": 3e-4}, at=1,
+    )),
+    "means_of_the_first_half": Bug("ServiceNow/PipelineRL/pull/54", trl=score(
+        "advantages", "the group's first half", "nanmean(rewards.view(-1, num_generations), dim=1)",
+        "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)",
+    )),
+    "deviation_at_least_the_batch_s": Bug("", trl=score(
+        "advantages", "at least that of all rewards", STD, f"{STD}.clamp(min=nanstd(rewards).item())",
+    )),
+    "old_in_float16": Bug("", trl=score(
+        "logps of old", "rounded to float16", '["old_per_token_logps"] = old_per_token_logps',
+        '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1,
+    )),
+    "tokens_before_the_shift": Bug("", trl=edited(
+        "compute_loss", "loss", "one token more of each row", "else num_items_in_batch",
+        "else (inputs['labels'] != -100).sum() + len(inputs['labels'])", kind="sft",
+    )),
     # where completions call tools
+    "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
+        "loss", "has the answers of tools too", SUM, "loss = (per_token_loss * completion_mask).sum()", TELL,
+    )),
     "second_turn_not_learned": Bug("", trl=turns_score(
         "mask", "does not count the second turn", f"{MASK} if",
         "begins = (tool_mask == 1) & (torch.nn.functional.pad(tool_mask, (1, -1)) == 0)\n"
