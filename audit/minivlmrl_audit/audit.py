@@ -53,7 +53,7 @@ BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # which are off by no factor, as logps are not
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all others
-MODEL_CAUSES = 8  # or with so many, where each needs a model
+MODEL_CAUSES = 16  # or with so many, where each needs a model
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
 
 

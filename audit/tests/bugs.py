@@ -647,8 +647,9 @@ BUGS = {
         '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1,
     )),
     "tokens_before_the_shift": Bug("", trl=edited(
-        "compute_loss", "loss", "one token more of each row", "else num_items_in_batch",
-        "else (inputs['labels'] != -100).sum() + len(inputs['labels'])", kind="sft",
+        "compute_loss", "loss", "one token more of each row",
+        "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
+        "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft",
     )),
     # where completions call tools
     "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
