@@ -263,7 +263,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     A factor is a cause by itself; it is fitted, so with another one it proves nothing.
     """
     base_answer = computed(name, d, {})
-    suspects = places(name, base_answer, d)
+    suspects = find_suspects(name, base_answer, d)
     explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
     for cause in told(possible_causes(name, d), f"{name}: known causes"):
@@ -290,7 +290,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     return explanations
 
 
-def places(name: str, answer: dict, d: Dump) -> list[Place]:
+def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
     """Find rows or parts of the model outside which a stage's numbers agree; first everything."""
     suspects = [Place([], {key: torch.tensor(True) for key in answer})]
     sets = d.parts if name in BY_PARAMETER else d.row_sets
