@@ -172,7 +172,7 @@ def audit(d: Dump) -> list[Finding]:
         finding.where = where(answer, d)
         look_for_causes(finding, d, named, differing)
         for causes, _ in finding.explained[:1]:
-            if all(cause.change for cause in causes):
+            if all(cause.change.keys() - {"factor"} for cause in causes):  # which is of one stage
                 named.append(causes)
     return findings
 
