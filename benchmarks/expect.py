@@ -10,9 +10,9 @@ each ten runs the lowest is left out: one in ten goes astray, and a band that re
 fall as far unseen. So one honest run in ten may be below: the sentence says how many of the file's were, and another
 seed tells. A number above its band is said, and is no failure.
 
-The bands of `shapes` rest on ten runs of six seeds, those of `zoom` on twenty of ten, those of `shapes_dpo`,
-`shapes_mpo` and `site` on ten, the others on three, or on one (controls, harder variants); each sentence says on how
-many. Lines whose environment is a page are from a table that it had.
+The bands of `shapes` rest on fourteen runs of ten seeds, those of `zoom` on twenty of ten, those of other recipes on
+ten runs. Three, or one, are there of `localisation_three` and of options beside a recipe (controls, harder variants).
+Each sentence says on how many. Lines whose environment is a page are from a table that it had.
 """
 
 import json
