@@ -96,6 +96,24 @@ def test_a_step_that_fails_is_filmed_too(home, replayed, plain, lively, tmp_path
     assert code == 2 and "not finite" in lines[-1] and Page(tmp_path / "a.html").events[-1][0] == "r"
 
 
+def test_a_sharded_step_is_filmed_as_the_whole_one(home, replayed, plain, lively, tmp_path):  # noqa: F811
+    norms = []
+    weights = []
+    for sharded in ("false", "true"):
+        out = tmp_path / f"{sharded}.html"
+        options = ["--stages=[grpo]", *LOUD, f"--output_dir={tmp_path / sharded}", f"--sharding.enabled={sharded}"]
+        code, _ = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--lines={out}")
+        assert code == 0
+        page = Page(out)
+        gradients = max(page.made("norms of gradients", "optimizer_step"), key=lambda value: value["size"])
+        norms.append(dict(gradients["items"]))
+        group = page.made("group", "optimizer_step")[0]
+        weights.append(dict(group["items"])["params"]["items"][0][1])
+    assert norms[0] and norms[1] == pytest.approx(norms[0], rel=1e-3, abs=1e-6)
+    assert weights[1]["shape"] == weights[0]["shape"]
+    assert weights[1]["stats"] == pytest.approx(weights[0]["stats"], rel=1e-3, abs=1e-6)
+
+
 def test_values_are_those_of_the_step(film):
     page, algorithm, step, *_ = film("grpo", True)
     [batch], [run], decode = step.micro_batches, page.runs, algorithm.processor.tokenizer.decode

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from minivlmrl import train
+from minivlmrl.adapters.lora import full
 from minivlmrl.batch import pack
 from minivlmrl.hub.folder import json_text
 from minivlmrl.logprobs import per_token_logps
@@ -284,7 +285,7 @@ def describe(x, depth: int = 0):
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
     if isinstance(x, Tensor):
-        return matrix(x.detach().cpu())
+        return matrix(full(x).cpu())  # of a sharded run, too
     if isinstance(x, PIL.Image.Image):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
     if isinstance(x, str):
