@@ -37,6 +37,8 @@ def rows_in_band(lines: list[dict], low: float, high: float) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("python recipes/bands.py FILE LOW HIGH > band.jsonl, where FILE is what generate wrote")
     answers, low, high = sys.argv[1:]
     lines = Path(answers).read_text("utf-8").splitlines()
     for row in rows_in_band([json.loads(line) for line in lines], float(low), float(high)):

@@ -1,7 +1,9 @@
 """Trajectories of windows: the loss's expected gradient is that of the expected reward, enumerated; what windows show;
 with all rounds in them, what a growing completion computes."""
 
+import html
 import itertools
+import json
 import re
 import runpy
 from dataclasses import replace
@@ -13,6 +15,7 @@ import torch
 from links import ROOT
 from runs import metrics
 from talk import IMAGE_PART, text, user
+from test_page import browse
 from test_tool_sampler import END as EYE_END
 from test_tool_sampler import PROCESSOR as TOOLS
 from test_tool_sampler import TEXTS as EYE_TEXTS
@@ -20,6 +23,7 @@ from test_tool_sampler import row as eye_row
 
 from minivlmrl import generate
 from minivlmrl.__main__ import main
+from minivlmrl.attention import visible
 from minivlmrl.environments import tool_sampler
 from minivlmrl.environments.environment import earned
 from minivlmrl.environments.trajectories import build_sampler, has_windows, pack_turns, packed_length
@@ -29,7 +33,11 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
 from minivlmrl.objectives.baselines import leave_one_out
 from minivlmrl.rows import Processor, Row
+from minivlmrl.run.config import load_config
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.tools.lines import Film
+from minivlmrl.tools.replay import go_to
+from minivlmrl.train import optimizer_step
 
 import tiny
 from stages import ONE
@@ -382,6 +390,41 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"^reward environment: get_reward returned 2 numbers for 3 turns; return one"):
         earned([site], [["a", "b", "c"]])
     assert earned([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+
+
+SEEN = """<script>
+document.title = JSON.stringify(RUNS.map((run) => ({
+  spans: run.ids.map((_, token) => sees(run, token)), rows: run.rows, places: run.places,
+})));
+</script></body>"""
+
+
+@pytest.mark.slow
+def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
+    """In a browser: what each token sees, and which tokens are a row, whose turns lie apart."""
+    options = ["--stages=[grpo]", "--sampling.environment=test_trajectories:Shown", "--rewards={environment: 1}"]
+    config = load_config(home / "recipe.yaml", [*options, f"--output_dir={tmp_path / 'none'}"])
+    film = Film([], "grpo", 1)
+    algorithm, optimizer, step, _ = go_to(config, "grpo", 1, film)
+    with film:
+        optimizer_step(algorithm, step, optimizer, 1)
+    path = tmp_path / "step.html"
+    film.write(path, "a step")
+    path.write_text(path.read_text("utf-8").replace("</body>", SEEN), "utf-8")
+    shown = browse(path, "", tmp_path, "--virtual-time-budget=60000")
+    runs = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))
+    for batch, run in zip(step.micro_batches, runs, strict=True):
+        group = batch.group
+        assert len(group.layout.prompt_lengths) > len(set(map(id, step.rollout.rows)))  # later windows, too
+        for seen, says in zip(visible(group.layout), run["spans"], strict=True):
+            spans = re.findall(r"(\d+) to (\d+)", says.partition(" sees ")[2])
+            assert seen.nonzero()[:, 0].tolist() == [i for a, b in spans for i in range(int(a), int(b) + 1)]
+        rows = group.pad(group.completion_ids)
+        assert [len(row) for row in run["rows"]] == group.layout.row_lengths
+        for row, ids in zip(run["rows"], rows.tolist(), strict=True):
+            assert row == ids[: len(row)]
+        T = group.completion_mask.shape[1]
+        assert [row * T + i for row, i in run["places"]] == group.layout.row_index.tolist()
 
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):

@@ -24,7 +24,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from minivlmrl import train
 from minivlmrl.adapters.lora import full
-from minivlmrl.batch import pack
+from minivlmrl.environments.trajectories import pack_turns
 from minivlmrl.hub.folder import json_text
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.completions import GROUPS, groups
@@ -250,12 +250,19 @@ def describe_run(batch) -> dict:
     The page says who sees whom by these lengths; a test holds that against attention.visible.
     """
     layout = batch.group.layout
+    rows = layout.row_index // batch.group.completion_mask.shape[1]  # (M,)
+    spans = []  # of each prompt: row and number of tokens of its completions; a row may have several
+    num_tokens = 0
+    for group in layout.completion_spans:
+        spans.append([])
+        for span in group:
+            spans[-1].append([rows[num_tokens].item(), len(span) + 1])
+            num_tokens += len(span) + 1
     return {
         "ids": batch.group.input_ids.tolist(),
-        "targets": batch.group.completion_ids.tolist(),  # row_lengths of them are a row
+        "targets": batch.group.completion_ids.tolist(),
         "prompt_lengths": layout.prompt_lengths,
-        "group_sizes": list(map(len, layout.completion_spans)),
-        "row_lengths": layout.row_lengths,
+        "completion_spans": spans,
         "completions": describe(batch.completion_index),  # of a rollout, each row's number there
         "trained": batch.loss_mask.sum(1).tolist(),  # tokens of each row that the loss counts
     }
@@ -359,7 +366,7 @@ def looked(policy, processor, prompt, completion, weight=1.0, temperature=1.0) -
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()
     prompt = replace(prompt, pixel_values=pixels, vision_embeds=None)
-    group = pack([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
+    group = pack_turns([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
     logps, _ = per_token_logps(policy, group, temperature)
     [gradient] = torch.autograd.grad(weight * (logps * group.written).sum(), pixels)
     slopes = pictures(gradient, prompt.image_grid_thw, processor.image_processor)
