@@ -2,7 +2,7 @@
 
 import torch
 
-from minivlmrl_audit.audit import checked, report
+from minivlmrl_audit.audit import checked, gaps, report
 
 
 def assert_step(folder):
@@ -32,13 +32,12 @@ def assert_split_invariant(
         split_gradients = as_doubles(gradients(parts))
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
         assert not names, f"{parts_name} {parts}: {names[0]} has a gradient in one of both alone"
-        gaps = {}
+        errors = {}
         for name, x in split_gradients.items():
-            gap = (x - whole_gradients[name]).abs().max() / unit
-            gaps[name] = gap.nan_to_num(torch.inf)
-        worst = max(gaps, key=gaps.get)
-        assert gaps[worst] <= tolerance, (
-            f"{parts_name} {parts}: {worst} differs by {gaps[worst]:.1e} of the largest"
+            errors[name] = gaps(x, whole_gradients[name], unit).max()
+        worst = max(errors, key=errors.get)
+        assert errors[worst] <= tolerance, (
+            f"{parts_name} {parts}: {worst} differs by {errors[worst]:.1e} of the largest"
         )
 
 
@@ -59,12 +58,7 @@ def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
     b = torch.as_tensor(trainer).double()
     mask = torch.ones_like(a) if mask is None else torch.as_tensor(mask).double()
     assert mask.any(), "the mask counts no token: nothing is compared"
-    gaps = masked_gaps(a - b, mask)
-    row, token = divmod(int(gaps.argmax()), a.shape[1])
+    errors = gaps(a, b, 1.0).where(mask > 0, 0.0)
+    row, token = divmod(int(errors.argmax()), a.shape[1])
     says = f"row {row}, token {token}: {a[row, token]:.4f} and {b[row, token]:.4f} nats"
-    assert gaps.max() <= tolerance, says
-
-
-def masked_gaps(gap, mask):
-    """Return how large a gap is where the mask is 1, and 0 elsewhere; NaN is as far as can be."""
-    return gap.abs().nan_to_num(torch.inf).where(mask > 0, 0.0)
+    assert errors.max() <= tolerance, says

@@ -4,18 +4,18 @@ n rows (completions) of S tokens in M micro-batches, out of a rollout of N compl
 rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
-import json
 import re
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.hub.folder import read_json, save_tensors
+from minivlmrl.hub.folder import read_json, save_tensors, write_json
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
 
@@ -109,18 +109,14 @@ class Dump:
         ids = self["sampler_ids"][row]
         drawn_flags = self["sampler_mask"][row]
         is_real = ids >= 0
+        region = torch.zeros_like(is_real)
         if text:
             region = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)[unit]
         laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
         for i, begin in enumerate(self.starts):
-            row_ids = ids[i][is_real[i]].tolist()
-            row_drawn = drawn_flags[i][is_real[i]].tolist()
-            if text:
-                inside = region[i][is_real[i]].tolist()
-                row_ids, row_drawn = moves.edited(
-                    row_ids, row_drawn, inside, text, again=self.again
-                )
-            values = torch.tensor([row_ids, row_drawn])[:, : laid.shape[2] - begin]
+            lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
+            edited_lists = moves.edited(*lists, text, again=self.again)
+            values = torch.tensor(edited_lists)[:, : laid.shape[2] - begin]
             laid[:, i, begin : begin + values.shape[1]] = values
         return laid
 
@@ -164,9 +160,7 @@ def read(folder: str | Path) -> Dump:
         )
     try:
         about = read_json(folder / "step.json")
-        with safe_open(folder / "step.safetensors", framework="pt") as file:
-            names = list(file.keys())  # a handle is no dict
-            tensors = {name: file.get_tensor(name) for name in names}
+        tensors = load_file(folder / "step.safetensors")
         for name, model_folder in about.items():
             if name.endswith("model") and model_folder:
                 about[name] = str(folder / model_folder)
@@ -194,4 +188,4 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     save_tensors(copies, folder / "step.safetensors")
-    (folder / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "step.json", about)

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from minivlmrl_audit.audit import computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.options import DPOOptions, PolicyOptions
+from minivlmrl_audit.options import options_of
 
-OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions}  # of a kind, as the audit takes them
 SEARCHES = 3  # for a mistake that explains cases: each takes seconds
 TIED = 4  # names that give the same numbers: as many are printed
 
@@ -28,8 +27,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
         number = torch.arange(len(mask))
         tensors["pair"] = number // 2
         tensors["chosen"] = 1 - number % 2
-    names = OPTIONS[kind].__dataclass_fields__ if kind in OPTIONS else ["loss_type"]
-    about = {"kind": kind, "loss": {name: options[name] for name in names if name in options}}
+    about = {"kind": kind, "loss": options_of(kind, options)}
     if kind == "grpo":
         about["max_completion_length"] = options["max_completion_length"]
         about["rollout_tokens"] = options["tokens"]
@@ -41,13 +39,12 @@ def mistakes(cases: list[tuple]) -> list[str]:
     steps = [as_step(*case) for case in cases]
     lines = []
     while steps and len(lines) < SEARCHES:
-        explanations = [causes for causes, _ in explain("loss", steps[0])] or [[]]
-        hit_counts = [
-            sum(len(fits("loss", step, causes)) for step in steps) for causes in explanations
-        ]
-        pairs = zip(explanations, hit_counts, strict=True)
-        tied_causes = [causes for causes, hit in pairs if hit == max(hit_counts)]
-        other_steps = [step for step in steps[1:] if not fits("loss", step, tied_causes[0])]
+        explanations = []  # causes, and the steps that they do not explain
+        for causes, _ in explain("loss", steps[0]) or [([], 0.0)]:
+            left = [step for step in steps[1:] if not fits("loss", step, causes)]
+            explanations.append((causes, left))
+        other_steps = min((left for _, left in explanations), key=len)
+        tied_causes = [causes for causes, left in explanations if len(left) == len(other_steps)]
         cause_names = []
         for causes in tied_causes[:TIED]:
             cause_names.append(" and ".join(f"{cause.says} ({cause.name})" for cause in causes))

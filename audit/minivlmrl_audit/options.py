@@ -28,6 +28,21 @@ class DPOOptions(DPOLoss):
     discopop_tau: float = 0.05
 
 
+@dataclass
+class SFTOptions:
+    """What sft_loss takes."""
+
+    loss_type: str = "nll"
+
+
+OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}  # of each kind of step
+
+
+def options_of(kind: str, values: dict) -> dict:
+    """Pick the options of a kind's loss out of named values."""
+    return {name: values[name] for name in OPTIONS[kind].__dataclass_fields__ if name in values}
+
+
 def arguments(options: PolicyOptions | DPOOptions) -> dict:
     """List the options that the loss takes as arguments of their own."""
     fields = type(options).__base__.__dataclass_fields__
