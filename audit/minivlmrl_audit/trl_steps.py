@@ -10,7 +10,6 @@ them, the weights around optimizer.step.
 
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -23,7 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from minivlmrl_audit import dump
-from minivlmrl_audit.options import DPOOptions, PolicyOptions
+from minivlmrl_audit.options import options_of
+from minivlmrl_audit.stages import here_or_later
 
 OUTPUTS = {
     "log_probs": ("per_token_logps", "logps_gradient"),
@@ -58,8 +58,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
-    config = vars(trainer.args)
-    loss = {name: config[name] for name in DPOOptions.__dataclass_fields__ if name in config}
+    loss = options_of("dpo", vars(trainer.args))
     loss["loss_type"] = list(trainer.loss_types)
     if not set(dump.NAMES["smoothed losses"]) & set(trainer.loss_types):
         loss["label_smoothing"] = 0.0
@@ -69,7 +68,6 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
         pairs = len(inputs["input_ids"]) // 2
         number = torch.arange(2 * pairs)
         tensors = {"pair": number % pairs, "chosen": (number < pairs).long()}
-        tensors["completion_mask"] = inputs["completion_mask"]
         return tensors | prompt_mask(trainer, inputs["input_ids"])
 
     return Steps(trainer, folder, steps, about, rows)
@@ -86,10 +84,12 @@ def grpo_options(trainer) -> dict:
     config["epsilon_low"] = config["epsilon"]
     if config.get("epsilon_high") is None:
         config["epsilon_high"] = config["epsilon"]
-    names = PolicyOptions.__dataclass_fields__
     about = {
         "kind": "grpo",
-        "loss": {name: value for name, value in config.items() if name in names},
+        "loss": options_of("grpo", config),
+        # those of the step that drew a row
+        "old_model": "../{}/model",
+        "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
         "pad_token_id": tokenizer_of(trainer).pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
@@ -116,10 +116,8 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     )
     start_ids = tokenizer_of(trainer).encode(generation_prompt, add_special_tokens=False)
     starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
-    ends = torch.where(starts, torch.arange(starts.shape[1]) + len(start_ids), 0).amax(
-        1, keepdim=True
-    )
-    return {"prompt_mask": (torch.arange(ids.shape[1]) < ends).long()}
+    ends = pad(starts, (len(start_ids) - 1, 0))
+    return {"prompt_mask": here_or_later(ends).long()}
 
 
 class Steps(ExitStack, TrainerCallback):
@@ -133,38 +131,36 @@ class Steps(ExitStack, TrainerCallback):
         self.trainer = trainer
         self.folder = Path(folder)
         self.steps = steps
-        self.about = about
         self.rows = rows
         self.parts = []  # tensors of each micro-batch so far
         self.tensors = {}  # of the step: rows, weights, gradients, the optimizer's state
         self.rates = []  # of the steps so far
-        self.is_later = False  # some rows were drawn at an earlier step
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
+        self.about = {name: name for name in self.models} | about
         for model in self.models.values():
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
         trainer.add_callback(self)
         self.callback(trainer.remove_callback, self)
-        self.wrap("compute_loss", before=self.begin)
-        self.wrap("training_step", after=self.keep_loss)
-        self.wrap("_clip_grad_norm", lambda *_: self.copy("grad"), self.keep_norm)
+        self.wrap("_prepare_inputs", self.begin)
+        self.wrap("training_step", self.keep_loss)
+        self.wrap("_clip_grad_norm", self.keep_norm)
 
     def keep_loss(self, loss, *_):
         self.parts[-1]["loss"] = loss.detach().view(1)
+        self.copy("grad")
 
     def keep_norm(self, norm, *_):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
-    def wrap(self, name: str, before=None, after=None):
-        """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
+    def wrap(self, name: str, look):
+        """Call look(result, *arguments) after a method of the trainer."""
         inner = getattr(self.trainer, name)
 
         def outer(*arguments, **options):
-            if before and self.on:
-                before(*arguments)
             result = inner(*arguments, **options)
-            if after and self.on:
-                after(result, *arguments)
+            if self.on:
+                look(result, *arguments)
             return result
 
         self.enter_context(patch.object(self.trainer, name, outer))
@@ -174,12 +170,12 @@ class Steps(ExitStack, TrainerCallback):
         """Tell whether this step is written; evaluations are not."""
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
-    def begin(self, model, inputs: dict, *_):
+    def begin(self, inputs: dict, *_):
         """Keep a micro-batch: its row tensors and pictures."""
         part = self.rows(inputs)
-        for name in ("pixel_values", "image_grid_thw", "num_images"):
+        for name in dump.BY_ROW + dump.NAMES["pictures"]:
             if inputs.get(name) is not None:
-                part[name] = torch.as_tensor(inputs[name])
+                part.setdefault(name, torch.as_tensor(inputs[name]))
         rows = next(iter(part.values()))
         part["micro_batch"] = torch.full((len(rows),), len(self.parts))
         self.parts.append(part)
@@ -188,20 +184,17 @@ class Steps(ExitStack, TrainerCallback):
         """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
         if model is not self.trainer.model and model.training and any(dropouts(model)):
             self.about["training"] = ["ref_model"]
-        if not self.parts:
+        logps = getattr(output, "log_probs", None)
+        if not self.parts or logps is None:
             return
         part = self.parts[-1]
-        logps = getattr(output, "log_probs", None)
-        if logps is None:
-            return
         if self.about["kind"] == "dpo" and not logps.requires_grad:
-            part.setdefault("ref_per_token_logps", pad(logps, (1, 0)))
-        if "per_token_logps" in part or not logps.requires_grad:
-            return
-        part["input_ids"] = options["input_ids"]
-        part["attention_mask"] = options["attention_mask"]
-        # what is masked gets a gradient that goes nowhere
-        keep_outputs(part, [output.get(name) for name in OUTPUTS], 1, output.label_mask)
+            part.setdefault("ref_per_token_logps", logps.clone())
+        if "per_token_logps" not in part and logps.requires_grad:
+            part["input_ids"] = options["input_ids"]
+            part["attention_mask"] = options["attention_mask"]
+            # what is masked gets a gradient that goes nowhere
+            keep_outputs(part, [output.get(name) for name in OUTPUTS], output.label_mask)
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
@@ -217,8 +210,6 @@ class Steps(ExitStack, TrainerCallback):
             return
         self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
         self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
-        if "grad_norm" not in self.tensors:  # nothing was clipped
-            self.copy("grad")
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
         self.save_models(args, self.folder / str(state.global_step))
         self.about["optimizer"] = self.optimizer_settings(args, state)
@@ -238,25 +229,20 @@ class Steps(ExitStack, TrainerCallback):
 
     def save_models(self, args, folder: Path):
         """Save the models whose forwards can be computed again, and their tokenizer."""
-        lost = {
-            "model": args.neftune_noise_alpha or any(dropouts(self.trainer.model)),
-            # it may have moved since the rollout
-            "ref_model": self.is_later and args.sync_ref_model,
-        }
-        for name, model in self.models.items():
-            self.about[name] = None if lost[name] else name
-            if not lost[name]:
-                model.save_pretrained(folder / name)
-                tokenizer_of(self.trainer).save_pretrained(folder / name)
-        if not self.about["model"]:
-            self.about["old_model"] = None
+        models = dict(self.models)
+        if args.neftune_noise_alpha or any(dropouts(self.trainer.model)):  # drawn once
+            del models["model"]
+            self.about |= {"model": None, "old_model": None}
+        for name, model in models.items():
+            model.save_pretrained(folder / name)
+            tokenizer_of(self.trainer).save_pretrained(folder / name)
 
     def optimizer_settings(self, args, state) -> dict:
         """Read the settings of AdamW as a step has them."""
         names = [name for name, _ in self.trainer.model.named_parameters()]
         return {
             "name": args.optim.value.partition("_")[0],
-            "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
+            "learning_rate": self.rates[-1],
             "betas": [args.adam_beta1, args.adam_beta2],
             "eps": args.adam_epsilon,
             "no_decay": [name for name in names if NO_DECAY.search(name.lower())],
@@ -282,37 +268,28 @@ class GRPOSteps(Steps):
         self.conversations = []  # of a rollout whose completions call tools
         self.earlier_conversations = []
         self.rewards = {}  # of a rollout, by the number of their function
-        self.wrap("_generate_and_score_completions", after=self.generated)
-        self.wrap("_calculate_rewards", after=self.judged)
+        self.wrap("_generate_and_score_completions", self.generated)
+        self.wrap("_calculate_rewards", self.judged)
         if trainer.tools and not trainer._has_async_funcs:
-            self.wrap("_generate_single_turn", after=self.drew)
+            self.wrap("_generate_single_turn", self.drew)
         functions = [self.listened(*pair) for pair in enumerate(trainer.reward_funcs)]
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
-        """Keep a turn: the ids that the sampler was given, and what it drew."""
-        drawn_ids = result[0]
-        if self.conversations:
-            go_on(self.conversations, prompts, drawn_ids, self.trainer)
-            return
-        pictures = pictures or [[]] * len(prompts)
-        for prompt, ids, row_pictures in zip(prompts, drawn_ids, pictures, strict=True):
-            flags = [1] * len(ids)
-            conversation = Conversation(prompt, ids, flags, ids, list(row_pictures or []))
-            self.conversations.append(conversation)
-        # each row has its own dictionary of tools
-        for row, tools in enumerate(self.trainer._sync_tool_dicts):
-            for name, tool in tools.items():
-                tools[name] = partial(self.call, self.conversations[row], tool)
-
-    @staticmethod
-    def call(conversation: "Conversation", tool, **arguments):
-        """Call a tool for a row, and keep the pictures that it answers."""
-        answer = tool(**arguments)
-        parts = answer if isinstance(answer, list) else []
-        pictures = [part["image"] for part in parts if part.get("type") == "image"]
-        conversation.answered += pictures
-        return answer
+        """Keep a turn of some rows, in their order: what the sampler was given, what it drew."""
+        if not self.conversations:
+            pictures = pictures or [[]] * len(prompts)
+            rows = zip(prompts, pictures, strict=True)
+            self.conversations = [Conversation(*row) for row in rows]
+            # each row has its own dictionary of tools
+            for row, tools in enumerate(self.trainer._sync_tool_dicts):
+                for name, tool in tools.items():
+                    tools[name] = partial(self.conversations[row].call, tool)
+        row = -1
+        for given_ids, drawn_ids in zip(prompts, result[0], strict=True):
+            agreements = [x.agreement(given_ids) for x in self.conversations]
+            row = max(range(row + 1, len(agreements)), key=agreements.__getitem__)
+            self.conversations[row].add(given_ids, drawn_ids, self.trainer)
 
     def generated(self, result: dict, examples: list):
         """Keep a rollout: groups, advantages, and what the sampler had."""
@@ -365,12 +342,9 @@ class GRPOSteps(Steps):
         rollout = self.rollouts["rollout"]
         rows = torch.isin(rollout, rollout[tensors["row"]]).nonzero()[:, 0]
         tensors["row"] = torch.searchsorted(rows, tensors["row"])
-        earlier_steps = set(tensors["rollout_step"].tolist()) - {step}
-        exist = all((self.folder / f"{drawn}/model").is_dir() for drawn in earlier_steps)
-        self.about["old_model"] = "../{}/model" if exist else None
-        if earlier_steps:  # a trainer that keeps no old ones takes the present ones
+        if (tensors["rollout_step"] < step).any():
+            # a trainer that keeps no old ones takes the present ones
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
-        self.is_later = bool(earlier_steps)
         # the last step of an epoch may have fewer parts
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.earlier_conversations:
@@ -385,28 +359,29 @@ class GRPOSteps(Steps):
         if args.use_adaptive_entropy and self.trainer._last_world_entropy > args.entropy_target:
             coefficient = 0.0
         self.about["loss"]["entropy_coef"] = coefficient
-        tensors = {name: inputs[name] for name in dump.BY_ROW if inputs.get(name) is not None}
         completion_length = inputs["completion_ids"].shape[1]
-        tensors["completion_mask"] = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        tensors["prompt_mask"] = pad(inputs["prompt_mask"], (0, completion_length))
+        tensors = {
+            "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
+            "prompt_mask": pad(inputs["prompt_mask"], (0, completion_length)),
+        }
         if inputs.get("sampling_per_token_logps") is not None:
             tensors["sampler_logps"] = inputs["sampling_per_token_logps"]
         return tensors
 
 
-def keep_outputs(part: dict, outputs, missing_columns: int = 0, mask=1):
+def keep_outputs(part: dict, outputs, mask=1):
     """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
     for x, (name, slope_name) in zip(outputs, OUTPUTS.values(), strict=False):
         if x is None:
             continue
-        part[name] = pad(x.detach(), (missing_columns, 0))
+        part[name] = x.detach().clone()
         if x.requires_grad:
             part[slope_name] = torch.zeros_like(part[name])
-            x.register_hook(partial(keep_slope, part, slope_name, missing_columns, mask))
+            x.register_hook(partial(keep_slope, part, slope_name, mask))
 
 
-def keep_slope(part: dict, name: str, missing_columns: int, mask, gradient):
-    part[name] = pad(gradient * mask, (missing_columns, 0))
+def keep_slope(part: dict, name: str, mask, gradient):
+    part[name] = gradient * mask
 
 
 def dropouts(model):
@@ -423,58 +398,43 @@ def prompt_key(example: dict) -> tuple:
     return str(example["prompt"]), *(image and image.tobytes() for image in pictures)
 
 
-@dataclass
 class Conversation:
     """What the sampler had of a completion."""
 
-    prompt: list[int]
-    ids: list[int]  # after the prompt
-    flags: list[int]  # 1: drawn, 0: given
-    last: list[int]  # what the last turn had after the prompt, maybe encoded again
-    pictures: list
-    answered: list = field(default_factory=list)  # pictures of tools since the last turn
+    def __init__(self, prompt: list[int], pictures: list | None):
+        self.prompt = prompt
+        self.pictures = list(pictures or [])
+        self.answered = []  # pictures of tools since the last turn
+        self.ids = []  # after the prompt
+        self.flags = []  # of each id, 1: drawn, 0: given
+        self.forms = [[]]  # what the last turn had after the prompt, and that encoded again
 
-    def agreement(self, given_ids: list[int], encoded_again: list[int]) -> tuple[bool, int]:
-        """Say whether given ids go on with this, or with it encoded again, and for how many."""
-        best = (False, 0)
-        for form in (self.last, encoded_again):
-            start_ids = self.prompt + form
-            count = shared(start_ids, given_ids)
-            best = max(best, (count == len(start_ids), count))
-        return best
+    def call(self, tool, **arguments):
+        """Call a tool for this row, and keep the pictures that it answers."""
+        answer = tool(**arguments)
+        parts = answer if isinstance(answer, list) else []
+        self.answered += [part["image"] for part in parts if part.get("type") == "image"]
+        return answer
 
-    def add(self, given_ids: list[int], encoded_again: list[int], drawn_ids: list[int]):
-        """Add a turn: what was given after the prompt, and what was drawn then."""
-        begin = shared(self.last, given_ids)
-        for form in (encoded_again, self.last):
-            if given_ids[: len(form)] == form:
-                begin = len(form)
-        new_ids = given_ids[begin:]
-        self.ids = self.ids + new_ids + drawn_ids
-        self.flags = self.flags + [0] * len(new_ids) + [1] * len(drawn_ids)
-        self.last = given_ids + drawn_ids
-        self.pictures = self.pictures + self.answered
+    def agreement(self, given_ids: list[int]) -> tuple[int, int]:
+        """Count the first ids that are those of its prompt, and after that of its last turn."""
+        later_ids = given_ids[len(self.prompt) :]
+        return shared(self.prompt, given_ids), max(shared(form, later_ids) for form in self.forms)
 
-
-def go_on(conversations: list[Conversation], prompts: list, drawn_ids: list, trainer):
-    """Add a later turn of some rows, in their order: each goes on with the ids of its row."""
-    tokenizer = tokenizer_of(trainer)
-    encoded_again = []
-    for conversation in conversations:
-        text = tokenizer.decode(conversation.last)
-        encoded_again.append(tokenizer.encode(text, add_special_tokens=False))
-    row = -1
-    for given_ids, row_drawn in zip(prompts, drawn_ids, strict=True):
-        fits = [
-            x.agreement(given_ids, form)
-            for x, form in zip(conversations, encoded_again, strict=True)
-        ]
-        row = max(range(row + 1, len(fits)), key=fits.__getitem__)
-        given_ids = given_ids[len(conversations[row].prompt) :]
-        room = trainer.max_completion_length - len(given_ids)
-        conversations[row].add(given_ids, encoded_again[row], row_drawn[:room])
-    for conversation in conversations:
-        conversation.answered = []
+    def add(self, given_ids: list[int], drawn_ids: list[int], trainer):
+        """Add a turn: what was given, and what was drawn then."""
+        _, num_known = self.agreement(given_ids)
+        given_ids = given_ids[len(self.prompt) :]
+        new_ids = given_ids[num_known:]
+        drawn_ids = drawn_ids[: trainer.max_completion_length - len(given_ids)]
+        self.ids += new_ids + drawn_ids
+        self.flags += [0] * len(new_ids) + [1] * len(drawn_ids)
+        self.pictures += self.answered
+        self.answered = []
+        turn_ids = given_ids + drawn_ids
+        tokenizer = tokenizer_of(trainer)
+        encoded_again = tokenizer.encode(tokenizer.decode(turn_ids), add_special_tokens=False)
+        self.forms = [turn_ids, encoded_again]
 
 
 def conversation_tensors(conversations: list[Conversation], processor) -> dict:
@@ -493,8 +453,10 @@ def conversation_tensors(conversations: list[Conversation], processor) -> dict:
 
 
 def shared(x: list, y: list) -> int:
-    """Count how many first tokens are the same; all of x where y ends before they differ."""
-    for i, (x_token, y_token) in enumerate(zip(x, y, strict=False)):
+    """Count how many first tokens are the same."""
+    count = 0
+    for x_token, y_token in zip(x, y, strict=False):
         if x_token != y_token:
-            return i
-    return len(x)
+            break
+        count += 1
+    return count
