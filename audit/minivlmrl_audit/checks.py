@@ -56,9 +56,9 @@ def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
     """Assert that log-probabilities (n, T), nats, are equal where the mask is 1."""
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()
-    mask = torch.ones_like(a) if mask is None else torch.as_tensor(mask).double()
-    assert mask.any(), "the mask counts no token: nothing is compared"
-    errors = gaps(a, b, 1.0).where(mask > 0, 0.0)
+    is_counted = torch.as_tensor(1 if mask is None else mask) > 0
+    assert is_counted.any(), "the mask counts no token: nothing is compared"
+    errors = gaps(a, b, 1.0).where(is_counted, 0.0)
     row, token = divmod(int(errors.argmax()), a.shape[1])
     says = f"row {row}, token {token}: {a[row, token]:.4f} and {b[row, token]:.4f} nats"
     assert errors.max() <= tolerance, says

@@ -44,17 +44,18 @@ class Dump:
         n, self.width = tensors["input_ids"].shape
         self.all_rows = torch.arange(n)
         self.eps = {}  # of the types in which floats were written
-        self.tensors = {}
+        self.tensors = {
+            "micro_batch": self.all_rows * 0,
+            "attention_mask": torch.ones_like(tensors["input_ids"]),
+        }
+        if "rollout_tokens" in about:
+            self.tensors["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
         for name, x in tensors.items():
             if x.is_floating_point():
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             self.tensors[name] = self.align(x) if name in BY_TOKEN else x
         self.tensors["lengths"] = self["completion_mask"].sum(1)
-        self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
-        if "rollout_tokens" in about:
-            self.tensors.setdefault("rollout_tokens", self.all_rows * 0 + about["rollout_tokens"])
-        self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())

@@ -18,15 +18,17 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
     for name, x in {**batch, "logps_gradient": gradient}.items():
         tensors[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
     mask = tensors.pop("mask")
-    tensors["completion_mask"] = mask
     zeros = torch.zeros_like(mask, dtype=torch.long)
-    tensors["input_ids"] = zeros
-    tensors["prompt_mask"] = zeros
-    tensors["loss"] = value.view(1)
-    if kind == "dpo":
-        number = torch.arange(len(mask))
-        tensors["pair"] = number // 2
-        tensors["chosen"] = 1 - number % 2
+    number = torch.arange(len(mask))
+    tensors |= {
+        "completion_mask": mask,
+        "input_ids": zeros,
+        "prompt_mask": zeros,
+        "loss": value.view(1),
+        # of dpo
+        "pair": number // 2,
+        "chosen": 1 - number % 2,
+    }
     about = {"kind": kind, "loss": options_of(kind, options)}
     if kind == "grpo":
         about["max_completion_length"] = options["max_completion_length"]

@@ -135,8 +135,9 @@ class Steps(ExitStack, TrainerCallback):
         self.parts = []  # tensors of each micro-batch so far
         self.tensors = {}  # of the step: rows, weights, gradients, the optimizer's state
         self.rates = []  # of the steps so far
-        models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
-        self.models = {name: model for name, model in models.items() if model is not None}
+        self.models = {"model": trainer.model}
+        if getattr(trainer, "ref_model", None):
+            self.models["ref_model"] = trainer.ref_model
         self.about = {name: name for name in self.models} | about
         for model in self.models.values():
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
@@ -194,7 +195,7 @@ class Steps(ExitStack, TrainerCallback):
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
             # what is masked gets a gradient that goes nowhere
-            keep_outputs(part, [output.get(name) for name in OUTPUTS], output.label_mask)
+            keep_outputs(part, output, output.label_mask)
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
@@ -239,13 +240,13 @@ class Steps(ExitStack, TrainerCallback):
 
     def optimizer_settings(self, args, state) -> dict:
         """Read the settings of AdamW as a step has them."""
-        names = [name for name, _ in self.trainer.model.named_parameters()]
+        parameters = self.trainer.model.named_parameters()
         return {
             "name": args.optim.value.partition("_")[0],
             "learning_rate": self.rates[-1],
             "betas": [args.adam_beta1, args.adam_beta2],
             "eps": args.adam_epsilon,
-            "no_decay": [name for name in names if NO_DECAY.search(name.lower())],
+            "no_decay": [name for name, _ in parameters if NO_DECAY.search(name.lower())],
             "weight_decay": args.weight_decay,
             "max_grad_norm": args.max_grad_norm,
             "step": state.global_step + 1,
@@ -267,7 +268,7 @@ class GRPOSteps(Steps):
         self.rollouts = {}  # tensors of all rollouts so far
         self.conversations = []  # of a rollout whose completions call tools
         self.earlier_conversations = []
-        self.rewards = {}  # of a rollout, by the number of their function
+        self.given_rewards = {}  # (N,) of a rollout, by the number of their function
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
         if trainer.tools and not trainer._has_async_funcs:
@@ -302,10 +303,8 @@ class GRPOSteps(Steps):
             "group": torch.tensor([begin + groups.index(group) for group in groups]),
             "rollout": torch.full((len(keys),), begin),
             "rollout_advantages": result["advantages"].clone(),
+            "rewards": self.rewards,
         }
-        if self.rewards:
-            tensors["rewards"] = torch.stack(list(self.rewards.values()), 1)
-        self.rewards = {}
         self.rollouts = dump.join([self.rollouts, tensors]) if self.rollouts else tensors
         self.earlier_conversations += self.conversations
         self.conversations = []
@@ -313,10 +312,12 @@ class GRPOSteps(Steps):
         drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
         # these go through the trainer's shuffle and split
         rows = torch.arange(begin, begin + len(keys))
-        result["row"] = rows
-        result["rollout_step"] = rows * 0 + self.trainer.state.global_step
-        result["rollout_tokens"] = rows * 0 + counted_mask.sum()
-        result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
+        result |= {
+            "row": rows,
+            "rollout_step": rows * 0 + self.trainer.state.global_step,
+            "rollout_tokens": rows * 0 + counted_mask.sum(),
+            "rollout_drawn": rows * 0 + drawn_mask.sum(),
+        }
 
     def listened(self, number: int, function):
         """Wrap a function of rewards to keep what it gives; models are not wrapped."""
@@ -327,15 +328,16 @@ class GRPOSteps(Steps):
         def call(*arguments, **options):
             rewards = function(*arguments, **options)
             values = [torch.nan if reward is None else float(reward) for reward in rewards]
-            self.rewards[number] = torch.tensor(values, dtype=torch.float64)
+            self.given_rewards[number] = torch.tensor(values, dtype=torch.float64)
             return rewards
 
         return call
 
     def judged(self, result, *_):
-        """Order rewards, and keep those of models, which are not wrapped."""
-        columns = enumerate(result.double().unbind(1))
-        self.rewards = {number: self.rewards.get(number, column) for number, column in columns}
+        """Keep rewards (N, K) as the functions gave them; models are not wrapped."""
+        self.rewards = result.clone().double()
+        for number, rewards in self.given_rewards.items():
+            self.rewards[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
         """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
@@ -369,9 +371,10 @@ class GRPOSteps(Steps):
         return tensors
 
 
-def keep_outputs(part: dict, outputs, mask=1):
+def keep_outputs(part: dict, output, mask=1):
     """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
-    for x, (name, slope_name) in zip(outputs, OUTPUTS.values(), strict=False):
+    for output_name, (name, slope_name) in OUTPUTS.items():
+        x = output.get(output_name)
         if x is None:
             continue
         part[name] = x.detach().clone()

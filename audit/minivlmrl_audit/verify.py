@@ -14,7 +14,7 @@ from pathlib import Path
 from minivlmrl.hub.folder import json_text, parse_json, read_lines
 from minivlmrl.run.completions import COMPLETIONS, Logged
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.resume import COMPLETE, RUN, state_folders
+from minivlmrl.run.resume import RUN, state_folders
 from minivlmrl.tools.process import is_first
 from minivlmrl.tools.replay import run_config, train_again
 from minivlmrl_audit.difference import DAMAGED, content, difference, distance
@@ -61,8 +61,8 @@ def main(arguments: list[str]) -> int:
     if code or not is_first():
         return code
     see()
-    files = [path for path in again_folder.rglob("*") if path.is_file()]
-    compare(path for path in files if again_folder / "states" not in path.parents)
+    paths = again_folder.rglob("*")
+    compare(x for x in paths if x.is_file() and again_folder / "states" not in x.parents)
     differences |= not_compared(folder, differences, first_step)
     return verdict(folder, again_folder, differences, first_step)
 
@@ -81,13 +81,14 @@ def not_compared(folder: Path, differences: dict[str, str], first_step: int) -> 
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         parent = name.rpartition("/")[0]
-        of_state = parent in differences and name.endswith((".safetensors", COMPLETE))
-        if path.is_file() and name not in differences and not of_state and name != ".lock":
+        # a state that was compared has the hashes of its files
+        is_compared = name in differences or parent in differences
+        if path.is_file() and not is_compared and name != ".lock":
             print(f"not compared: {name}")
             # a state up to --state is believed
             is_believed = "states/000001" <= parent <= f"states/{first_step:06d}"
-            is_written = name.partition("/")[0] in written_folders and not is_believed
-            faults[name] = "not of this run" if is_written else ""
+            if name.partition("/")[0] in written_folders and not is_believed:
+                faults[name] = "not of this run"
     return faults
 
 
