@@ -3,6 +3,7 @@
 These releases lack options, or a forward that gives log-probabilities: then they are taken from logits.
 """
 
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -28,11 +29,9 @@ ATTRIBUTES = {
     "tools": None,
     "_has_async_funcs": False,
     "_image_pad_token_id": None,
-    "_clip_grad_norm": None,
 }
 SCALES = {True: "group", False: "none"}  # up to 0.21
-# of a trainer, the newest first: what generates, what gives log-probabilities
-GENERATES = ("_generate_and_score_completions", "_prepare_inputs")
+# of a trainer, the newest first: what gives log-probabilities
 SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
 
 
@@ -47,7 +46,6 @@ def prepare(trainer, kind: str):
     for name, value in defaults.items():
         if not hasattr(config, name):
             setattr(config, name, value)
-    trainer.clips_by_accelerator = not hasattr(trainer, "_clip_grad_norm")  # before transformers 5
     for name, value in ATTRIBUTES.items():
         if not hasattr(trainer, name):
             setattr(trainer, name, value)
@@ -63,13 +61,21 @@ class OlderSteps(trl_steps.Steps):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        if self.trainer.clips_by_accelerator:
-            self.wrap("clip_grad_norm_", self.trainer.accelerator, lambda *_: self.copy("grad"), self.keep_norm)
+        if not hasattr(self.trainer, "_clip_grad_norm"):  # before transformers 5
+            clip = self.trainer.accelerator.clip_grad_norm_
+            self.enter_context(patch.object(self.trainer.accelerator, "clip_grad_norm_", partial(self.clipped, clip)))
 
-    def on_pre_optimizer_step(self, args, state, control, **options):
-        if self.on and "grad_norm" not in self.tensors:
-            self.copy("grad")
-        super().on_pre_optimizer_step(args, state, control, **options)
+    def clipped(self, clip, *arguments, **options):
+        """Clip, and keep the norm."""
+        norm = clip(*arguments, **options)
+        if self.on:
+            self.keep_norm(norm)
+        return norm
+
+    def wrap(self, name: str, look):
+        """Look at a method if this release has it."""
+        if hasattr(self.trainer, name):
+            super().wrap(name, look)
 
     def forward(self, model, arguments, options, output):
         """Take log-probabilities from logits where a forward gives these alone."""
@@ -107,17 +113,21 @@ class OlderSteps(trl_steps.Steps):
 class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
     """The same of GRPO."""
 
-    def wrap_methods(self):
-        self.wrap(self.first_method(GENERATES), after=self.generated)
-        self.wrap(self.first_method(SCORES), after=self.scored)
-        if hasattr(self.trainer, "_calculate_rewards"):
-            self.wrap("_calculate_rewards", after=self.judged)
-        if self.trainer.tools and not self.trainer._has_async_funcs:
-            self.wrap("_generate_single_turn", after=self.drew)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.wrap(next(name for name in SCORES if hasattr(self.trainer, name)), self.scored)
 
-    def first_method(self, names: tuple[str, ...]) -> str:
-        """Find the first of these methods that the trainer has."""
-        return next(name for name in names if hasattr(self.trainer, name))
+    def begin(self, inputs: dict, examples, *_):
+        """Keep a micro-batch, and its rollout where that is generated here."""
+        if not hasattr(self.trainer, "_generate_and_score_completions"):
+            self.generated(inputs, examples)
+        super().begin(inputs)
+
+    def generated(self, result: dict, examples: list):
+        """Keep a rollout, and rewards where no method of their own computes them."""
+        if not hasattr(self.trainer, "_calculate_rewards"):
+            self.judged(torch.stack(list(self.given_rewards.values()), 1))
+        super().generated(result, examples)
 
     def scored(self, result, model, input_ids, attention_mask, *_):
         """Keep what a trainer's own method gives, where the model gives logits alone."""
@@ -129,7 +139,7 @@ class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
             return
         part["input_ids"] = input_ids
         part["attention_mask"] = attention_mask
-        trl_steps.keep_outputs(part, outputs[:2])
+        trl_steps.keep_outputs(part, dict(zip(trl_steps.OUTPUTS, outputs[:2], strict=False)))
 
 
 def sft_steps(trainer, folder, steps: int = 1):
