@@ -14,13 +14,14 @@ TIED = 4  # names that give the same numbers: as many are printed
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Make a step of a case, with the loss and the gradient that someone's function gave."""
     kind = options["kind"]
-    tensors = {}
+    rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
-        tensors[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
-    mask = tensors.pop("mask")
+        rows[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
+    mask = rows.pop("mask")
     zeros = torch.zeros_like(mask, dtype=torch.long)
     number = torch.arange(len(mask))
-    tensors |= {
+    tensors = {
+        **rows,
         "completion_mask": mask,
         "input_ids": zeros,
         "prompt_mask": zeros,

@@ -233,7 +233,8 @@ class Steps(ExitStack, TrainerCallback):
         models = dict(self.models)
         if args.neftune_noise_alpha or any(dropouts(self.trainer.model)):  # drawn once
             del models["model"]
-            self.about |= {"model": None, "old_model": None}
+            self.about["model"] = None
+            self.about["old_model"] = None
         for name, model in models.items():
             model.save_pretrained(folder / name)
             tokenizer_of(self.trainer).save_pretrained(folder / name)
@@ -312,12 +313,10 @@ class GRPOSteps(Steps):
         drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
         # these go through the trainer's shuffle and split
         rows = torch.arange(begin, begin + len(keys))
-        result |= {
-            "row": rows,
-            "rollout_step": rows * 0 + self.trainer.state.global_step,
-            "rollout_tokens": rows * 0 + counted_mask.sum(),
-            "rollout_drawn": rows * 0 + drawn_mask.sum(),
-        }
+        result["row"] = rows
+        result["rollout_step"] = rows * 0 + self.trainer.state.global_step
+        result["rollout_tokens"] = rows * 0 + counted_mask.sum()
+        result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
 
     def listened(self, number: int, function):
         """Wrap a function of rewards to keep what it gives; models are not wrapped."""
