@@ -139,7 +139,7 @@ class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
             return
         part["input_ids"] = input_ids
         part["attention_mask"] = attention_mask
-        trl_steps.keep_outputs(part, dict(zip(trl_steps.OUTPUTS, outputs[:2], strict=False)))
+        trl_steps.keep_outputs(part, dict(zip(("log_probs", "entropy"), outputs, strict=False)))
 
 
 def sft_steps(trainer, folder, steps: int = 1):

@@ -20,12 +20,10 @@ def assert_split_invariant(
     trainer does.
     """
     assert rows > 1, f"rows is {rows}: one row cannot be split, and nothing is compared"
-    all_rows = list(range(rows))
     if splits is None:
-        halves = [all_rows[::2], all_rows[1::2]]
-        first_and_rest = [all_rows[:1], all_rows[1:]]
-        splits = [halves, first_and_rest, [[row] for row in all_rows]]
-    whole_gradients = as_doubles(gradients([all_rows]))
+        first_and_rest = [[0], list(range(1, rows))]
+        splits = [strided(rows, 2), first_and_rest, strided(rows, rows)]
+    whole_gradients = as_doubles(gradients(strided(rows, 1)))
     unit = max(x.abs().nan_to_num(torch.inf).max().item() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero: the step teaches nothing, and nothing is compared"
     for parts in splits:
@@ -41,6 +39,11 @@ def assert_split_invariant(
         )
 
 
+def strided(rows: int, parts: int) -> list[list[int]]:
+    """Deal rows out to so many parts, one by one."""
+    return [list(range(part, rows, parts)) for part in range(parts)]
+
+
 def as_doubles(gradients) -> dict[str, torch.Tensor]:
     """Make float64 of tensors or arrays by name."""
     return {name: torch.as_tensor(x).double() for name, x in gradients.items()}
@@ -48,7 +51,7 @@ def as_doubles(gradients) -> dict[str, torch.Tensor]:
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
     """Assert that the summed gradient of ranks is that of one; a list of rows for each."""
-    splits = [[list(range(rank, rows, size)) for rank in range(size)] for size in ranks]
+    splits = [strided(rows, size) for size in ranks]
     assert_split_invariant(gradients, rows, tolerance, splits, "ranks")
 
 

@@ -184,9 +184,9 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """Write a step that `read` reads (ValueError: it would not)."""
-    Dump(about, tensors)
+    copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    Dump(about, copies)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     save_tensors(copies, folder / "step.safetensors")
     write_json(folder / "step.json", about)

@@ -25,11 +25,6 @@ from minivlmrl_audit import dump
 from minivlmrl_audit.options import options_of
 from minivlmrl_audit.stages import here_or_later
 
-OUTPUTS = {
-    "log_probs": ("per_token_logps", "logps_gradient"),
-    "entropy": ("entropies", "entropies_gradient"),
-    "log_sum_sq_probs": ("log_sum_sq_probs", ""),
-}
 # what transformers.Trainer documents
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
@@ -300,9 +295,10 @@ class GRPOSteps(Steps):
         for i, key in enumerate(keys):  # a prompt may return
             groups.append((key, keys[:i].count(key) // self.trainer.args.num_generations))
         begin = len(self.rollouts.get("group", ()))
+        rows = torch.arange(begin, begin + len(keys))
         tensors = {
             "group": torch.tensor([begin + groups.index(group) for group in groups]),
-            "rollout": torch.full((len(keys),), begin),
+            "rollout": rows * 0 + begin,
             "rollout_advantages": result["advantages"].clone(),
             "rewards": self.rewards,
         }
@@ -312,7 +308,6 @@ class GRPOSteps(Steps):
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
         drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
         # these go through the trainer's shuffle and split
-        rows = torch.arange(begin, begin + len(keys))
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
@@ -340,18 +335,18 @@ class GRPOSteps(Steps):
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
         """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
-        rollout = self.rollouts["rollout"]
-        rows = torch.isin(rollout, rollout[tensors["row"]]).nonzero()[:, 0]
-        tensors["row"] = torch.searchsorted(rows, tensors["row"])
+        # from the first of theirs on: what was drawn after it is in this step too
+        begin = self.rollouts["rollout"][tensors["row"]].min()
+        tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
             # a trainer that keeps no old ones takes the present ones
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
         # the last step of an epoch may have fewer parts
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.earlier_conversations:
-            conversations = [self.earlier_conversations[row] for row in rows]
+            conversations = self.earlier_conversations[begin:]
             tensors |= conversation_tensors(conversations, self.trainer.processing_class)
-        return tensors | {name: x[rows] for name, x in self.rollouts.items()}
+        return tensors | {name: x[begin:] for name, x in self.rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
         """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
@@ -372,7 +367,7 @@ class GRPOSteps(Steps):
 
 def keep_outputs(part: dict, output, mask=1):
     """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
-    for output_name, (name, slope_name) in OUTPUTS.items():
+    for output_name, (name, slope_name) in dump.NAMES["outputs"].items():
         x = output.get(output_name)
         if x is None:
             continue
