@@ -48,7 +48,7 @@ class Dump:
             "micro_batch": self.all_rows * 0,
             "attention_mask": torch.ones_like(tensors["input_ids"]),
         }
-        if "rollout_tokens" in about:
+        if about.get("rollout_tokens"):
             self.tensors["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
         for name, x in tensors.items():
             if x.is_floating_point():
@@ -89,19 +89,19 @@ class Dump:
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""
-        sampled = None if self.ids is None else self.sampled(self.ids)
+        sampled = self.sampled(self.ids)
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
             return ids, drawn_flags == 1, drawn_flags == 0
         tool_mask = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
         return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
 
-    def sampled(self, change: dict) -> Tensor | None:
+    def sampled(self, change: dict | None) -> Tensor | None:
         """Lay out what the sampler had after the prompt; with a deviation `ids`.
 
         (2, n, S + L): ids, and whether it drew them; -1 where it had none.
         """
-        if not self.has("sampler_ids"):
+        if change is None or not self.has("sampler_ids"):
             return None
         kind, unit, text = change.get("ids", ("", "", None))
         row = self.get("row", torch.arange(len(self["sampler_ids"])))

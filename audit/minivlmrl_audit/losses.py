@@ -13,7 +13,6 @@ TIED = 4  # names that give the same numbers: as many are printed
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Make a step of a case, with the loss and the gradient that someone's function gave."""
-    kind = options["kind"]
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
         rows[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
@@ -30,10 +29,11 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
         "pair": number // 2,
         "chosen": 1 - number % 2,
     }
-    about = {"kind": kind, "loss": options_of(kind, options)}
-    if kind == "grpo":
-        about["max_completion_length"] = options["max_completion_length"]
-        about["rollout_tokens"] = options["tokens"]
+    about = {
+        **options,
+        "loss": options_of(options["kind"], options),
+        "rollout_tokens": options.get("tokens"),
+    }
     return Dump(about, tensors)
 
 

@@ -62,8 +62,11 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     def rows(inputs: dict) -> dict:
         pairs = len(inputs["input_ids"]) // 2
         number = torch.arange(2 * pairs)
-        tensors = {"pair": number % pairs, "chosen": (number < pairs).long()}
-        return tensors | prompt_mask(trainer, inputs["input_ids"])
+        return {
+            "pair": number % pairs,
+            "chosen": (number < pairs).long(),
+            **prompt_mask(trainer, inputs["input_ids"]),
+        }
 
     return Steps(trainer, folder, steps, about, rows)
 
@@ -261,9 +264,9 @@ class GRPOSteps(Steps):
 
     def __init__(self, trainer, folder, steps: int):
         super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
-        self.rollouts = {}  # tensors of all rollouts so far
-        self.conversations = []  # of a rollout whose completions call tools
-        self.earlier_conversations = []
+        self.rollouts = []  # tensors of each so far
+        self.num_rows = 0  # of these rollouts
+        self.conversations = []  # of all rows so far, where completions call tools
         self.given_rewards = {}  # (N,) of a rollout, by the number of their function
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
@@ -274,19 +277,21 @@ class GRPOSteps(Steps):
 
     def drew(self, result, prompts: list, pictures, *_):
         """Keep a turn of some rows, in their order: what the sampler was given, what it drew."""
-        if not self.conversations:
+        conversations = self.conversations[self.num_rows :]
+        if not conversations:
             pictures = pictures or [[]] * len(prompts)
             rows = zip(prompts, pictures, strict=True)
-            self.conversations = [Conversation(*row) for row in rows]
+            conversations = [Conversation(*row) for row in rows]
+            self.conversations += conversations
             # each row has its own dictionary of tools
             for row, tools in enumerate(self.trainer._sync_tool_dicts):
                 for name, tool in tools.items():
-                    tools[name] = partial(self.conversations[row].call, tool)
+                    tools[name] = partial(conversations[row].call, tool)
         row = -1
         for given_ids, drawn_ids in zip(prompts, result[0], strict=True):
-            agreements = [x.agreement(given_ids) for x in self.conversations]
+            agreements = [x.agreement(given_ids) for x in conversations]
             row = max(range(row + 1, len(agreements)), key=agreements.__getitem__)
-            self.conversations[row].add(given_ids, drawn_ids, self.trainer)
+            conversations[row].add(given_ids, drawn_ids, self.trainer)
 
     def generated(self, result: dict, examples: list):
         """Keep a rollout: groups, advantages, and what the sampler had."""
@@ -294,17 +299,16 @@ class GRPOSteps(Steps):
         groups = []
         for i, key in enumerate(keys):  # a prompt may return
             groups.append((key, keys[:i].count(key) // self.trainer.args.num_generations))
-        begin = len(self.rollouts.get("group", ()))
-        rows = torch.arange(begin, begin + len(keys))
-        tensors = {
+        begin = self.num_rows
+        self.num_rows += len(keys)
+        rows = torch.arange(begin, self.num_rows)
+        rollout = {
             "group": torch.tensor([begin + groups.index(group) for group in groups]),
             "rollout": rows * 0 + begin,
             "rollout_advantages": result["advantages"].clone(),
             "rewards": self.rewards,
         }
-        self.rollouts = dump.join([self.rollouts, tensors]) if self.rollouts else tensors
-        self.earlier_conversations += self.conversations
-        self.conversations = []
+        self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
         drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
         # these go through the trainer's shuffle and split
@@ -336,17 +340,18 @@ class GRPOSteps(Steps):
     def row_tensors(self, tensors: dict, step: int) -> dict:
         """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
         # from the first of theirs on: what was drawn after it is in this step too
-        begin = self.rollouts["rollout"][tensors["row"]].min()
+        rollouts = dump.join(self.rollouts)
+        begin = rollouts["rollout"][tensors["row"]].min()
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
             # a trainer that keeps no old ones takes the present ones
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
         # the last step of an epoch may have fewer parts
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
-        if self.earlier_conversations:
-            conversations = self.earlier_conversations[begin:]
+        if self.conversations:
+            conversations = self.conversations[begin:]
             tensors |= conversation_tensors(conversations, self.trainer.processing_class)
-        return tensors | {name: x[begin:] for name, x in self.rollouts.items()}
+        return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
         """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""

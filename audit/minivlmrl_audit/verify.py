@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from minivlmrl.hub.folder import json_text, parse_json, read_lines
+from minivlmrl.hub.folder import digest, json_text, read_lines
 from minivlmrl.run.completions import COMPLETIONS, Logged
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.resume import RUN, state_folders
@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> int:
 
     def compare(paths: Iterable[Path]):
         for path in paths:
-            name = path.relative_to(again_folder).as_posix()
-            if name not in differences and name not in skipped:
+            name = path.relative_to(again_folder)
+            if name not in differences and str(name) not in skipped:
                 differences[name] = difference(path, folder / name, bool(overrides))
 
     def see(*_):  # a run keeps its last states alone
@@ -74,25 +74,24 @@ def check_links(folder: Path):
             raise ValueError(f"{path} is a link; put what it leads to in its place")
 
 
-def not_compared(folder: Path, differences: dict[str, str], first_step: int) -> dict[str, str]:
+def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
     """Print the files of a run that are not compared; one where runs write files is a fault."""
-    written_folders = {"states", *(name.partition("/")[0] for name in differences)} - {"images"}
+    written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     faults = {}
     for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        parent = name.rpartition("/")[0]
+        name = path.relative_to(folder)
         # a state that was compared has the hashes of its files
-        is_compared = name in differences or parent in differences
-        if path.is_file() and not is_compared and name != ".lock":
+        is_compared = name in differences or name.parent in differences
+        if path.is_file() and not is_compared and str(name) != ".lock":
             print(f"not compared: {name}")
             # a state up to --state is believed
-            is_believed = "states/000001" <= parent <= f"states/{first_step:06d}"
-            if name.partition("/")[0] in written_folders and not is_believed:
+            is_believed = "states/000001" <= str(name.parent) <= f"states/{first_step:06d}"
+            if name.parts[0] in written_folders and not is_believed:
                 faults[name] = "not of this run"
     return faults
 
 
-def verdict(folder: Path, again_folder: Path, differences: dict[str, str], first_step: int) -> int:
+def verdict(folder: Path, again_folder: Path, differences: dict[Path, str], first_step: int) -> int:
     """Print the faults and what they mean; returns the exit status."""
     faults = {name: fault for name, fault in sorted(differences.items()) if fault}
     for name, fault in faults.items():
@@ -109,36 +108,33 @@ def verdict(folder: Path, again_folder: Path, differences: dict[str, str], first
     return int(bool(faults))
 
 
-def rounding(folder: Path, again_folder: Path, faults: dict[str, str], first_step: int) -> float:
+def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_step: int) -> float:
     """Return by how much numbers of the first steps differ, 0 if that is no rounding.
 
     With equal weights no number of any step may differ by more.
     """
     pairs = zip_longest(content(again_folder / METRICS), content(folder / METRICS))
     gaps = [distance(*pair) for pair in pairs][first_step:]
-    other_weights = any(name.endswith(".safetensors") for name in faults)
+    other_weights = any(name.suffix == ".safetensors" for name in faults)
     if max(gaps[:1] if other_weights else gaps) > LARGEST_ROUNDING:
         return 0.0
     return max(gaps[:2])
 
 
-def same_rows(folder: Path, again_folder: Path, faults: dict[str, str]) -> bool:
+def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool:
     """Whether rows, their pictures and the names of files are equal, whatever was computed.
 
     Of a step as many rows are logged as the first rank has: one log may have a part of another.
     """
-    exact = {"config.yaml"}
     again = rows_of_steps(again_folder)
     logged = rows_of_steps(folder)
     for step in again.keys() | logged.keys():
         fewer, more = sorted((again[step], logged[step]), key=len)
         if not fewer or not fewer <= more:
             return False
-        for row in fewer:
-            exact.update(parse_json(row)["images"])
     for name, fault in faults.items():
-        is_lost = not fault.startswith("line ") and not name.startswith("images/")
-        if is_lost or name in exact:
+        is_number = fault.startswith("line ") and str(name) != "config.yaml"
+        if not is_number and name.parts[0] != "images":
             return False
     return True
 
@@ -147,6 +143,7 @@ def rows_of_steps(folder: Path) -> dict[tuple, set[str]]:
     """Collect the rows that a run has logged of each step, without what it computed of them."""
     rows = defaultdict(set)
     for line in read_lines(folder / COMPLETIONS, Logged):
-        row = line | {"completions": [], "where": ""}
+        pictures = digest([folder / name for name in line["images"]])
+        row = line | {"completions": [], "where": "", "pictures": pictures}
         rows[line["stage"], line["step"]].add(json_text(row))
     return rows
