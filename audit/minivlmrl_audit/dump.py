@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
 from minivlmrl.hub.tokenizer import load_tokenizer
@@ -176,9 +177,10 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     for name, first in parts[0].items():
         values = [part[name] for part in parts]
         if name in BY_ROW and first.dim() == 2:
-            width = max(x.shape[1] for x in values)
-            values = [pad(x, (width - x.shape[1], 0)) for x in values]
-        tensors[name] = torch.cat(values)
+            rows = [row for x in values for row in x]
+            tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
+        else:
+            tensors[name] = torch.cat(values)
     return tensors
 
 

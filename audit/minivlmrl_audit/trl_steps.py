@@ -12,6 +12,8 @@ import re
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import iscoroutinefunction
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from unittest.mock import patch
 
@@ -172,9 +174,10 @@ class Steps(ExitStack, TrainerCallback):
     def begin(self, inputs: dict, *_):
         """Keep a micro-batch: its row tensors and pictures."""
         part = self.rows(inputs)
-        for name in dump.BY_ROW + dump.NAMES["pictures"]:
-            if inputs.get(name) is not None:
-                part.setdefault(name, torch.as_tensor(inputs[name]))
+        names = {name: name for name in dump.BY_ROW} | dump.NAMES["inputs"]
+        for their_name, name in names.items():
+            if inputs.get(their_name) is not None:
+                part.setdefault(name, torch.as_tensor(inputs[their_name]))
         rows = next(iter(part.values()))
         part["micro_batch"] = torch.full((len(rows),), len(self.parts))
         self.parts.append(part)
@@ -361,13 +364,10 @@ class GRPOSteps(Steps):
             coefficient = 0.0
         self.about["loss"]["entropy_coef"] = coefficient
         completion_length = inputs["completion_ids"].shape[1]
-        tensors = {
+        return {
             "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
             "prompt_mask": pad(inputs["prompt_mask"], (0, completion_length)),
         }
-        if inputs.get("sampling_per_token_logps") is not None:
-            tensors["sampler_logps"] = inputs["sampling_per_token_logps"]
-        return tensors
 
 
 def keep_outputs(part: dict, output, mask=1):
@@ -407,8 +407,7 @@ class Conversation:
         self.prompt = prompt
         self.pictures = list(pictures or [])
         self.answered = []  # pictures of tools since the last turn
-        self.ids = []  # after the prompt
-        self.flags = []  # of each id, 1: drawn, 0: given
+        self.tokens = []  # (id, 1: drawn or 0: given) of each after the prompt
         self.forms = [[]]  # what the last turn had after the prompt, and that encoded again
 
     def call(self, tool, **arguments):
@@ -429,8 +428,7 @@ class Conversation:
         given_ids = given_ids[len(self.prompt) :]
         new_ids = given_ids[num_known:]
         drawn_ids = drawn_ids[: trainer.max_completion_length - len(given_ids)]
-        self.ids += new_ids + drawn_ids
-        self.flags += [0] * len(new_ids) + [1] * len(drawn_ids)
+        self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         self.pictures += self.answered
         self.answered = []
         turn_ids = given_ids + drawn_ids
@@ -441,9 +439,11 @@ class Conversation:
 
 def conversation_tensors(conversations: list[Conversation], processor) -> dict:
     """Lay out what the sampler had in a rollout; pictures of prompts, then of tools."""
+    rows = [torch.tensor(x.tokens).view(-1, 2) for x in conversations]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     tensors = {
-        "sampler_ids": pad_sequence([torch.tensor(x.ids) for x in conversations], True, -1),
-        "sampler_mask": pad_sequence([torch.tensor(x.flags) for x in conversations], True, -1),
+        "sampler_ids": tokens[..., 0],
+        "sampler_mask": tokens[..., 1],
         "sampler_num_images": torch.tensor([len(x.pictures) for x in conversations]),
     }
     pictures = [image for x in conversations for image in x.pictures]
@@ -456,9 +456,5 @@ def conversation_tensors(conversations: list[Conversation], processor) -> dict:
 
 def shared(x: list, y: list) -> int:
     """Count how many first tokens are the same."""
-    count = 0
-    for x_token, y_token in zip(x, y, strict=False):
-        if x_token != y_token:
-            break
-        count += 1
-    return count
+    same = takewhile(bool, map(eq, x, y))
+    return len(list(same))
