@@ -3,7 +3,6 @@
 These releases lack options, or a forward that gives log-probabilities: then they are taken from logits.
 """
 
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -62,15 +61,9 @@ class OlderSteps(trl_steps.Steps):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         if not hasattr(self.trainer, "_clip_grad_norm"):  # before transformers 5
-            clip = self.trainer.accelerator.clip_grad_norm_
-            self.enter_context(patch.object(self.trainer.accelerator, "clip_grad_norm_", partial(self.clipped, clip)))
-
-    def clipped(self, clip, *arguments, **options):
-        """Clip, and keep the norm."""
-        norm = clip(*arguments, **options)
-        if self.on:
-            self.keep_norm(norm)
-        return norm
+            accelerator = self.trainer.accelerator
+            clip = self.looked(accelerator.clip_grad_norm_, self.keep_norm)
+            self.enter_context(patch.object(accelerator, "clip_grad_norm_", clip))
 
     def wrap(self, name: str, look):
         """Look at a method if this release has it."""

@@ -21,7 +21,7 @@ from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
-DAMAGES = TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError
+DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 NAMES = yaml.safe_load((Path(__file__).parent / "step.yaml").read_text(encoding="utf-8"))
 NEEDED = NAMES["needed"]
 BY_TOKEN = NEEDED + NAMES["by token"]
@@ -42,13 +42,11 @@ class Dump:
         patterns = moves.TABLE["parts"]  # of the names of parameters
         self.parts = {name: re.compile(pattern).search for name, pattern in patterns.items()}
         self.part = None  # during a search: of which rows log-probabilities are
-        n, self.width = tensors["input_ids"].shape
+        ones = torch.ones_like(tensors["input_ids"])
+        n, self.width = ones.shape
         self.all_rows = torch.arange(n)
         self.eps = {}  # of the types in which floats were written
-        self.tensors = {
-            "micro_batch": self.all_rows * 0,
-            "attention_mask": torch.ones_like(tensors["input_ids"]),
-        }
+        self.tensors = {"micro_batch": self.all_rows * 0, "attention_mask": ones, "tool_mask": ones}
         if about.get("rollout_tokens"):
             self.tensors["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
         for name, x in tensors.items():
@@ -94,7 +92,7 @@ class Dump:
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
             return ids, drawn_flags == 1, drawn_flags == 0
-        tool_mask = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
+        tool_mask = self["tool_mask"].bool()
         return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
@@ -176,7 +174,7 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     tensors = {}
     for name, first in parts[0].items():
         values = [part[name] for part in parts]
-        if name in BY_ROW and first.dim() == 2:
+        if first.dim() == 2:
             rows = [row for x in values for row in x]
             tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
         else:

@@ -17,6 +17,7 @@ from operator import eq
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy
 import torch
 from torch.nn import Module
 from torch.nn.functional import pad
@@ -82,7 +83,7 @@ def grpo_options(trainer) -> dict:
     """Read the options of GRPO as a step has them."""
     config = dict(vars(trainer.args))
     config["epsilon_low"] = config["epsilon"]
-    if config.get("epsilon_high") is None:
+    if config["epsilon_high"] is None:
         config["epsilon_high"] = config["epsilon"]
     about = {
         "kind": "grpo",
@@ -154,17 +155,22 @@ class Steps(ExitStack, TrainerCallback):
     def keep_norm(self, norm, *_):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
-    def wrap(self, name: str, look):
-        """Call look(result, *arguments) after a method of the trainer."""
-        inner = getattr(self.trainer, name)
+    def looked(self, inner, look):
+        """Wrap a function: look(result, *arguments) comes after it."""
 
+        @wraps(inner)
         def outer(*arguments, **options):
             result = inner(*arguments, **options)
             if self.on:
                 look(result, *arguments)
             return result
 
-        self.enter_context(patch.object(self.trainer, name, outer))
+        return outer
+
+    def wrap(self, name: str, look):
+        """Look at what a method of the trainer returns."""
+        method = self.looked(getattr(self.trainer, name), look)
+        self.enter_context(patch.object(self.trainer, name, method))
 
     @property
     def on(self) -> bool:
@@ -275,7 +281,11 @@ class GRPOSteps(Steps):
         self.wrap("_calculate_rewards", self.judged)
         if trainer.tools and not trainer._has_async_funcs:
             self.wrap("_generate_single_turn", self.drew)
-        functions = [self.listened(*pair) for pair in enumerate(trainer.reward_funcs)]
+        functions = list(trainer.reward_funcs)
+        for number, function in enumerate(functions):
+            # what a model gives is taken from the trainer
+            if not (isinstance(function, Module) or iscoroutinefunction(function)):
+                functions[number] = self.looked(function, partial(self.gave, number))
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
@@ -301,7 +311,7 @@ class GRPOSteps(Steps):
         keys = [prompt_key(example) for example in examples]
         groups = []
         for i, key in enumerate(keys):  # a prompt may return
-            groups.append((key, keys[:i].count(key) // self.trainer.args.num_generations))
+            groups.append((key, keys[:i].count(key) // self.trainer.num_generations))
         begin = self.num_rows
         self.num_rows += len(keys)
         rows = torch.arange(begin, self.num_rows)
@@ -320,22 +330,12 @@ class GRPOSteps(Steps):
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
         result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
 
-    def listened(self, number: int, function):
-        """Wrap a function of rewards to keep what it gives; models are not wrapped."""
-        if isinstance(function, Module) or iscoroutinefunction(function):
-            return function
-
-        @wraps(function)
-        def call(*arguments, **options):
-            rewards = function(*arguments, **options)
-            values = [torch.nan if reward is None else float(reward) for reward in rewards]
-            self.given_rewards[number] = torch.tensor(values, dtype=torch.float64)
-            return rewards
-
-        return call
+    def gave(self, number: int, rewards, *_):
+        """Keep what a function of rewards gave; None is NaN."""
+        self.given_rewards[number] = torch.from_numpy(numpy.array(rewards, dtype=float))
 
     def judged(self, result, *_):
-        """Keep rewards (N, K) as the functions gave them; models are not wrapped."""
+        """Keep rewards (N, K) as the functions gave them."""
         self.rewards = result.clone().double()
         for number, rewards in self.given_rewards.items():
             self.rewards[:, number] = rewards
@@ -359,10 +359,10 @@ class GRPOSteps(Steps):
     def micro_batch(self, inputs: dict) -> dict:
         """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
         args = self.trainer.args
-        coefficient = self.trainer.entropy_coef
-        if args.use_adaptive_entropy and self.trainer._last_world_entropy > args.entropy_target:
-            coefficient = 0.0
-        self.about["loss"]["entropy_coef"] = coefficient
+        is_off = (
+            args.use_adaptive_entropy and self.trainer._last_world_entropy > args.entropy_target
+        )
+        self.about["loss"]["entropy_coef"] = 0.0 if is_off else self.trainer.entropy_coef
         completion_length = inputs["completion_ids"].shape[1]
         return {
             "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),

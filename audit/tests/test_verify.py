@@ -303,11 +303,12 @@ def fewer_rows(run):
     [
         (3, lambda run: None),
         (3, fewer_rows),
+        (1, swap_pictures),
         (1, lambda run: (run / "completions.jsonl").write_text("")),
         (1, other_rows),
         (1, lambda run: edit(run / "metrics.jsonl", 0, lambda line: line.update(reward=0.99))),
     ],
-    ids=["nothing else", "fewer rows", "no rows", "other rows", "another reward"],
+    ids=["nothing else", "fewer rows", "other pictures", "no rows", "other rows", "another reward"],
 )
 def test_rounding_has_the_same_rows_and_small_differences(expected, forge, copy, verify, instant):
     rounded(copy)
