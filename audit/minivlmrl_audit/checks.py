@@ -30,9 +30,9 @@ def assert_split_invariant(
         split_gradients = as_doubles(gradients(parts))
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
         assert not names, f"{parts_name} {parts}: {names[0]} has a gradient in one of both alone"
-        errors = {}
-        for name, x in split_gradients.items():
-            errors[name] = gaps(x, whole_gradients[name], unit).max()
+        errors = {
+            name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()
+        }
         worst = max(errors, key=errors.get)
         assert errors[worst] <= tolerance, (
             f"{parts_name} {parts}: {worst} differs by {errors[worst]:.1e} of the largest"

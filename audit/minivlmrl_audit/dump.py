@@ -172,9 +172,9 @@ def read(folder: str | Path) -> Dump:
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join tensors of micro-batches: rows are padded on the left."""
     tensors = {}
-    for name, first in parts[0].items():
+    for name in parts[0]:
         values = [part[name] for part in parts]
-        if first.dim() == 2:
+        if values[0].dim() == 2:
             rows = [row for x in values for row in x]
             tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
         else:

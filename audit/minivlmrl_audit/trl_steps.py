@@ -309,9 +309,10 @@ class GRPOSteps(Steps):
     def generated(self, result: dict, examples: list):
         """Keep a rollout: groups, advantages, and what the sampler had."""
         keys = [prompt_key(example) for example in examples]
-        groups = []
-        for i, key in enumerate(keys):  # a prompt may return
-            groups.append((key, keys[:i].count(key) // self.trainer.num_generations))
+        # a prompt may return
+        groups = [
+            (key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)
+        ]
         begin = self.num_rows
         self.num_rows += len(keys)
         rows = torch.arange(begin, self.num_rows)
@@ -413,8 +414,8 @@ class Conversation:
     def call(self, tool, **arguments):
         """Call a tool for this row, and keep the pictures that it answers."""
         answer = tool(**arguments)
-        parts = answer if isinstance(answer, list) else []
-        self.answered += [part["image"] for part in parts if part.get("type") == "image"]
+        if isinstance(answer, list):
+            self.answered += [part["image"] for part in answer if part.get("type") == "image"]
         return answer
 
     def agreement(self, given_ids: list[int]) -> tuple[int, int]:
