@@ -204,7 +204,7 @@ FORGERIES = {
     ),
     "a folder of weights": (copy_of("checkpoint/config.json", "checkpoint/x/a.json"), ["checkpoint/x/a.json"]),
     "weights of a state": (in_state(weights(f"states/000004/{WEIGHTS}")), ["states/000004"]),
-    "a file in a state": (copy_of("summary.json", "states/000004/more.safetensors"), ["states/000004"]),
+    "a file in a state": (copy_of("summary.json", "states/000004/more.json"), ["states/000004"]),
     "hashes of a state": (text("states/000004/complete.json", '"[0-9a-f]{8}', '"00000000'), ["states/000004"]),
     "logs of a state": (in_state(text(STATE, "grad_norm", "grad_nrom")), [STATE]),
     "recipe of a state": (in_state(text(STATE, '"grpo.beta": 0.0', '"grpo.beta": 0.1')), [STATE]),
