@@ -339,8 +339,8 @@ def confined(answer: dict, cause: Cause, place: Place, d: Dump) -> list[Fit]:
     causes = [cause, *place.causes]
     explanations = fit(seen(answer, place.inside), causes)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
-        theirs, ours, unit = computed("loss", d, cause.change | {"row weights": place.rows})["loss"]
-        _, others, other_unit = computed("loss", d, {"row weights": ~place.rows})["loss"]
+        theirs, ours, unit = computed("loss", d, cause.change | {"weights": place.rows[:, None]})["loss"]
+        _, others, other_unit = computed("loss", d, {"weights": ~place.rows[:, None]})["loss"]
         return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes)
     return explanations
 

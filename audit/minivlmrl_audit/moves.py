@@ -49,7 +49,7 @@ class Change(dict):
         if deviation is None:
             return x
         if isinstance(deviation, str):
-            return formula(deviation, x=x, **names)
+            return formula(deviation, x=x, c=self.get("c", 1.0), **names)
         if not isinstance(deviation, tuple):
             return deviation
         kind, unit, text = deviation
@@ -179,9 +179,10 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def row_quantities(d) -> dict[str, Tensor]:
-    """Name numbers (n,) of rows by which a loss may be weighed."""
+    """Name numbers (n, 1) of rows by which a loss may be weighed."""
     table = TABLE["row quantities"]
-    return {says: d[name] for says, name in table.items() if d.has(name)}
+    by_row = {says: name for says, name in table.items() if d.has(name) and d[name].dim() == 1}
+    return {says: d[name][:, None] for says, name in by_row.items()}
 
 
 def picture_numbers(d) -> dict[str, str]:

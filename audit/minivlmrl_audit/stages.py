@@ -6,15 +6,23 @@ in its place. An error is |theirs - ours| / unit, the size of the terms.
 """
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.losses import Counts, importance_ratio
-from minivlmrl.objectives.policy_losses import AVERAGES, kept_tokens, mean_entropy, policy_terms
-from minivlmrl.objectives.preference_losses import dpo_loss, sft_loss
+from minivlmrl.losses import Counts
+from minivlmrl.objectives.policy_losses import (
+    AVERAGES,
+    family_kl,
+    importance_ratio,
+    kept_tokens,
+    mean_entropy,
+    policy_terms,
+)
+from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, formula, shown_as
 from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
@@ -309,46 +317,49 @@ def policy(
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     defined_options = PolicyOptions(**d.about.get("loss", {}))
     options = changed(defined_options, change)
-    times = change("policy term", 1.0)
-    scale = times or 1.0  # of the sum, by which what is not the policy's term is divided
-    options.beta = change("KL", options.beta) / scale
-    options.entropy_coef = change("entropy", options.entropy_coef)
     ratio_mask = change("ratio mask", mask)[part]
-    entropies = entropies[part]
-    summed = other_mask(d, mask, change, "sum")[part]
-    kept = tokens_kept(d, change, part, entropies, summed, options.top_entropy_quantile)
+    entropies = change("entropies", entropies[part], mask=ratio_mask)
+    summed = other_mask(d, mask, change, "sum")
+    kept = tokens_kept(d, change, part, entropies, summed[part], options.top_entropy_quantile)
     logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
+    log_ratio = change("log-ratio", logps - old, mask=ratio_mask)
     own_advantages = policy_advantages(d, part, change)
+    names = {
+        "per_token_logps": logps,
+        "ref_per_token_logps": reference,
+        "old_per_token_logps": old,
+        "mask": ratio_mask,
+        "importance_ratio": importance_ratio,
+        "advantages": own_advantages.view(len(part), -1),
+        "options": options,
+    }
     terms, _ = policy_terms(
         logps,
-        own_advantages * bool(times),
+        own_advantages,
         ratio_mask,
-        options,
+        replace(options, beta=0.0),
         kept=kept,
-        old_per_token_logps=old,
-        ref_per_token_logps=reference,
+        old_per_token_logps=logps - log_ratio,
         **sampler_terms(d, part, change),
         **arguments(options),
     )
-    row_weights = change("row weights", torch.ones(len(mask)))[part, None]
-    terms = change(
-        "terms",
-        terms * scale * summed * row_weights,
-        selection=(part,),
-        per_token_logps=logps,
-        ref_per_token_logps=reference,
-        old_per_token_logps=old,
-        mask=ratio_mask,
-        importance_ratio=importance_ratio,
-        advantages=own_advantages.view(len(part), -1),
-        options=options,
-    )
-    weights = other_mask(d, mask, change, "divide")
-    count = counts(d, part, weights, change)
-    average = AVERAGES[change.get("average", defined_options.loss_type)]
-    value = average(terms, weights[part], count)
-    # float32 rounds the KL as it does what the KL is the difference of
-    unit = average(terms.detach().abs() + 0.01 * options.beta, weights[part], count)
+    terms = {"policy": change("terms", terms, selection=(part,), **names)}
+    if options.beta:
+        ratio = importance_ratio(log_ratio, ratio_mask, options.importance_sampling_level)
+        kl = family_kl(logps, reference, ratio, options, options.kl_straight_through)
+        terms["KL"] = options.beta * change("KL", kl, ratio=ratio, **names)
+    divided = other_mask(d, mask, change, "divide")
+    count = counts(d, part, divided, change)
+    weights = change("weights", torch.ones_like(mask))
+    value = torch.zeros(())
+    unit = torch.zeros(())
+    for name, x in terms.items():
+        x = x * (weights * other_mask(d, summed, change, f"sum of {name}"))[part]
+        loss_type = change.get("average", defined_options.loss_type)
+        average = AVERAGES[change.get(f"average of {name}", loss_type)]
+        value = value + average(x, divided[part], count)
+        # float32 rounds the KL as it does what the KL is the difference of
+        unit = unit + average(x.detach().abs() + 0.01 * options.beta, divided[part], count)
     if options.entropy_coef:
         bonus = options.entropy_coef * mean_entropy(entropies, kept, count)
         value = value - bonus
@@ -399,13 +410,17 @@ def preference(
     logps, _, reference = inputs(d, logps, mask, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    reference = change("references", reference[index], mask=mask[index])
+    mask_of_pairs = mask[index]
+    reference = change("references", reference[index], mask=mask_of_pairs)
     options = changed(DPOOptions(**d.about.get("loss", {})), change)
+    ref_logps = answer_logps(reference, mask_of_pairs, options.ld_alpha)
+    policy_logps = answer_logps(logps[index], mask_of_pairs, options.ld_alpha)
+    log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask_of_pairs.sum(-1))
     value, _ = dpo_loss(
         logps[index],
-        mask[index],
+        mask_of_pairs,
         options,
-        ref_per_token_logps=reference,
+        ref_logps=policy_logps - log_ratio,
         counts=counts(d, part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
@@ -419,8 +434,8 @@ def demonstrations(
     """Compute SFT for the rows `part`."""
     loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     count = counts(d, part, other_mask(d, mask, change, "divide"), change)
-    row_weights = change("row weights", torch.ones(len(mask)))[:, None]
-    value = sft_loss(logps[part], (mask * row_weights)[part], loss_type, counts=count)
+    weights = change("weights", torch.ones_like(mask))
+    value = sft_loss(logps[part], (mask * weights)[part], loss_type, counts=count)
     value = change("mean of rows", value, per_token_logps=logps, mask=mask, part=part)
     return value, value.detach().abs() + 1e-30
 
