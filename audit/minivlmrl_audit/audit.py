@@ -13,7 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -54,6 +54,7 @@ IDS = ("tokens", "pictures", "mask")  # which are off by no factor, as logps are
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all others
 MODEL_CAUSES = 16  # or with so many, where each needs a model
+NUMBERS = [digit * 10.0**k for k in range(-10, 4) for digit in (1, 2, 5)]  # a fit begins there
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
 
 
@@ -68,6 +69,16 @@ class Cause:
     source: str = ""
     costs: str = ""
     about: str = ""  # what a step needs to show it
+
+    def is_fitted(self) -> bool:
+        """Tell whether it has a number that is fitted."""
+        return "{c}" in self.name
+
+    def with_number(self, number: float) -> "Cause":
+        """Return this cause with a number."""
+        change = self.change | {"c": number}
+        texts = [text.replace("{c}", f"{number:.5g}") for text in (self.name, self.says)]
+        return replace(self, name=texts[0], says=texts[1], change=change)
 
 
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
@@ -126,7 +137,9 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
-    changes = {} if "units" in thing else thing.get("terms", TABLE["terms"])
+    changes = dict(thing.get("terms", {}))
+    for operators in thing.get("operators", []):
+        changes |= TABLE["operators"][operators]
     for kind in thing.get("units", []):
         for says, text in thing.get("changes", {"{}": None}).items():
             for unit in getattr(d, kind):
@@ -266,7 +279,12 @@ def search(name: str, d: Dump) -> list[Fit]:
     suspects = find_suspects(name, base_answer, d)
     explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
-    for cause in told(possible_causes(name, d), f"{name}: known causes"):
+    causes = possible_causes(name, d)
+    for cause in told(sorted(causes, key=Cause.is_fitted), f"{name}: known causes"):
+        if cause.is_fitted():
+            if [] not in [found[1:] for found, _ in explanations]:  # nothing else explains all
+                explanations += fitted(name, d, cause, suspects)
+            continue
         answer = computed(name, d, cause.change)
         if answer is None:
             continue
@@ -355,6 +373,59 @@ def fit(answer: dict, causes: list[Cause]) -> list[Fit]:
     """Compare an answer as `fits` does."""
     error_left = error(answer)
     return [(causes, error_left)] if error_left <= TOLERANCE else []
+
+
+def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
+    """Explain a stage by a cause with the number that fits best, in any of these places."""
+
+    def answer_with(number: float) -> dict | None:
+        return computed(name, d, cause.change | {"c": number})
+
+    base_answer = computed(name, d, {})
+    answers = [answer_with(number) for number in NUMBERS]
+    explanations = []
+    for place in places:
+
+        def distance_of(answer: dict | None, place=place) -> float:
+            return distance(seen(answer, place.inside))[0] if answer else math.inf
+
+        distances = [distance_of(answer) for answer in answers]
+        nearest = min(range(len(NUMBERS)), key=distances.__getitem__)
+        if count_wrong(base_answer, place) < 3 or distances[nearest] > 0.9 * distance_of(base_answer):
+            continue
+        around = NUMBERS[max(0, nearest - 1)], NUMBERS[min(nearest + 1, len(NUMBERS) - 1)]
+        found = lowest(lambda number: distance_of(answer_with(number)), *around)
+        for number in (NUMBERS[nearest], float(f"{found:.3g}"), found):
+            with_number = cause.with_number(number)
+            answer = computed(name, d, with_number.change)
+            fits_here = confined(answer, with_number, place, d) if answer else []
+            if fits_here:
+                explanations += fits_here
+                break
+    return explanations
+
+
+def count_wrong(answer: dict, place: Place) -> int:
+    """Count the numbers that differ in a place."""
+    wrong = [gaps(*values) > TOLERANCE for values in seen(answer, place.inside).values()]
+    return sum(int(x.sum()) for x in wrong)
+
+
+def lowest(function, low: float, high: float) -> float:
+    """Find where a function of one number is lowest, between two numbers (golden section)."""
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    value_left, value_right = function(left), function(right)
+    for _ in range(40):
+        if value_left <= value_right:
+            high, right, value_right = right, left, value_left
+            left = high - ratio * (high - low)
+            value_left = function(left)
+        else:
+            low, left, value_left = left, right, value_right
+            right = low + ratio * (high - low)
+            value_right = function(right)
+    return (low + high) / 2
 
 
 def scaled(name: str, d: Dump, place: Place) -> list[Fit]:

@@ -4,7 +4,6 @@ n rows (completions) of S tokens in M micro-batches, out of a rollout of N compl
 rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
-import re
 from functools import cached_property
 from pathlib import Path
 
@@ -39,8 +38,6 @@ class Dump:
         self.forward = {}
         self.ids = {}
         self.cache = {}  # what the model computed already
-        patterns = moves.TABLE["parts"]  # of the names of parameters
-        self.parts = {name: re.compile(pattern).search for name, pattern in patterns.items()}
         self.part = None  # during a search: of which rows log-probabilities are
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
@@ -70,6 +67,7 @@ class Dump:
     row_sets = cached_property(moves.row_sets)
     row_quantities = cached_property(moves.row_quantities)
     pictures = cached_property(moves.picture_numbers)
+    parts = cached_property(moves.parts_of_model)
     columns = cached_property(moves.token_orders)
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
 

@@ -5,6 +5,9 @@ what belongs to another: "the next row in its group". Where tools answer, a form
 tokens alone: "the first turn". Mistakes that are the same in a step are one.
 """
 
+import math
+import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +26,7 @@ class FormulaError(Exception):
 def formula(text: str, **names):
     """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
-        return eval(text, {"torch": torch, "rounded": rounded, **names})
+        return eval(text, {"math": math, "torch": torch, "rounded": rounded, **names})
     except (RuntimeError, ValueError):
         raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:
@@ -183,6 +186,23 @@ def row_quantities(d) -> dict[str, Tensor]:
     table = TABLE["row quantities"]
     by_row = {says: name for says, name in table.items() if d.has(name) and d[name].dim() == 1}
     return {says: d[name][:, None] for says, name in by_row.items()}
+
+
+def parts_of_model(d) -> dict[str, Callable]:
+    """Name parts of the model, as functions that tell a parameter's name: as names are made."""
+    names = list(d.parameters("before") or d.parameters("grad"))
+    patterns = dict(TABLE["parts"])
+    for name in names:
+        for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
+            patterns[f"parameters of {component}"] = rf"(^|\.){re.escape(component)}(\.|$)"
+    parts = {}
+    seen_parts = set()
+    for says, pattern in patterns.items():
+        inside = tuple(bool(re.search(pattern, name)) for name in names)
+        if says in TABLE["parts"] or (not all(inside) and inside not in seen_parts):
+            parts[says] = re.compile(pattern).search
+        seen_parts.add(inside)
+    return parts
 
 
 def picture_numbers(d) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.losses import Counts
+from minivlmrl.losses import Counts, correct_kl, kl_term
 from minivlmrl.objectives.policy_losses import (
     AVERAGES,
     family_kl,
@@ -58,7 +58,8 @@ def aggregate(
     is_unjudged = rewards.isnan().all(1) & (not change.get("missing"))
     normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
     if normalise_first == change.get("other aggregation", False):
-        total = (rewards * weights).nansum(1).masked_fill(is_unjudged, torch.nan)
+        total = change("total", (rewards * weights).nansum(1))
+        total = total.masked_fill(is_unjudged, torch.nan)
         scale = d.about.get("scale_rewards", "group")
         return normalise(change, total, group, "group", scale)
     parts = [normalise(change, x, group, "group", "group") for x in rewards.unbind(1)]
@@ -100,7 +101,8 @@ def normalise(
     value = (x - change("baseline", baseline)) / divisor
     value = value.nan_to_num(0.0, 0.0, 0.0)
     # where a deviation divides by nearly nothing, its rounding is no excuse
-    rounding = 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
+    rounding = 0.1 * change.d["rewards"].nan_to_num().abs().max()
+    rounding = rounding / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return value, value.abs().max() + rounding + 1e-30
 
 
@@ -304,7 +306,7 @@ def changed(options, change: Change):
     for name in change.keys() & vars(options):
         value = change[name]
         if str(value).startswith("="):
-            value = formula(value[1:], **vars(options))
+            value = formula(value[1:], c=change.get("c", 1.0), **vars(options))
         if isinstance(getattr(options, name), list):
             value = [value]
         setattr(result, name, value)
@@ -322,7 +324,7 @@ def policy(
     summed = other_mask(d, mask, change, "sum")
     kept = tokens_kept(d, change, part, entropies, summed[part], options.top_entropy_quantile)
     logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
-    log_ratio = change("log-ratio", logps - old, mask=ratio_mask)
+    log_ratio = change("log-ratio", logps - old, mask=ratio_mask, old_per_token_logps=old)
     own_advantages = policy_advantages(d, part, change)
     names = {
         "per_token_logps": logps,
@@ -347,6 +349,9 @@ def policy(
     if options.beta:
         ratio = importance_ratio(log_ratio, ratio_mask, options.importance_sampling_level)
         kl = family_kl(logps, reference, ratio, options, options.kl_straight_through)
+        if "KL estimate" in change:
+            estimate = change("KL estimate", kl_term(logps, reference, options.kl_estimator))
+            kl = correct_kl(estimate, ratio, options)
         terms["KL"] = options.beta * change("KL", kl, ratio=ratio, **names)
     divided = other_mask(d, mask, change, "divide")
     count = counts(d, part, divided, change)
@@ -361,7 +366,9 @@ def policy(
         # float32 rounds the KL as it does what the KL is the difference of
         unit = unit + average(x.detach().abs() + 0.01 * options.beta, divided[part], count)
     if options.entropy_coef:
-        bonus = options.entropy_coef * mean_entropy(entropies, kept, count)
+        completion = d.completion[part].double()
+        entropy_mask = change("entropy mask", kept, mask=ratio_mask, completion=completion)
+        bonus = options.entropy_coef * mean_entropy(entropies, entropy_mask, count)
         value = value - bonus
         unit = unit + bonus.detach()
     return value, unit

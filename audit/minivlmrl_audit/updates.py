@@ -259,7 +259,7 @@ def clip(d: Dump, change: Change) -> Answer:
     theirs = d.parameters("clipped")
     if not gradients or not (theirs or d.has("grad_norm")):
         return None
-    max_norm = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
+    max_norm = change("max_norm", d.about.get("optimizer", {}).get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = get_total_norm(normed.values()).item()
     share = clip_share(normed, max_norm)
@@ -303,7 +303,9 @@ def update(d: Dump, change: Change) -> Answer:
         gradient = gradients.get(name, zero)
         new_weight = adamw(change, options, steps, weight, gradient, state, decay)
         theirs = weights_after.get(name, weight)
-        new_weight = change("weight", new_weight, theirs=theirs)
+        new_weight = change(
+            "weight", new_weight, theirs=theirs, old=weight, decay=decay, learning_rate=rate
+        )
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
         unit = (new_weight - weight).abs().max() + rounding + 1e-30
         answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)
@@ -317,7 +319,7 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
     beta1, beta2 = change("betas", options["betas"])
     m, v = state
     for t in steps:
-        slope = gradient
+        slope = change("slope", gradient)
         if change.get("coupled"):  # Adam with L2: the decay goes through the moments
             slope = gradient + decay * weight
         else:
