@@ -60,6 +60,10 @@ class Dump:
         self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
+        self.tensors["row_lengths"] = self["attention_mask"].sum(1)
+        if about.get("stop_token_ids"):
+            stops = torch.isin(self["input_ids"], torch.tensor(about["stop_token_ids"]))
+            self.tensors["ended"] = (stops & self.completion).any(1)
 
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)

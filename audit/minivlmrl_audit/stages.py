@@ -58,7 +58,8 @@ def aggregate(
     is_unjudged = rewards.isnan().all(1) & (not change.get("missing"))
     normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
     if normalise_first == change.get("other aggregation", False):
-        total = change("total", (rewards * weights).nansum(1))
+        lengths = d["lengths"][d["row"].argsort()] if d.has("row") else None
+        total = change("total", (rewards * weights).nansum(1), lengths=lengths)
         total = total.masked_fill(is_unjudged, torch.nan)
         scale = d.about.get("scale_rewards", "group")
         return normalise(change, total, group, "group", scale)
@@ -355,7 +356,7 @@ def policy(
         terms["KL"] = options.beta * change("KL", kl, ratio=ratio, **names)
     divided = other_mask(d, mask, change, "divide")
     count = counts(d, part, divided, change)
-    weights = change("weights", torch.ones_like(mask))
+    weights = change("weights", torch.ones_like(mask), mask=mask)
     value = torch.zeros(())
     unit = torch.zeros(())
     for name, x in terms.items():
@@ -441,7 +442,7 @@ def demonstrations(
     """Compute SFT for the rows `part`."""
     loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     count = counts(d, part, other_mask(d, mask, change, "divide"), change)
-    weights = change("weights", torch.ones_like(mask))
+    weights = change("weights", torch.ones_like(mask), mask=mask)
     value = sft_loss(logps[part], (mask * weights)[part], loss_type, counts=count)
     value = change("mean of rows", value, per_token_logps=logps, mask=mask, part=part)
     return value, value.detach().abs() + 1e-30

@@ -84,7 +84,8 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     batch = batch_of_row(d, change, model, tokens, images)
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     temperature = change("temperature", d.about.get("temperature", 1.0))
-    log_probs = (model.lm_head(states) / temperature).log_softmax(-1)
+    logits = change("logits", model.lm_head(states))
+    log_probs = (logits / temperature).log_softmax(-1)
     logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
@@ -121,14 +122,15 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
     numbers = torch.arange(len(images))
     names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
     no_grid = torch.zeros(3, dtype=torch.long)  # as nothing cannot be stacked
-    grids = torch.stack([no_grid, *(grid for _, grid in images)])[1:]
+    grids = change("grids", torch.stack([no_grid, *(grid for _, grid in images)])[1:])
     sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
     picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
     is_present = torch.isin(numbers, picture_numbers)
     blind = change("blind", ~is_present, **names)
     patches = []
     for number, (pixels, _) in zip(numbers, images, strict=True):
-        patches.append(change("pixels", pixels, **names | {"number": number}))
+        names |= {"number": number, "grid": grids[number]}
+        patches.append(change("pixels", pixels, **names))
     return RowPictures(picture_numbers, grids, patches, is_present, is_present & ~blind)
 
 
@@ -201,7 +203,8 @@ def gradients(d: Dump, change: Change) -> Answer:
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
     for name, x in ours.items():
-        ours[name] = change("gradient", x, key=name, theirs=theirs.get(name, x * 0))
+        earlier = d.get(f"exp_avg.{name}", x * 0)
+        ours[name] = change("gradient", x, key=name, theirs=theirs.get(name, x * 0), earlier=earlier)
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
@@ -357,7 +360,8 @@ def rate_at(step: int, options: dict, change: Change, micro_batches: int) -> flo
     t = max(0, change("step", step, micro_batches=micro_batches))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
-    done_share = min(1.0, (t - warmup) / max(1, options["max_steps"] - warmup))
+    max_steps = change("max_steps", options["max_steps"])
+    done_share = min(1.0, (t - warmup) / max(1, max_steps - warmup))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
     rate_share = t / max(1, warmup) if t < warmup else shares.get(kind, 1.0)
-    return options["learning_rate"] * rate_share
+    return options["learning_rate"] * change("rate", rate_share)
