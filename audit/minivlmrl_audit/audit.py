@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-IDS = ("tokens", "pictures", "mask")  # which are off by no factor, as logps are not
+IDS = ("tokens", "pictures", "mask")  # which are off by no factor
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all others
 MODEL_CAUSES = 16  # or with so many, where each needs a model
@@ -246,7 +246,8 @@ def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
     """Tell of the causes of each topic which change no number."""
     flags = defaultdict(list)
     for cause in possible_causes(name, d):
-        other_answer = computed(name, d, cause.change) if cause.about else None
+        shows = cause.about and not cause.is_fitted()
+        other_answer = computed(name, d, cause.change) if shows else None
         if other_answer:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
             flags[cause.about].append(error(pairs) <= TOLERANCE)
@@ -292,7 +293,7 @@ def search(name: str, d: Dump) -> list[Fit]:
         for place in suspects[: 1 if key in by_distance else None]:
             explanations += confined(answer, cause, place, d)
         by_distance.setdefault(key, [cause])
-    if name not in (*IDS, *LOGPS):
+    if name not in IDS:
         # a factor of some advantages is one of the baseline or the deviation
         for place in suspects[: 1 if name == "advantages" else None]:
             explanations += scaled(name, d, place)
@@ -452,13 +453,18 @@ def why(factor: float, d: Dump, few: bool, key: str, place: Place) -> Cause | No
     key: of the numbers, which tells the counts that may be theirs.
     """
     sources = {0.0: "it is exactly zero", -1.0: "the sign is wrong"}
+    counts = {}  # those that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
-        if count == 1 or place.causes or not re.match(keys, key):
-            continue
+        if count not in (None, 0, 1) and not place.causes and re.match(keys, key):
+            counts[unit] = count
+    for unit, count in counts.items():
         for number, verb in ((count, "not divided"), (1 / count, "divided once more")):
             says = sources.get(number, f"as if {verb} by the {count:g}")
             sources[number] = f"{says} or {unit}" if number in sources else f"{says} {unit}"
+    for (unit, count), (other, other_count) in permutations(counts.items(), 2):
+        says = f"as if divided by the {other_count:g} {other}, not by the {count:g} {unit}"
+        sources.setdefault(count / other_count, says)
     says = f"all of it is {factor:.6g} times"
     for number, source in sources.items():
         if math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7):

@@ -195,10 +195,15 @@ def token_orders(d) -> dict[str, Tensor]:
 
 def row_sets(d) -> dict[str, Tensor]:
     """Name rows (n,) to which a mistake may be confined."""
+    names = dict(d.tensors)
+    if d.has("group", "row"):
+        group = d["group"][d["row"]]
+        same = group == group[:, None]
+        names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # in its group
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
-        if d.has(needed) and d[needed].dim() == 1:
-            rows = formula(text, **d.tensors)
+        if needed in names and names[needed].dim() == 1:
+            rows = formula(text, **names)
             if rows.sum() > 1:  # one row is in many sets
                 sets[says] = rows
     return different(sets, torch.tensor(False))

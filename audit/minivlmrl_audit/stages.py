@@ -277,6 +277,7 @@ def inputs(d: Dump, logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor
         "ref_per_token_logps": ref,
         "mask": mask,
         "counted_share": mask.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1),
+        "sampler_logps": d.get("sampler_logps"),
     }
     return (
         change("policy", logps, **names),
