@@ -53,6 +53,7 @@ BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # which are off by no factor
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all others
+PAIRED = 400  # as many as are paired with these
 MODEL_CAUSES = 16  # or with so many, where each needs a model
 NUMBERS = [digit * 10.0**k for k in range(-10, 4) for digit in (1, 2, 5)]  # a fit begins there
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
@@ -73,6 +74,26 @@ class Cause:
     def is_fitted(self) -> bool:
         """Tell whether it has a number that is fitted."""
         return "{c}" in self.name
+
+    def may_be_inside(self, scope: dict) -> bool:
+        """Tell whether it may be in one use of what deviates alone."""
+        is_of = scope.get("of", next(iter(self.change))) in self.change
+        return is_of and not self.is_fitted() and "inside" not in self.change
+
+    def inside(self, use: str) -> "Cause":
+        """Return this cause in one use alone."""
+        change = self.change | {"inside": use}
+        return Cause(
+            f"{self.name}, in {use} alone",
+            f"{self.says}, in {use} alone",
+            change=change,
+            source=self.source,
+            costs=self.costs,
+        )
+
+    def rank(self) -> int:
+        """Rank causes by how much they assume: none, one use alone, or a number."""
+        return 2 if self.is_fitted() else int("inside" in self.change)
 
     def with_number(self, number: float) -> "Cause":
         """Return this cause with a number."""
@@ -132,7 +153,13 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     for thing in TABLE["things"]:
         if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d.tensors:
             result += composed(thing, d, "mask" in names)
-    return result
+    return result + [
+        cause.inside(use)
+        for scope in TABLE["scopes"]
+        for use in scope["uses"]
+        for cause in result
+        if names & set(scope["stages"]) and cause.may_be_inside(scope)
+    ]
 
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
@@ -281,10 +308,12 @@ def search(name: str, d: Dump) -> list[Fit]:
     explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
     causes = possible_causes(name, d)
-    for cause in told(sorted(causes, key=Cause.is_fitted), f"{name}: known causes"):
+    for cause in told(sorted(causes, key=Cause.rank), f"{name}: known causes"):
+        alone = [found[0] for found, _ in explanations if len(found) == 1]
+        if alone and cause.rank() > alone[0].rank():
+            break
         if cause.is_fitted():
-            if [] not in [found[1:] for found, _ in explanations]:  # nothing else explains all
-                explanations += fitted(name, d, cause, suspects)
+            explanations += fitted(name, d, cause, suspects)
             continue
         answer = computed(name, d, cause.change)
         if answer is None:
@@ -300,7 +329,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     if explanations:
         fewest = min(len(causes) for causes, _ in explanations)
         return [fit for fit in explanations if len(fit[0]) == fewest]
-    ranked_causes = [by_distance[key] for key in sorted(by_distance)]
+    ranked_causes = [by_distance[key] for key in sorted(by_distance)][:PAIRED]
     if name in THROUGH_A_MODEL:
         ranked_causes = ranked_causes[:MODEL_CAUSES]
     pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))

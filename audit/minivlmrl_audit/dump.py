@@ -70,6 +70,7 @@ class Dump:
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     row_sets = cached_property(moves.row_sets)
     row_quantities = cached_property(moves.row_quantities)
+    spans = cached_property(moves.spans)
     pictures = cached_property(moves.picture_numbers)
     parts = cached_property(moves.parts_of_model)
     columns = cached_property(moves.token_orders)

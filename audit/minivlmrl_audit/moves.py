@@ -26,7 +26,7 @@ class FormulaError(Exception):
 def formula(text: str, **names):
     """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
-        return eval(text, {"math": math, "torch": torch, "rounded": rounded, "without_runs": without_runs, **names})
+        return eval(text, {"math": math, "torch": torch, "rounded": rounded, "without_runs": without_runs, "mean_by": mean_by, **names})
     except (RuntimeError, ValueError):
         raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:
@@ -64,6 +64,15 @@ class Change(dict):
         for index in selection:
             region = region[index]
         return formula(text, x=x, region=region, **names)
+
+    def inside(self, use: str) -> "Change":
+        """Return what deviates in one use of a quantity: all, but where it is of another use.
+
+        Uses are those of causes.yaml, in lists of which one excludes the others.
+        """
+        own_use = self.get("inside", use)
+        excludes = any({use, own_use} <= set(scope["uses"]) for scope in TABLE["scopes"])
+        return Change(self.d, {}) if own_use != use and excludes else self
 
     def picture_rows(self) -> Tensor:
         """Name the row (n,) whose pictures each row shows."""
@@ -207,6 +216,27 @@ def row_sets(d) -> dict[str, Tensor]:
             if rows.sum() > 1:  # one row is in many sets
                 sets[says] = rows
     return different(sets, torch.tensor(False))
+
+
+def spans(d) -> dict[str, Tensor]:
+    """Number the spans (n, S) of tokens of which something may be the mean."""
+    _, drawn_mask, _ = d.turns()
+    row = d.all_rows[:, None].expand(-1, d.width)
+    spans = {"its turn": row * d.width + first(drawn_mask).cumsum(1)}
+    if d.has("group", "row"):
+        spans["its group"] = d["group"][d["row"]][:, None].expand_as(row)
+    if d.has("pair"):
+        spans["its pair"] = d["pair"][:, None].expand_as(row)
+    return different(spans, row)
+
+
+def mean_by(x: Tensor, mask: Tensor, span: Tensor) -> Tensor:
+    """Average x over the tokens that count of each span, all of one shape."""
+    zeros = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
+    numbers = span.flatten()
+    total = zeros.index_add(0, numbers, (x * mask).flatten())
+    count = zeros.index_add(0, numbers, mask.to(x.dtype).flatten())
+    return (total / count.clamp(min=1))[span]
 
 
 def row_quantities(d) -> dict[str, Tensor]:

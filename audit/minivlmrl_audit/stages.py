@@ -25,7 +25,7 @@ from minivlmrl.objectives.policy_losses import (
 from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, formula, shown_as
-from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
+from minivlmrl_audit.options import DPOOptions, PolicyOptions, SFTOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
@@ -35,45 +35,50 @@ def advantages(d: Dump, change: Change) -> Answer:
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
-    rewards = d["rewards"]
-    group = d["group"]
-    group_size = d.about.get("num_generations") or int((group == group[0]).sum())
-    index = torch.arange(len(group))
-    group = change("group", group, index=index, group_size=group_size)
-    rewards = change("rewards", rewards.view(len(group), -1))
-    weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
-    weights = change("weights", torch.tensor(weights, dtype=torch.float64))
-    value, unit = aggregate(d, change, rewards, weights, group)
-    value = change("advantages", value)
-    return {"advantages": (theirs, value, unit)}
+    reward, _, _ = reward_parts(d, change.inside("the reward"))
+    _, baseline, _ = reward_parts(d, change.inside("the baseline"))
+    _, _, divisor = reward_parts(d, change.inside("the divisor"))
+    value = (reward - baseline) / divisor
+    value = change("advantages", value.nan_to_num(0.0, 0.0, 0.0))
+    # where a deviation divides by nearly nothing, its rounding is no excuse
+    rounding = 0.1 * d["rewards"].nan_to_num().abs().max()
+    rounding = rounding / divisor.nan_to_num(1.0).clamp(min=1e-4)
+    return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
-def aggregate(
-    d: Dump, change: Change, rewards: Tensor, weights: Tensor, group: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Make one advantage (N,) of a completion's K rewards, and the unit of float32's rounding.
+def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
+    """Make of a completion's K rewards one reward, its baseline and its divisor, (N,) each.
 
     TRL's multi_objective_aggregation says whether they are normalised before they are added.
     """
+    group = d["group"]
+    group_size = d.about.get("num_generations") or int((group == group[0]).sum())
+    group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
+    rewards = change("rewards", d["rewards"].view(len(group), -1))
+    weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
+    weights = change("weights", torch.tensor(weights, dtype=torch.float64))
     is_unjudged = rewards.isnan().all(1) & (not change.get("missing"))
+    centre = "group"
+    scale = d.about.get("scale_rewards", "group")
     normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
-    if normalise_first == change.get("other aggregation", False):
-        lengths = d["lengths"][d["row"].argsort()] if d.has("row") else None
-        total = change("total", (rewards * weights).nansum(1), lengths=lengths)
-        total = total.masked_fill(is_unjudged, torch.nan)
-        scale = d.about.get("scale_rewards", "group")
-        return normalise(change, total, group, "group", scale)
-    parts = [normalise(change, x, group, "group", "group") for x in rewards.unbind(1)]
-    values = torch.stack([value for value, _ in parts], 1).masked_fill(rewards.isnan(), 0)
-    total = (values * weights).sum(1).masked_fill(is_unjudged, torch.nan)
-    value, unit = normalise(change, total, group, "batch", "batch")
-    return value, unit + sum(unit for _, unit in parts)
+    if normalise_first != change.get("other aggregation", False):
+        parts = []
+        for x in rewards.unbind(1):
+            baseline, divisor = moments(change, x, group, "group", "group")
+            parts.append(((x - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
+        rewards = torch.stack(parts, 1)
+        centre = scale = "batch"
+    weighted = rewards * weights
+    lengths = d["lengths"][d["row"].argsort()] if d.has("row") else None
+    total = change("total", weighted.nansum(1), weighted=weighted, lengths=lengths)
+    total = total.masked_fill(is_unjudged, torch.nan)
+    return total, *moments(change, total, group, centre, scale)
 
 
-def normalise(
+def moments(
     change: Change, x: Tensor, group: Tensor, centre: str, scale: str
 ) -> tuple[Tensor, Tensor]:
-    """Make advantages (N,) of x, 0 where it is NaN, and the unit of float32's rounding.
+    """Compute what is taken from each x (N,) and what it is then divided by; NaN is no number.
 
     centre, scale: "group" or "batch", of which the mean and the deviation are; "none": no scale.
     """
@@ -98,13 +103,7 @@ def normalise(
             divisor[is_member] = change(
                 "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards, **names
             )
-    divisor = change("deviation", divisor)
-    value = (x - change("baseline", baseline)) / divisor
-    value = value.nan_to_num(0.0, 0.0, 0.0)
-    # where a deviation divides by nearly nothing, its rounding is no excuse
-    rounding = 0.1 * change.d["rewards"].nan_to_num().abs().max()
-    rounding = rounding / divisor.nan_to_num(1.0).clamp(min=1e-4)
-    return value, value.abs().max() + rounding + 1e-30
+    return change("baseline", baseline), change("deviation", divisor)
 
 
 def rows(d: Dump, change: Change) -> Answer:
@@ -215,7 +214,12 @@ def here_or_later(x: Tensor) -> Tensor:
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
-def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tensor:
+def mask_in(d: Dump, change: Change, use: str) -> Tensor:
+    """Take the mask (n, S) of the tokens that count, in one of its uses, as a deviation has it."""
+    return other_mask(d, d["completion_mask"].double(), change.inside(use))
+
+
+def other_mask(d: Dump, mask: Tensor, change: Change) -> Tensor:
     """Change a mask (n, S) as a deviation has it."""
     completion = d.completion.double()
     next_counts = mask.roll(-1, 1)
@@ -223,7 +227,7 @@ def other_mask(d: Dump, mask: Tensor, change: Change, key: str = "mask") -> Tens
     if d.about.get("stop_token_ids"):
         end_tokens = torch.isin(d["input_ids"], torch.tensor(d.about["stop_token_ids"])).double()
     return change(
-        key,
+        "mask",
         mask,
         completion=completion,
         # nothing predicts the first token
@@ -240,12 +244,10 @@ def loss(d: Dump, change: Change) -> Answer:
     """Compute the loss of each micro-batch as it went into backward, and its gradient (n, S)."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
-    mask = other_mask(d, d["completion_mask"].double(), change)
     outputs = [name for name in ("per_token_logps", "entropies") if d.has(name)]
     leaves = [d[name].clone().requires_grad_() for name in outputs]
-    logps = change("logps", leaves[0])
     compute = LOSSES[d.about["kind"]]
-    parts = [compute(d, part, logps, leaves[-1], mask, change) for part in d.micro_batches]
+    parts = [compute(d, part, leaves[0], leaves[-1], change) for part in d.micro_batches]
     losses = torch.stack([value for value, _ in parts])
     units = torch.stack([unit for _, unit in parts])
     total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
@@ -267,6 +269,7 @@ def loss(d: Dump, change: Change) -> Answer:
 
 def inputs(d: Dump, logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
+    logps = change("logps", logps)
     detached = logps.detach()
     old = d.get("old_per_token_logps", detached)
     ref = d.get("ref_per_token_logps", detached)
@@ -316,64 +319,108 @@ def changed(options, change: Change):
 
 
 def policy(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, mask: Tensor, change: Change
+    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, change: Change
 ) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
-    defined_options = PolicyOptions(**d.about.get("loss", {}))
-    options = changed(defined_options, change)
-    ratio_mask = change("ratio mask", mask)[part]
-    entropies = change("entropies", entropies[part], mask=ratio_mask)
-    summed = other_mask(d, mask, change, "sum")
-    kept = tokens_kept(d, change, part, entropies, summed[part], options.top_entropy_quantile)
+    value = torch.zeros(())
+    unit = torch.zeros(())
+    for name, term in POLICY_TERMS.items():
+        inside = change.inside(name)
+        options = changed(PolicyOptions(**d.about.get("loss", {})), inside)
+        term_value, term_unit = term(d, part, logps, entropies, options, inside)
+        value = value + term_value
+        unit = unit + term_unit
+    return value, unit
+
+
+def ratio_names(d: Dump, part: Tensor, logps: Tensor, options, change: Change) -> dict:
+    """Name what ratios of the rows `part` are of, for formulas too."""
+    mask = mask_in(d, change, "the ratio")
     logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
-    log_ratio = change("log-ratio", logps - old, mask=ratio_mask, old_per_token_logps=old)
-    own_advantages = policy_advantages(d, part, change)
     names = {
         "per_token_logps": logps,
         "ref_per_token_logps": reference,
         "old_per_token_logps": old,
-        "mask": ratio_mask,
-        "importance_ratio": importance_ratio,
-        "advantages": own_advantages.view(len(part), -1),
+        "mask": mask[part],
         "options": options,
     }
+    return names | {"log_ratio": change("log-ratio", logps - old, selection=(part,), **names)}
+
+
+def policy_term(
+    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, options, change: Change
+) -> tuple[Tensor, Tensor]:
+    """Average what the policy is to gain, and its size."""
+    names = ratio_names(d, part, logps, options, change)
+    own_advantages = policy_advantages(d, part, change)
     terms, _ = policy_terms(
-        logps,
+        names["per_token_logps"],
         own_advantages,
-        ratio_mask,
+        names["mask"],
         replace(options, beta=0.0),
-        kept=kept,
-        old_per_token_logps=logps - log_ratio,
+        kept=tokens_kept(d, part, entropies, options.top_entropy_quantile, change),
+        old_per_token_logps=names["per_token_logps"] - names["log_ratio"],
         **sampler_terms(d, part, change),
         **arguments(options),
     )
-    terms = {"policy": change("terms", terms, selection=(part,), **names)}
-    if options.beta:
-        ratio = importance_ratio(log_ratio, ratio_mask, options.importance_sampling_level)
-        kl = family_kl(logps, reference, ratio, options, options.kl_straight_through)
-        if "KL estimate" in change:
-            estimate = change("KL estimate", kl_term(logps, reference, options.kl_estimator))
-            kl = correct_kl(estimate, ratio, options)
-        terms["KL"] = options.beta * change("KL", kl, ratio=ratio, **names)
-    divided = other_mask(d, mask, change, "divide")
-    count = counts(d, part, divided, change)
+    advantages_by_token = own_advantages.view(len(part), -1)
+    names |= {"importance_ratio": importance_ratio, "advantages": advantages_by_token}
+    return averaged(d, part, change("terms", terms, selection=(part,), **names), change)
+
+
+def kl_term_of(
+    d: Dump, part: Tensor, logps: Tensor, _, options, change: Change
+) -> tuple[Tensor, Tensor]:
+    """Average the KL, times beta."""
+    if not options.beta:
+        return torch.zeros(()), torch.zeros(())
+    names = ratio_names(d, part, logps, options, change)
+    of_both = (names["per_token_logps"], names["ref_per_token_logps"])
+    ratio = importance_ratio(names["log_ratio"], names["mask"], options.importance_sampling_level)
+    kl = family_kl(*of_both, ratio, options, options.kl_straight_through)
+    if "KL estimate" in change:
+        estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
+        kl = correct_kl(estimate, ratio, options)
+    kl = change("KL", kl, selection=(part,), ratio=ratio, **names)
+    # float32 rounds the KL as it does what the KL is the difference of
+    return averaged(d, part, options.beta * kl, change, rounding=0.01 * options.beta)
+
+
+def entropy_term(
+    d: Dump, part: Tensor, _, entropies: Tensor, options, change: Change
+) -> tuple[Tensor, Tensor]:
+    """Average the entropies, which are to grow."""
+    if not options.entropy_coef:
+        return torch.zeros(()), torch.zeros(())
+    kept = tokens_kept(d, part, entropies, options.top_entropy_quantile, change)
+    own_entropies = change("entropies", entropies[part], selection=(part,), mask=kept)
+    count = counts(d, part, mask_in(d, change, "the count"), change)
+    bonus = options.entropy_coef * mean_entropy(own_entropies, kept, count)
+    return -bonus, bonus.detach()
+
+
+POLICY_TERMS = {
+    "the policy's term": policy_term,
+    "the KL": kl_term_of,
+    "the mean entropy": entropy_term,
+}
+
+
+def averaged(
+    d: Dump, part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Average losses of tokens as the loss_type does, and their sizes."""
+    mask = mask_in(d, change, "the sum")
+    divided = mask_in(d, change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
-    value = torch.zeros(())
-    unit = torch.zeros(())
-    for name, x in terms.items():
-        x = x * (weights * other_mask(d, summed, change, f"sum of {name}"))[part]
-        loss_type = change.get("average", defined_options.loss_type)
-        average = AVERAGES[change.get(f"average of {name}", loss_type)]
-        value = value + average(x, divided[part], count)
-        # float32 rounds the KL as it does what the KL is the difference of
-        unit = unit + average(x.detach().abs() + 0.01 * options.beta, divided[part], count)
-    if options.entropy_coef:
-        completion = d.completion[part].double()
-        entropy_mask = change("entropy mask", kept, mask=ratio_mask, completion=completion)
-        bonus = options.entropy_coef * mean_entropy(entropies, entropy_mask, count)
-        value = value - bonus
-        unit = unit + bonus.detach()
-    return value, unit
+    count = counts(d, part, divided, change)
+    average = AVERAGES[change.get("average", PolicyOptions(**d.about.get("loss", {})).loss_type)]
+    terms = terms * (mask * weights)[part]
+    value = average(terms, divided[part], count)
+    num_micro_batches = len(d.micro_batches)
+    names = {"terms": terms, "mask": divided[part], "num_micro_batches": num_micro_batches}
+    value = change("mean", value, selection=(part,), **names)
+    return value, average(terms.detach().abs() + rounding, divided[part], count)
 
 
 def policy_advantages(d: Dump, part: Tensor, change: Change) -> Tensor:
@@ -398,9 +445,11 @@ def sampler_terms(d: Dump, part: Tensor, change: Change) -> dict[str, Tensor]:
 
 
 def tokens_kept(
-    d: Dump, change: Change, part: Tensor, entropies: Tensor, ratio_mask: Tensor, quantile: float
+    d: Dump, part: Tensor, entropies: Tensor, quantile: float, change: Change
 ) -> Tensor:
     """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
+    entropies = entropies[part]
+    ratio_mask = mask_in(d, change, "the sum")[part]
     return change(
         "kept",
         kept_tokens(entropies, ratio_mask, quantile),
@@ -413,23 +462,22 @@ def tokens_kept(
 
 
 def preference(
-    d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change
+    d: Dump, part: Tensor, logps: Tensor, _, change: Change
 ) -> tuple[Tensor, Tensor]:
     """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
-    logps, _, reference = inputs(d, logps, mask, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    mask_of_pairs = mask[index]
-    reference = change("references", reference[index], mask=mask_of_pairs)
+    mask = mask_in(d, change, "")
     options = changed(DPOOptions(**d.about.get("loss", {})), change)
-    ref_logps = answer_logps(reference, mask_of_pairs, options.ld_alpha)
-    policy_logps = answer_logps(logps[index], mask_of_pairs, options.ld_alpha)
-    log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask_of_pairs.sum(-1))
+    own_logps = inputs(d, logps, mask, change)[0][index]
+    policy_logps, _ = answers(d, index, logps, change.inside("the policy"))
+    _, ref_logps = answers(d, index, logps, change.inside("the reference"))
+    log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask[index].sum(-1))
     value, _ = dpo_loss(
-        logps[index],
-        mask_of_pairs,
+        own_logps,
+        mask[index],
         options,
-        ref_logps=policy_logps - log_ratio,
+        ref_logps=answer_logps(own_logps, mask[index], options.ld_alpha) - log_ratio,
         counts=counts(d, part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
@@ -437,14 +485,26 @@ def preference(
     return value, value.detach().abs() + 1e-2
 
 
+def answers(d: Dump, index: Tensor, logps: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+    """Sum the log-probabilities of answers (pairs, 2): of the policy, of the reference."""
+    mask = mask_in(d, change, "")
+    logps, _, reference = inputs(d, logps, mask, change)
+    reference = change("references", reference[index], mask=mask[index])
+    options = changed(DPOOptions(**d.about.get("loss", {})), change)
+    both = (logps[index], reference)
+    return tuple(answer_logps(x, mask[index], options.ld_alpha) for x in both)
+
+
 def demonstrations(
-    d: Dump, part: Tensor, logps: Tensor, _, mask: Tensor, change: Change
+    d: Dump, part: Tensor, logps: Tensor, _, change: Change
 ) -> tuple[Tensor, Tensor]:
     """Compute SFT for the rows `part`."""
-    loss_type = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
-    count = counts(d, part, other_mask(d, mask, change, "divide"), change)
+    options = changed(SFTOptions(**d.about.get("loss", {})), change)
+    logps = change("logps", logps)
+    mask = mask_in(d, change, "the sum")
+    count = counts(d, part, mask_in(d, change, "the count"), change)
     weights = change("weights", torch.ones_like(mask), mask=mask)
-    value = sft_loss(logps[part], (mask * weights)[part], loss_type, counts=count)
+    value = sft_loss(logps[part], (mask * weights)[part], options.loss_type, counts=count)
     value = change("mean of rows", value, per_token_logps=logps, mask=mask, part=part)
     return value, value.detach().abs() + 1e-30
 

@@ -86,6 +86,7 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states))
     log_probs = (logits / temperature).log_softmax(-1)
+    log_probs = change("log-probs", log_probs, logits=logits, temperature=temperature)
     logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
@@ -243,16 +244,14 @@ def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Ten
     return cache[number]
 
 
-def clip_share(gradients: dict[str, Tensor], max_norm: float) -> float:
+def clip_share(norm: float, max_norm: float) -> float:
     """Compute what clipping multiplies gradients with."""
-    if not max_norm:
-        return 1.0
-    return min(1.0, max_norm / (get_total_norm(gradients.values()).item() + 1e-6))
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     """Clip gradients by their norm."""
-    share = clip_share(gradients, max_norm)
+    share = clip_share(get_total_norm(gradients.values()).item(), max_norm)
     return {name: x * share for name, x in gradients.items()}
 
 
@@ -264,15 +263,15 @@ def clip(d: Dump, change: Change) -> Answer:
         return None
     max_norm = change("max_norm", d.about.get("optimizer", {}).get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
-    norm = get_total_norm(normed.values()).item()
-    share = clip_share(normed, max_norm)
+    norm = change("total norm", get_total_norm(normed.values())).item()
+    share = clip_share(norm, max_norm)
     ours = change(
         "clip",
         {name: x * share for name, x in gradients.items()},
         gradients=gradients,
         max_norm=max_norm,
         norm=norm,
-        clip_share=clip_share,
+        clipped=clipped,
     )
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
@@ -361,7 +360,8 @@ def rate_at(step: int, options: dict, change: Change, micro_batches: int) -> flo
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     max_steps = change("max_steps", options["max_steps"])
-    done_share = min(1.0, (t - warmup) / max(1, max_steps - warmup))
+    progress = (t - warmup) / max(1, max_steps - warmup)
+    done_share = min(1.0, change("progress", progress, t=t, warmup=warmup, max_steps=max_steps))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
     rate_share = t / max(1, warmup) if t < warmup else shares.get(kind, 1.0)
     return options["learning_rate"] * change("rate", rate_share)
