@@ -178,7 +178,8 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     for text, change in changes.items():
         name = thing["thing"]
         says = f"{thing['says']} {text}"
-        result.append(Cause(f"{name}: {text}", says, change={name: change}, **shared_fields))
+        all_changes = {name: change} | thing.get("also", {})
+        result.append(Cause(f"{name}: {text}", says, change=all_changes, **shared_fields))
     return result
 
 

@@ -26,7 +26,7 @@ class FormulaError(Exception):
 def formula(text: str, **names):
     """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
-        return eval(text, {"math": math, "torch": torch, "rounded": rounded, "without_runs": without_runs, "mean_by": mean_by, **names})
+        return eval(text, {"math": math, "torch": torch, "rounded": rounded, "without_runs": without_runs, "total_by": total_by, **names})
     except (RuntimeError, ValueError):
         raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:
@@ -230,13 +230,10 @@ def spans(d) -> dict[str, Tensor]:
     return different(spans, row)
 
 
-def mean_by(x: Tensor, mask: Tensor, span: Tensor) -> Tensor:
-    """Average x over the tokens that count of each span, all of one shape."""
-    zeros = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
-    numbers = span.flatten()
-    total = zeros.index_add(0, numbers, (x * mask).flatten())
-    count = zeros.index_add(0, numbers, mask.to(x.dtype).flatten())
-    return (total / count.clamp(min=1))[span]
+def total_by(x: Tensor, span: Tensor) -> Tensor:
+    """Add up x over the tokens of each span, all of one shape."""
+    totals = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
+    return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
 def row_quantities(d) -> dict[str, Tensor]:

@@ -86,8 +86,8 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states))
     log_probs = (logits / temperature).log_softmax(-1)
-    log_probs = change("log-probs", log_probs, logits=logits, temperature=temperature)
     logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
+    logps = change("scores", logps, temperature=d.about.get("temperature", 1.0))
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
 
