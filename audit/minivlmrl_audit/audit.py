@@ -73,7 +73,7 @@ class Cause:
 
     def is_fitted(self) -> bool:
         """Tell whether it has a number that is fitted."""
-        return "{c}" in self.name
+        return "{c}" in self.name or "c" in self.change
 
     def may_be_inside(self, scope: dict) -> bool:
         """Tell whether it may be in one use of what deviates alone."""
@@ -82,14 +82,9 @@ class Cause:
 
     def inside(self, use: str) -> "Cause":
         """Return this cause in one use alone."""
+        texts = [f"{text}, in {use} alone" for text in (self.name, self.says)]
         change = self.change | {"inside": use}
-        return Cause(
-            f"{self.name}, in {use} alone",
-            f"{self.says}, in {use} alone",
-            change=change,
-            source=self.source,
-            costs=self.costs,
-        )
+        return replace(self, name=texts[0], says=texts[1], change=change, about="")
 
     def rank(self) -> int:
         """Rank causes by how much they assume: none, one use alone, or a number."""
@@ -153,13 +148,13 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     for thing in TABLE["things"]:
         if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d.tensors:
             result += composed(thing, d, "mask" in names)
-    return result + [
-        cause.inside(use)
-        for scope in TABLE["scopes"]
-        for use in scope["uses"]
-        for cause in result
-        if names & set(scope["stages"]) and cause.may_be_inside(scope)
-    ]
+    # what is of this kind of loss or model before what is of all
+    result.sort(key=lambda cause: not (names - {"loss", "logps"}) & set(cause.stages))
+    for scope in TABLE["scopes"]:
+        if names & set(scope["stages"]):
+            alone = [cause for cause in result if cause.may_be_inside(scope)]
+            result += [cause.inside(use) for use in scope["uses"] for cause in alone]
+    return result
 
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
@@ -173,7 +168,8 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
                 # the mask that is compared is no unit for itself
                 if not (in_mask and "counted" in unit):
                     changes[says.format(unit)] = (kind, unit, text)
-    shared_fields = {name: thing[name] for name in ("source", "costs", "about") if name in thing}
+    fields = ("stages", "source", "costs", "about")
+    shared_fields = {name: thing[name] for name in fields if name in thing}
     result = []
     for text, change in changes.items():
         name = thing["thing"]

@@ -279,6 +279,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         "stop": torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or [])),
         "image": ids == d.about.get("image_token_id", -1),
         "counted": d["completion_mask"].bool(),
+        "prompt": d["attention_mask"].bool() & ~d.completion,
     }
     regions = {text: formula(tokens, **names) for text, tokens in table.items()}
     return different(regions, torch.tensor(False))

@@ -364,7 +364,8 @@ def policy_term(
         **arguments(options),
     )
     advantages_by_token = own_advantages.view(len(part), -1)
-    names |= {"importance_ratio": importance_ratio, "advantages": advantages_by_token}
+    functions = {"importance_ratio": importance_ratio, "kl_term": kl_term}
+    names |= {"advantages": advantages_by_token, **functions}
     return averaged(d, part, change("terms", terms, selection=(part,), **names), change)
 
 

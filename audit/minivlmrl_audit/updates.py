@@ -107,7 +107,7 @@ def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list
     prompt = Prompt(placed_ids, patches_of(shows.present), grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
-    batch.vision_index = shows.tokens_of(shows.seen).nonzero()[:, 0]
+    batch.vision_index = change("vision places", shows.tokens_of(shows.seen).nonzero()[:, 0])
     batch.pixel_values = patches_of(shows.seen)
     batch.image_grid_thw = shows.grids[shows.seen]
     batch.position_ids = positions(change, tokens, batch.position_ids)
@@ -220,7 +220,9 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     max_norm = d.about.get("optimizer", {}).get("max_grad_norm")
     clipped_whole = partial(clipped, max_norm=max_norm)
     ones = torch.eye(len(d.micro_batches))
-    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1]).tolist()
+    tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
+    names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1)}
+    shares = change("micro-batch", ones.sum(0), **names).tolist()
     total = {}
     for number, share in enumerate(shares):
         part_gradients = micro_batch_gradients(d, number, slopes)
@@ -321,13 +323,11 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
     beta1, beta2 = change("betas", options["betas"])
     m, v = state
     for t in steps:
-        slope = change("slope", gradient)
-        if change.get("coupled"):  # Adam with L2: the decay goes through the moments
-            slope = gradient + decay * weight
-        else:
-            weight = weight * (1 - rate * decay)
-        m = beta1 * m + (1 - beta1) * slope
-        v = beta2 * v + (1 - beta2) * slope.square()
+        # Adam with L2: the decay goes through the moments
+        slope = gradient + decay * weight * bool(change.get("coupled"))
+        weight = weight * (1 - rate * decay * (not change.get("coupled")))
+        m = beta1 * m + (1 - beta1) * change.inside("the first moment")("slope", slope)
+        v = beta2 * v + (1 - beta2) * change.inside("the second moment")("slope", slope).square()
         corrections = (1 - beta1**t, 1 - beta2**t)
         correction1, correction2 = change("correction", corrections)
         variance = v / correction2
