@@ -129,8 +129,7 @@ def causes_of_table() -> list[Cause]:
     """Read the rows of causes.yaml: what one does not say, its list says."""
     result = []
     for group in TABLE["causes"]:
-        rows = group.pop("list")
-        result += [Cause(**group | row) for row in rows]
+        result += [Cause(**group["of"] | row) for row in group["list"]]
     return result
 
 
