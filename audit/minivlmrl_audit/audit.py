@@ -398,7 +398,7 @@ def fits(name: str, d: Dump, causes: list[Cause]) -> list[Fit]:
 def fit(answer: dict, causes: list[Cause]) -> list[Fit]:
     """Compare an answer as `fits` does."""
     error_left = error(answer)
-    return [(causes, error_left)] if error_left <= TOLERANCE else []
+    return [(causes, error_left)] if error_left <= 3 * TOLERANCE else []
 
 
 def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:

@@ -61,6 +61,13 @@ class Dump:
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
         self.tensors["row_lengths"] = self["attention_mask"].sum(1)
+        counted_mask = self["completion_mask"]
+        if self.has("ref_per_token_logps"):
+            policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
+            gaps = policy_logps - self["ref_per_token_logps"]
+            self.tensors["row_kl"] = (gaps * counted_mask).sum(1)
+        if self.has("entropies"):
+            self.tensors["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
         if about.get("stop_token_ids"):
             stops = torch.isin(self["input_ids"], torch.tensor(about["stop_token_ids"]))
             self.tensors["ended"] = (stops & self.completion).any(1)
@@ -84,6 +91,13 @@ class Dump:
 
     def has(self, *names: str) -> bool:
         return all(name in self.tensors for name in names)
+
+    def of_rollout(self, name: str) -> Tensor:
+        """Order numbers of the rows as the rollout's completions (N,); 1 where they are not known."""
+        order = self.get("row", self.all_rows).argsort()
+        if not self.has(name, "group") or len(order) != len(self["group"]):
+            return torch.ones(len(self.get("group", order)), dtype=torch.float64)
+        return self[name][order].double()
 
     def align(self, x: Tensor) -> Tensor:
         """Pad (n, T) of the last T tokens to (n, S), zeros before."""

@@ -69,8 +69,8 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
         rewards = torch.stack(parts, 1)
         centre = scale = "batch"
     weighted = rewards * weights
-    lengths = d["lengths"][d["row"].argsort()] if d.has("row") else None
-    total = change("total", weighted.nansum(1), weighted=weighted, lengths=lengths)
+    names = {name: d.of_rollout(name) for name in ("lengths", "row_kl", "row_entropies")}
+    total = change("total", weighted.nansum(1), weighted=weighted, **names)
     total = total.masked_fill(is_unjudged, torch.nan)
     return total, *moments(change, total, group, centre, scale)
 
@@ -84,6 +84,7 @@ def moments(
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
+    lengths = change.d.of_rollout("lengths")
     rollout = change.d.get("rollout", torch.zeros_like(group))
     for number in group.unique():
         is_member = group == number
@@ -94,7 +95,13 @@ def moments(
         if not len(judged):
             continue
         judged = change("judged", judged, rewards=rewards)
-        names = {"rewards": rewards, "judged": judged, "all_judged": all_judged}
+        own_lengths = lengths[is_member][~rewards.isnan()]
+        names = {
+            "rewards": rewards,
+            "judged": judged,
+            "all_judged": all_judged,
+            "lengths": own_lengths,
+        }
         choices = {"group": judged, "batch": all_judged}
         baseline[is_member] = change("mean", choices[centre].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
@@ -201,8 +208,10 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
     in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
     answer_follows = here_or_later(forced_mask)
+    sizes = (text_follows & d.completion).sum(1, keepdim=True)
     has_ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
-    has_ended = change("ended", has_ended, end_tokens=end_tokens)
+    longest = d.about.get("max_completion_length") or d.width
+    has_ended = change("ended", has_ended, end_tokens=end_tokens, sizes=sizes, longest=longest)
     real_mask = forced_mask | (in_turn & (has_ended | answer_follows | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
         real_mask = real_mask & has_ended
@@ -506,7 +515,8 @@ def demonstrations(
     count = counts(d, part, mask_in(d, change, "the count"), change)
     weights = change("weights", torch.ones_like(mask), mask=mask)
     value = sft_loss(logps[part], (mask * weights)[part], options.loss_type, counts=count)
-    value = change("mean of rows", value, per_token_logps=logps, mask=mask, part=part)
+    names = {"per_token_logps": logps, "mask": mask, "part": part, "count": count}
+    value = change("mean of rows", value, **names)
     return value, value.detach().abs() + 1e-30
 
 
