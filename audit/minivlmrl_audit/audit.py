@@ -279,10 +279,13 @@ def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
-    errors = [gaps(*values) for values in computed(name, d, {}).values()]
+    answer = computed(name, d, {})
+    errors = [gaps(*values) for values in answer.values()]
     # one id or rate is met by chance
     if name in (*IDS, "schedule") and sum((x > TOLERANCE).sum() for x in errors) < 2:
         return []
+    # what a deviation computes may round more than the definition, if it explains nearly all
+    d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     if name in LOGPS:  # a row tells enough; what explains it has to explain all
         d.part = errors[0].amax(1).argmax().view(1)
     explanations = search(name, d)
@@ -381,24 +384,24 @@ def told(items: list, says: str) -> Iterator:
 def confined(answer: dict, cause: Cause, place: Place, d: Dump) -> list[Fit]:
     """Explain a stage by a cause in a place alone."""
     causes = [cause, *place.causes]
-    explanations = fit(seen(answer, place.inside), causes)
+    explanations = fit(seen(answer, place.inside), causes, d.tolerance)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
         theirs, ours, unit = computed("loss", d, cause.change | {"weights": place.rows[:, None]})["loss"]
         _, others, other_unit = computed("loss", d, {"weights": ~place.rows[:, None]})["loss"]
-        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes)
+        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d.tolerance)
     return explanations
 
 
 def fits(name: str, d: Dump, causes: list[Cause]) -> list[Fit]:
     """List the causes and what they leave if they explain the stage."""
     answer = computed(name, d, merged(causes))
-    return fit(answer, causes) if answer else []
+    return fit(answer, causes, d.tolerance) if answer else []
 
 
-def fit(answer: dict, causes: list[Cause]) -> list[Fit]:
+def fit(answer: dict, causes: list[Cause], tolerance: float = TOLERANCE) -> list[Fit]:
     """Compare an answer as `fits` does."""
     error_left = error(answer)
-    return [(causes, error_left)] if error_left <= 3 * TOLERANCE else []
+    return [(causes, error_left)] if error_left <= tolerance else []
 
 
 def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
@@ -440,8 +443,10 @@ def count_wrong(answer: dict, place: Place) -> int:
 def lowest(function, low: float, high: float) -> float:
     """Find where a function of one number is lowest, between two numbers (golden section)."""
     ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    value_left, value_right = function(left), function(right)
+    left = high - ratio * (high - low)
+    right = low + ratio * (high - low)
+    value_left = function(left)
+    value_right = function(right)
     for _ in range(40):
         if value_left <= value_right:
             high, right, value_right = right, left, value_left
@@ -478,6 +483,8 @@ def why(factor: float, d: Dump, few: bool, key: str, place: Place) -> Cause | No
     key: of the numbers, which tells the counts that may be theirs.
     """
     sources = {0.0: "it is exactly zero", -1.0: "the sign is wrong"}
+    for says, text in TABLE["factors"].items():
+        sources.setdefault(formula(text, about=d.about), f"as by {says}")
     counts = {}  # those that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)

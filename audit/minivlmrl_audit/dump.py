@@ -38,6 +38,7 @@ class Dump:
         self.forward = {}
         self.ids = {}
         self.cache = {}  # what the model computed already
+        self.tolerance = 1e-5  # during a search: of what an explanation leaves
         self.part = None  # during a search: of which rows log-probabilities are
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
@@ -61,6 +62,10 @@ class Dump:
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
         self.tensors["row_lengths"] = self["attention_mask"].sum(1)
+        is_text = self["attention_mask"].bool() & ~self.completion
+        is_text = is_text & (self["input_ids"] != about.get("image_token_id", -1))
+        texts = [tuple(ids[own].tolist()) for ids, own in zip(self["input_ids"], is_text, strict=True)]
+        self.tensors["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
         counted_mask = self["completion_mask"]
         if self.has("ref_per_token_logps"):
             policy_logps = self.get("old_per_token_logps", self["per_token_logps"])

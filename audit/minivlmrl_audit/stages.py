@@ -53,7 +53,8 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """
     group = d["group"]
     group_size = d.about.get("num_generations") or int((group == group[0]).sum())
-    group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
+    names = {"index": torch.arange(len(group)), "group_size": group_size}
+    group = change("group", group, prompt_texts=d.of_rollout("prompt_text"), **names)
     rewards = change("rewards", d["rewards"].view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("weights", torch.tensor(weights, dtype=torch.float64))
@@ -321,7 +322,7 @@ def changed(options, change: Change):
         value = change[name]
         if str(value).startswith("="):
             value = formula(value[1:], c=change.get("c", 1.0), **vars(options))
-        if isinstance(getattr(options, name), list):
+        if isinstance(getattr(options, name), list) and isinstance(value, str):
             value = [value]
         setattr(result, name, value)
     return result
