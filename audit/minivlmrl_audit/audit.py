@@ -386,7 +386,9 @@ def confined(answer: dict, cause: Cause, place: Place, d: Dump) -> list[Fit]:
     causes = [cause, *place.causes]
     explanations = fit(seen(answer, place.inside), causes, d.tolerance)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
-        theirs, ours, unit = computed("loss", d, cause.change | {"weights": place.rows[:, None]})["loss"]
+        theirs, ours, unit = computed("loss", d, cause.change | {"weights": place.rows[:, None]})[
+            "loss"
+        ]
         _, others, other_unit = computed("loss", d, {"weights": ~place.rows[:, None]})["loss"]
         return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d.tolerance)
     return explanations
@@ -420,7 +422,9 @@ def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
 
         distances = [distance_of(answer) for answer in answers]
         nearest = min(range(len(NUMBERS)), key=distances.__getitem__)
-        if count_wrong(base_answer, place) < 3 or distances[nearest] > 0.9 * distance_of(base_answer):
+        if count_wrong(base_answer, place) < 3 or distances[nearest] > 0.9 * distance_of(
+            base_answer
+        ):
             continue
         around = NUMBERS[max(0, nearest - 1)], NUMBERS[min(nearest + 1, len(NUMBERS) - 1)]
         found = lowest(lambda number: distance_of(answer_with(number)), *around)

@@ -64,7 +64,9 @@ class Dump:
         self.tensors["row_lengths"] = self["attention_mask"].sum(1)
         is_text = self["attention_mask"].bool() & ~self.completion
         is_text = is_text & (self["input_ids"] != about.get("image_token_id", -1))
-        texts = [tuple(ids[own].tolist()) for ids, own in zip(self["input_ids"], is_text, strict=True)]
+        texts = [
+            tuple(ids[own].tolist()) for ids, own in zip(self["input_ids"], is_text, strict=True)
+        ]
         self.tensors["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
         counted_mask = self["completion_mask"]
         if self.has("ref_per_token_logps"):

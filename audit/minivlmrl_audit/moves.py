@@ -26,7 +26,17 @@ class FormulaError(Exception):
 def formula(text: str, **names):
     """Compute a formula of causes.yaml: Python, of torch and these names."""
     try:
-        return eval(text, {"math": math, "torch": torch, "rounded": rounded, "without_runs": without_runs, "total_by": total_by, **names})
+        return eval(
+            text,
+            {
+                "math": math,
+                "torch": torch,
+                "rounded": rounded,
+                "without_runs": without_runs,
+                "total_by": total_by,
+                **names,
+            },
+        )
     except (RuntimeError, ValueError):
         raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:

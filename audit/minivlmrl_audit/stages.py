@@ -472,9 +472,7 @@ def tokens_kept(
     )
 
 
-def preference(
-    d: Dump, part: Tensor, logps: Tensor, _, change: Change
-) -> tuple[Tensor, Tensor]:
+def preference(d: Dump, part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected

@@ -205,7 +205,9 @@ def gradients(d: Dump, change: Change) -> Answer:
     ours = accumulate(d, change, slopes)
     for name, x in ours.items():
         earlier = d.get(f"exp_avg.{name}", x * 0)
-        ours[name] = change("gradient", x, key=name, theirs=theirs.get(name, x * 0), earlier=earlier)
+        ours[name] = change(
+            "gradient", x, key=name, theirs=theirs.get(name, x * 0), earlier=earlier
+        )
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
