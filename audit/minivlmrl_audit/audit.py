@@ -422,13 +422,14 @@ def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
 
         distances = [distance_of(answer) for answer in answers]
         nearest = min(range(len(NUMBERS)), key=distances.__getitem__)
-        if count_wrong(base_answer, place) < 3 or distances[nearest] > 0.9 * distance_of(
+        if count_wrong(base_answer, place) < 2 or distances[nearest] > 0.9 * distance_of(
             base_answer
         ):
             continue
         around = NUMBERS[max(0, nearest - 1)], NUMBERS[min(nearest + 1, len(NUMBERS) - 1)]
         found = lowest(lambda number: distance_of(answer_with(number)), *around)
-        for number in (NUMBERS[nearest], float(f"{found:.3g}"), found):
+        rounded_numbers = [float(f"{found:.{digits}g}") for digits in (1, 2, 3)]
+        for number in (NUMBERS[nearest], *rounded_numbers, found):
             with_number = cause.with_number(number)
             answer = computed(name, d, with_number.change)
             fits_here = confined(answer, with_number, place, d) if answer else []

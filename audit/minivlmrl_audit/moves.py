@@ -205,9 +205,11 @@ def token_orders(d) -> dict[str, Tensor]:
     for unit, mask in units.items():
         for text, order in TABLE["tokens"].items():
             columns = torch.arange(d.width).repeat(len(mask), 1)
-            for row_columns, row_mask in zip(columns, mask, strict=True):
+            real_mask = d["attention_mask"].bool()
+            for row_columns, row_mask, real in zip(columns, mask, real_mask, strict=True):
                 x = row_mask.nonzero()[:, 0]
-                row_columns[x] = formula(order, x=x, no_token=no_token)
+                padding = int((~real[x]).sum())
+                row_columns[x] = formula(order, x=x, no_token=no_token, padding=padding)
             orders[f"{text} in {unit}"] = columns
     return different(orders, torch.arange(d.width))
 

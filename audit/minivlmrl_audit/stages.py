@@ -102,6 +102,8 @@ def moments(
             "judged": judged,
             "all_judged": all_judged,
             "lengths": own_lengths,
+            "all_lengths": lengths[rollout == rollout[is_member][0]][~of_rollout.isnan()],
+            "centre": centre,
         }
         choices = {"group": judged, "batch": all_judged}
         baseline[is_member] = change("mean", choices[centre].mean(), **names)

@@ -328,8 +328,10 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
         # Adam with L2: the decay goes through the moments
         slope = gradient + decay * weight * bool(change.get("coupled"))
         weight = weight * (1 - rate * decay * (not change.get("coupled")))
-        m = beta1 * m + (1 - beta1) * change.inside("the first moment")("slope", slope)
-        v = beta2 * v + (1 - beta2) * change.inside("the second moment")("slope", slope).square()
+        of_first = change.inside("the first moment")
+        of_second = change.inside("the second moment")
+        m = of_first("moment", beta1 * m + (1 - beta1) * of_first("slope", slope))
+        v = of_second("moment", beta2 * v + (1 - beta2) * of_second("slope", slope).square())
         corrections = (1 - beta1**t, 1 - beta2**t)
         correction1, correction2 = change("correction", corrections)
         variance = v / correction2
