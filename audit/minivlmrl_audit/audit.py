@@ -54,6 +54,7 @@ IDS = ("tokens", "pictures", "mask")  # which are off by no factor
 SHOWN = 4  # explanations that are printed
 LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all others
 PAIRED = 400  # as many as are paired with these
+PAIRED_NUMBERS = 12  # that differ, where pairs are tried
 MODEL_CAUSES = 16  # or with so many, where each needs a model
 NUMBERS = [digit * 10.0**k for k in range(-10, 4) for digit in (1, 2, 5)]  # a fit begins there
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
@@ -320,7 +321,8 @@ def search(name: str, d: Dump) -> list[Fit]:
         key = distance(answer)
         for place in suspects[: 1 if key in by_distance else None]:
             explanations += confined(answer, cause, place, d)
-        by_distance.setdefault(key, [cause])
+        if not cause.rank():
+            by_distance.setdefault(key, [cause])
     if name not in IDS:
         # a factor of some advantages is one of the baseline or the deviation
         for place in suspects[: 1 if name == "advantages" else None]:
@@ -328,6 +330,8 @@ def search(name: str, d: Dump) -> list[Fit]:
     if explanations:
         fewest = min(len(causes) for causes, _ in explanations)
         return [fit for fit in explanations if len(fit[0]) == fewest]
+    if count_wrong(base_answer, suspects[0]) < PAIRED_NUMBERS:
+        return []  # some pair would give so few by chance
     ranked_causes = [by_distance[key] for key in sorted(by_distance)][:PAIRED]
     if name in THROUGH_A_MODEL:
         ranked_causes = ranked_causes[:MODEL_CAUSES]

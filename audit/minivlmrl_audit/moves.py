@@ -8,6 +8,7 @@ tokens alone: "the first turn". Mistakes that are the same in a step are one.
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def formula(text: str, **names):
                 "rounded": rounded,
                 "without_runs": without_runs,
                 "total_by": total_by,
+                "replace": replace,
                 **names,
             },
         )
@@ -221,6 +223,11 @@ def row_sets(d) -> dict[str, Tensor]:
         group = d["group"][d["row"]]
         same = group == group[:, None]
         names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # in its group
+        if d.has("rewards"):
+            of_rollout = d["rewards"].view(len(d["group"]), -1).nansum(1)
+            total = of_rollout[d["row"]].expand(len(group), -1)
+            highest = total.where(same, -math.inf).amax(1)
+            names["spread"] = highest - total.where(same, math.inf).amin(1)
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
         if needed in names and names[needed].dim() == 1:
@@ -246,6 +253,13 @@ def total_by(x: Tensor, span: Tensor) -> Tensor:
     """Add up x over the tokens of each span, all of one shape."""
     totals = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
+
+
+def rollout_sets(d) -> dict[str, Tensor]:
+    """Name completions (N,) of the rollout as `row_sets` names rows."""
+    order = d.get("row", d.all_rows).argsort()
+    is_whole = d.has("group") and len(order) == len(d["group"])
+    return {says: rows[order] for says, rows in d.row_sets.items() if is_whole}
 
 
 def row_quantities(d) -> dict[str, Tensor]:

@@ -375,9 +375,10 @@ def policy_term(
         **sampler_terms(d, part, change),
         **arguments(options),
     )
+    level = options.importance_sampling_level
+    ratio = importance_ratio(names["log_ratio"], names["mask"], level)
     advantages_by_token = own_advantages.view(len(part), -1)
-    functions = {"importance_ratio": importance_ratio, "kl_term": kl_term}
-    names |= {"advantages": advantages_by_token, **functions}
+    names = {**names, "ratio": ratio, "advantages": advantages_by_token, "kl_term": kl_term}
     return averaged(d, part, change("terms", terms, selection=(part,), **names), change)
 
 

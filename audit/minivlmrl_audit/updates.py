@@ -59,7 +59,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
         if key not in cache:
             if model is None:
                 dtype = getattr(torch, change.get("dtype", "float64"))
-                model = load_model(folder, dtype).requires_grad_(grad)
+                model = change("model", load_model(folder, dtype).requires_grad_(grad))
             with torch.set_grad_enabled(grad):
                 cache[key] = row_logps(d, change, model, row, images[picture_row])
         value = value.index_copy(1, torch.tensor([row]), cache[key][:, None])
@@ -193,8 +193,8 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
 
 def gradients(d: Dump, change: Change) -> Answer:
     """Compute the gradients of all micro-batches of the step, through the model."""
-    written_gradients = d.parameters("grad")
-    theirs = {hub_name(name.removeprefix("module.")): x for name, x in written_gradients.items()}
+    theirs = by_hub_names(d.parameters("grad"))
+    earlier = by_hub_names(d.parameters("exp_avg"))
     has_model = d.about.get("model") and d.forward is not None
     if not theirs or not has_model or not d.has("logps_gradient"):
         return None
@@ -204,10 +204,8 @@ def gradients(d: Dump, change: Change) -> Answer:
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
     for name, x in ours.items():
-        earlier = d.get(f"exp_avg.{name}", x * 0)
-        ours[name] = change(
-            "gradient", x, key=name, theirs=theirs.get(name, x * 0), earlier=earlier
-        )
+        names = {"theirs": theirs.get(name, x * 0), "earlier": earlier.get(name, x * 0)}
+        ours[name] = change("gradient", x, key=name, **names)
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
@@ -215,6 +213,11 @@ def gradients(d: Dump, change: Change) -> Answer:
         zero = x * 0
         answer[f"grad.{name}"] = theirs.get(name, zero), ours.get(name, zero), unit
     return answer
+
+
+def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name tensors of parameters as the hub does, whatever wraps the model."""
+    return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
 def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
@@ -304,7 +307,9 @@ def update(d: Dump, change: Change) -> Answer:
     for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
-        decay = change("decay", decay, key=name, weight_decay=weight_decay, learning_rate=rate)
+        names = {"key": name, "weight_decay": weight_decay, "learning_rate": rate}
+        largest_rate = d.about.get("schedule", {}).get("learning_rate", rate)
+        decay = change("decay", decay, largest_rate=largest_rate, **names)
         state = moments.get(name, zero), squares.get(name, zero)
         gradient = gradients.get(name, zero)
         new_weight = adamw(change, options, steps, weight, gradient, state, decay)
