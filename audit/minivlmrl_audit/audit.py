@@ -330,7 +330,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     if explanations:
         fewest = min(len(causes) for causes, _ in explanations)
         return [fit for fit in explanations if len(fit[0]) == fewest]
-    if count_wrong(base_answer, suspects[0]) < PAIRED_NUMBERS:
+    if name not in LOGPS and count_wrong(base_answer, suspects[0]) < PAIRED_NUMBERS:
         return []  # some pair would give so few by chance
     ranked_causes = [by_distance[key] for key in sorted(by_distance)][:PAIRED]
     if name in THROUGH_A_MODEL:

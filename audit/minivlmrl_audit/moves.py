@@ -295,6 +295,9 @@ def picture_numbers(d) -> dict[str, str]:
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
     """Name tokens (n, S) of which a mistake may be; few where no tool answered."""
     table = TABLE["regions"] if forced.any() else TABLE["ends"]
+    prompt = torch.zeros_like(drawn)  # of what the sampler had there is none
+    if ids.shape == d["input_ids"].shape:
+        prompt = d["attention_mask"].bool() & ~d.completion
     names = {
         "drawn": drawn,
         "forced": forced,
@@ -305,7 +308,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         "stop": torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or [])),
         "image": ids == d.about.get("image_token_id", -1),
         "counted": d["completion_mask"].bool(),
-        "prompt": d["attention_mask"].bool() & ~d.completion,
+        "prompt": prompt,
     }
     regions = {text: formula(tokens, **names) for text, tokens in table.items()}
     return different(regions, torch.tensor(False))

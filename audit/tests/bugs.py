@@ -346,7 +346,7 @@ BUGS = {
     "std_with_n": Bug(
         "unslothai/unsloth-zoo/pull/832",
         around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
-        trl=InTRL("advantages", "ddof 0", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
+        trl=InTRL("advantages", "divides by n, not n - 1", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
             x.std(dim, correction=0, keepdim=keepdim)))),
     ),
     "interleaved_groups": Bug(
@@ -375,7 +375,7 @@ BUGS = {
     "gradient_of_zero": Bug(
         "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d - d).exp()),
-        trl=loss("gradient of the ratio is 0", "per_token_logps.detach() if old", "per_token_logps if old"),
+        trl=loss("carry the gradient too", "per_token_logps.detach() if old", "per_token_logps if old"),
     ),
     "divided_twice": Bug(
         "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
@@ -394,7 +394,7 @@ BUGS = {
     ),
     "dropped_gradients": Bug(
         "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
-        InTRL("gradients", "only the last micro-batch", around(None, "training_step", drop), late=True),
+        InTRL("gradients", "earlier micro-batches are dropped", around(None, "training_step", drop), late=True),
     ),
     "clipped_before_accumulation": Bug(
         "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
@@ -407,7 +407,7 @@ BUGS = {
     ),
     "temperature_left_out": Bug(  # samples at 0.7, scores at 1
         "huggingface/trl/pull/3029", sampled(temperature=0.7),
-        trl=InTRL("logps", "temperature left out", around(
+        trl=InTRL("logps", "not divided by the temperature", around(
             MODULE, "add_fused_lm_head", lambda function, model, temperature=1.0, **options: function(model, **options)
         ), {"temperature": 0.6}),
     ),
@@ -437,12 +437,12 @@ BUGS = {
     "old_ignored": Bug(
         "huggingface/trl/issues/2769",
         before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
-        loss("old ignored", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
+        loss("old log-probabilities are the present ones", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
     ),
     "ratio_of_sums": Bug(
         "walkinglabs/hands-on-modern-rl/issues/75",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
-        loss("ratio by sequence_sum", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
+        loss("the product of its tokens", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
              {"importance_sampling_level": "sequence", **OFF, "learning_rate": 3e-4}, at=1),
     ),
     "k1_in_the_loss": Bug(  # its gradient is zero in expectation
@@ -465,14 +465,14 @@ BUGS = {
     "schedule_by_micro_batch": Bug(  # four times too fast
         "huggingface/accelerate/issues/963",
         around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
-        trl=InTRL("schedule", "steps twice", around(None, "create_scheduler", two_steps),
+        trl=InTRL("schedule", "moves twice a step", around(None, "create_scheduler", two_steps),
                   {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
     ),
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
         "huggingface/trl/issues/5279",
         around(trajectories, "pack", text_positions),
-        trl=InTRL("logps", "text positions", forward(lambda _, model, options: (
+        trl=InTRL("logps", "positions are 1-D", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),
     "wrong_positions_in_decoding": Bug(
@@ -480,7 +480,7 @@ BUGS = {
     ),
     # in TRL alone: advantages
     "reward_weights_ignored": Bug("om-ai-lab/VLM-R1", trl=score(
-        "advantages", "reward weights ignored", "self.reward_weights.to(device)", "torch.ones(2)",
+        "advantages", "all rewards count 1", "self.reward_weights.to(device)", "torch.ones(2)",
         {"reward_weights": [1.0, 0.3]},
     )),
     "batch_std": Bug("huggingface/trl/issues/3708", trl=score(
@@ -508,7 +508,7 @@ BUGS = {
     )),
     # the loss of GRPO
     "mean_of_a_row": Bug("huggingface/trl/issues/2995", trl=loss(
-        "averaged as grpo", SUM + " / normalizer\n",
+        "average: grpo", SUM + " / normalizer\n",
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n",
     )),
     "window_of_the_rollout": Bug("huggingface/trl/pull/6024", trl=loss(
@@ -532,7 +532,7 @@ BUGS = {
         "clip on the wrong side", "-torch.min(per", "-torch.max(per", OFF, at=1,
     )),
     "one_clip_for_both_sides": Bug("https://arxiv.org/abs/2503.14476", trl=loss(
-        "epsilon_high ignored", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
+        "both sides are clipped by epsilon_low", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
         {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1,
     )),
     # what is trained, and how
@@ -559,7 +559,7 @@ BUGS = {
         "no reference", "ref_logps.chunk(2, dim=0)", "(ref_logps * 0).chunk(2, dim=0)",
     )),
     "dpo_exchanged": Bug("DPO eq. 7", trl=dpo(
-        "chosen and rejected exchanged", DELTA, "delta_score = rejected_scores - chosen_scores",
+        "the rejected answer is preferred", DELTA, "delta_score = rejected_scores - chosen_scores",
     )),
     "dpo_means": Bug("huggingface/trl", trl=dpo(
         "mean log-probabilities", DELTA,
@@ -595,7 +595,7 @@ BUGS = {
         around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True,
     )),
     "rewards_in_float16": Bug("", trl=score(
-        "advantages", "rewards are in float16", REWARDS,
+        "advantages", "a reward is in float16", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()",
     )),
     "a_token_by_its_id": Bug("", trl=score(
