@@ -136,7 +136,8 @@ class Dump:
         is_real = ids >= 0
         region = torch.zeros_like(is_real)
         if text:
-            region = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)[unit]
+            regions = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
+            region = regions.get(unit, region)
         laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
         for i, begin in enumerate(self.starts):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]

@@ -653,7 +653,7 @@ BUGS = {
     )),
     # where completions call tools
     "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
-        "loss", "has the answers of tools too", SUM, "loss = (per_token_loss * completion_mask).sum()", TELL,
+        "loss", "counts the answers of tools too, in the sum alone", SUM, "loss = (per_token_loss * completion_mask).sum()", TELL,
     )),
     "second_turn_not_learned": Bug("", trl=turns_score(
         "mask", "does not count the second turn", f"{MASK} if",
