@@ -78,18 +78,20 @@ class Cause:
 
     def may_be_inside(self, scope: dict) -> bool:
         """Tell whether it may be in one use of what deviates alone."""
-        is_of = scope.get("of", next(iter(self.change))) in self.change
-        return is_of and not self.is_fitted() and "inside" not in self.change
+        # what is of other rows or tokens would give few numbers by chance; masks have many
+        may_be = "mask" in self.change or not any(isinstance(x, tuple) for x in self.change.values())
+        return may_be and scope.get("of", "") in (*self.change, "") and not self.is_fitted()
 
     def inside(self, use: str) -> "Cause":
         """Return this cause in one use alone."""
         texts = [f"{text}, in {use} alone" for text in (self.name, self.says)]
-        change = self.change | {"inside": use}
+        uses = [*self.change.get("inside", []), use]
+        change = self.change | {"inside": uses}
         return replace(self, name=texts[0], says=texts[1], change=change, about="")
 
     def rank(self) -> int:
-        """Rank causes by how much they assume: none, one use alone, or a number."""
-        return 2 if self.is_fitted() else int("inside" in self.change)
+        """Rank causes by how much they assume: in how few uses they are, or a number."""
+        return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
     def with_number(self, number: float) -> "Cause":
         """Return this cause with a number."""

@@ -82,9 +82,9 @@ class Change(dict):
 
         Uses are those of causes.yaml, in lists of which one excludes the others.
         """
-        own_use = self.get("inside", use)
-        excludes = any({use, own_use} <= set(scope["uses"]) for scope in TABLE["scopes"])
-        return Change(self.d, {}) if own_use != use and excludes else self
+        uses = [scope["uses"] for scope in TABLE["scopes"] if use in scope["uses"]]
+        is_other = any(own != use and own in uses[0] for own in self.get("inside", ()) if uses)
+        return Change(self.d, {}) if is_other else self
 
     def picture_rows(self) -> Tensor:
         """Name the row (n,) whose pictures each row shows."""
@@ -259,7 +259,12 @@ def rollout_sets(d) -> dict[str, Tensor]:
     """Name completions (N,) of the rollout as `row_sets` names rows."""
     order = d.get("row", d.all_rows).argsort()
     is_whole = d.has("group") and len(order) == len(d["group"])
-    return {says: rows[order] for says, rows in d.row_sets.items() if is_whole}
+    sets = {}
+    for says, rows in d.row_sets.items():
+        # advantages are made of rewards
+        if is_whole and TABLE["row sets"][says][0] != "advantages":
+            sets[says] = rows[order]
+    return sets
 
 
 def row_quantities(d) -> dict[str, Tensor]:

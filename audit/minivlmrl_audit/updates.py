@@ -83,6 +83,7 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
         return value
     batch = batch_of_row(d, change, model, tokens, images)
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
+    states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states))
     log_probs = (logits / temperature).log_softmax(-1)
