@@ -83,7 +83,6 @@ class Dump:
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     row_sets = cached_property(moves.row_sets)
-    row_quantities = cached_property(moves.row_quantities)
     spans = cached_property(moves.spans)
     pictures = cached_property(moves.picture_numbers)
     parts = cached_property(moves.parts_of_model)

@@ -16,6 +16,9 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minivlmrl.losses import kl_term
+from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens
+
 TABLE = yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))
 
 
@@ -34,6 +37,9 @@ def formula(text: str, **names):
                 "rounded": rounded,
                 "without_runs": without_runs,
                 "total_by": total_by,
+                "importance_ratio": importance_ratio,
+                "kl_term": kl_term,
+                "kept_tokens": kept_tokens,
                 **names,
             },
         )
@@ -53,27 +59,27 @@ class Change(dict):
     def __call__(self, name: str, x, selection=(), **names):
         """Return the piece x of a definition, or what the deviation has in its place.
 
-        That is a value; or a formula of x and `names`; or (kind, unit, None), one of the orders of
-        a Dump in which x is taken; or (kind, unit, formula), which also knows `region`: the tokens
-        or pictures of the unit, at the indices `selection` of which x is, or tells by a parameter's
-        name whether it is of a part.
+        That is a value; or a formula of x, `names` and the step; or (kind, unit, None), one of the
+        orders of a Dump in which x is taken; or (kind, unit, formula), which also knows `region`:
+        the tokens or pictures of the unit, at the indices `selection` of which x is, or tells by a
+        parameter's name whether it is of a part.
         """
         deviation = self.get(name)
         if deviation is None:
             return x
-        if isinstance(deviation, str):
-            return formula(deviation, x=x, c=self.get("c", 1.0), **names)
-        if not isinstance(deviation, tuple):
+        if isinstance(deviation, tuple):
+            kind, unit, deviation = deviation
+            region = getattr(self.d, kind)[unit]
+            if deviation is None:
+                return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
+            if kind == "pictures":
+                region = formula(region, **names)
+            for index in selection:
+                region = region[index]
+            names["region"] = region
+        if not isinstance(deviation, str):
             return deviation
-        kind, unit, text = deviation
-        region = getattr(self.d, kind)[unit]
-        if text is None:
-            return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
-        if kind == "pictures":
-            region = formula(region, **names)
-        for index in selection:
-            region = region[index]
-        return formula(text, x=x, region=region, **names)
+        return formula(deviation, x=x, c=self.get("c", 1.0), step=self.d, **names)
 
     def inside(self, use: str) -> "Change":
         """Return what deviates in one use of a quantity: all, but where it is of another use.
@@ -244,13 +250,6 @@ def total_by(x: Tensor, span: Tensor) -> Tensor:
     """Add up x over the tokens of each span, all of one shape."""
     totals = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
-
-
-def row_quantities(d) -> dict[str, Tensor]:
-    """Name numbers (n, 1) of rows by which a loss may be weighed."""
-    table = TABLE["row quantities"]
-    by_row = {says: name for says, name in table.items() if d.has(name) and d[name].dim() == 1}
-    return {says: d[name][:, None] for says, name in by_row.items()}
 
 
 def parts_of_model(d) -> dict[str, Callable]:

@@ -204,10 +204,7 @@ def gradients(d: Dump, change: Change) -> Answer:
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
     for name, x in ours.items():
-        earlier = d.get(f"exp_avg.{name}", x * 0)
-        ours[name] = change(
-            "gradient", x, key=name, theirs=theirs.get(name, x * 0), earlier=earlier
-        )
+        ours[name] = change("gradient", x, key=name, theirs=theirs.get(name, x * 0))
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
@@ -350,15 +347,15 @@ def schedule(d: Dump, change: Change) -> Answer:
         return None
     their_rates = [*options.get("rates", []), optimizer["learning_rate"]]
     steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
-    our_rates = [rate_at(step, options, change, len(d.micro_batches)) for step in steps]
+    our_rates = [rate_at(step, options, change) for step in steps]
     theirs, ours = torch.tensor([their_rates, our_rates], dtype=torch.float64)
     return {"learning_rate": (theirs, ours, options["learning_rate"] + 1e-30)}
 
 
-def rate_at(step: int, options: dict, change: Change, micro_batches: int) -> float:
+def rate_at(step: int, options: dict, change: Change) -> float:
     """Compute the learning rate of step 0, 1, ... as transformers' schedules give it."""
     kind = change.get("type", options["type"])
-    t = max(0, change("step", step, micro_batches=micro_batches))
+    t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     max_steps = change("max_steps", options["max_steps"])
