@@ -280,14 +280,14 @@ def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
     answer = computed(name, d, {})
-    errors = [gaps(*values) for values in answer.values()]
     # one id or rate is met by chance
-    if name in (*IDS, "schedule") and sum((x > TOLERANCE).sum() for x in errors) < 2:
+    if name in (*IDS, "schedule") and count_wrong(answer) < 2:
         return []
     # what a deviation computes may round more than the definition, if it explains nearly all
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     if name in LOGPS:  # a row tells enough; what explains it has to explain all
-        d.part = errors[0].amax(1).argmax().view(1)
+        [values] = answer.values()
+        d.part = gaps(*values).amax(1).argmax().view(1)
     explanations = search(name, d)
     d.part = None
     if name in LOGPS:
@@ -381,15 +381,18 @@ def told(items: list, says: str) -> Iterator:
         yield item
 
 
-def confined(answer: dict, cause: Cause, place: Place, d: Dump) -> list[Fit]:
+def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Fit]:
     """Explain a stage by a cause in a place alone."""
+    if answer is None:
+        return []
     causes = [cause, *place.causes]
     explanations = fit(seen(answer, place.inside), causes, d.tolerance)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
-        theirs, ours, unit = computed("loss", d, cause.change | {"weights": place.rows[:, None]})[
-            "loss"
-        ]
-        _, others, other_unit = computed("loss", d, {"weights": ~place.rows[:, None]})["loss"]
+        rows = place.rows[:, None]
+        inside = computed("loss", d, cause.change | {"weights": rows})
+        outside = computed("loss", d, {"weights": ~rows})
+        theirs, ours, unit = inside["loss"]
+        _, others, other_unit = outside["loss"]
         return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d.tolerance)
     return explanations
 
@@ -410,106 +413,94 @@ def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
     """Explain a stage by a cause with the number that fits best, in any of these places."""
 
     def answer_with(number: float) -> dict | None:
-        return computed(name, d, cause.change | {"c": number})
+        return computed(name, d, cause.with_number(number).change)
 
     base_answer = computed(name, d, {})
-    answers = [answer_with(number) for number in NUMBERS]
+    answers = {number: answer_with(number) for number in NUMBERS}
     explanations = []
     for place in places:
-
-        def distance_of(answer: dict | None, place=place) -> float:
-            return distance(seen(answer, place.inside))[0] if answer else math.inf
-
-        distances = [distance_of(answer) for answer in answers]
-        nearest = min(range(len(NUMBERS)), key=distances.__getitem__)
-        if count_wrong(base_answer, place) < 3 or distances[nearest] > 0.9 * distance_of(
-            base_answer
-        ):
+        distances = {number: distance_in(place, answer) for number, answer in answers.items()}
+        nearest = min(distances, key=distances.get)
+        is_nearer = distances[nearest] <= 0.9 * distance_in(place, base_answer)
+        # few numbers are met by any one that is fitted
+        if not is_nearer or count_wrong(seen(base_answer, place.inside)) < 3:
             continue
-        around = NUMBERS[max(0, nearest - 1)], NUMBERS[min(nearest + 1, len(NUMBERS) - 1)]
-        found = lowest(lambda number: distance_of(answer_with(number)), *around)
-        for number in (NUMBERS[nearest], float(f"{found:.3g}"), found):
-            with_number = cause.with_number(number)
-            answer = computed(name, d, with_number.change)
-            fits_here = confined(answer, with_number, place, d) if answer else []
+        low = nearest / 2.5
+        high = nearest * 2.5
+        for _ in range(30):
+            step = 0.45 * (high - low)
+            left_distance = distance_in(place, answer_with(low + step))
+            if left_distance <= distance_in(place, answer_with(high - step)):
+                high -= step
+            else:
+                low += step
+        for number in (nearest, float(f"{low:.3g}"), low):
+            fits_here = confined(answer_with(number), cause.with_number(number), place, d)
             if fits_here:
                 explanations += fits_here
                 break
     return explanations
 
 
-def count_wrong(answer: dict, place: Place) -> int:
-    """Count the numbers that differ in a place."""
-    wrong = [gaps(*values) > TOLERANCE for values in seen(answer, place.inside).values()]
-    return sum(int(x.sum()) for x in wrong)
+def distance_in(place: Place, answer: dict | None) -> float:
+    """Measure how far a stage is from the trainer's numbers in a place."""
+    return distance(seen(answer, place.inside))[0] if answer else math.inf
 
 
-def lowest(function, low: float, high: float) -> float:
-    """Find where a function of one number is lowest, between two numbers (golden section)."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left = high - ratio * (high - low)
-    right = low + ratio * (high - low)
-    value_left = function(left)
-    value_right = function(right)
-    for _ in range(40):
-        if value_left <= value_right:
-            high, right, value_right = right, left, value_left
-            left = high - ratio * (high - low)
-            value_left = function(left)
-        else:
-            low, left, value_left = left, right, value_right
-            right = low + ratio * (high - low)
-            value_right = function(right)
-    return (low + high) / 2
+def count_wrong(answer: dict) -> int:
+    """Count the numbers that differ."""
+    return sum(int((gaps(*values) > TOLERANCE).sum()) for values in answer.values())
 
 
 def scaled(name: str, d: Dump, place: Place) -> list[Fit]:
     """Explain a stage by a factor in a place."""
     answer = computed(name, d, {})
-    power = 0.0
-    product = 0.0
-    count = 0
+    all_theirs = []
+    all_ours = []
     for key, inside in place.inside.items():
         theirs, ours, unit = answer[key]
-        size = ours / unit * inside
-        power += size.square().sum().item()
-        product += (theirs / unit * size).sum().item()
-        count += size.count_nonzero()
-    factor = product / power if power else math.nan
+        all_theirs.append((theirs / unit * inside).flatten())
+        all_ours.append((ours / unit * inside).flatten())
+    theirs = torch.cat(all_theirs)
+    ours = torch.cat(all_ours)
+    factor = ((theirs * ours).sum() / ours.square().sum()).item()
+    source = why(factor, d, next(iter(answer)), place)
     # any number is another times a factor
-    cause = why(factor, d, count < 3, next(iter(answer)), place)
-    return [] if cause is None else confined(computed(name, d, cause.change), cause, place, d)
+    if not math.isfinite(factor) or (not source and ours.count_nonzero() < 3):
+        return []
+    cause = Cause(
+        f"factor {factor:.6g}",
+        f"all of it is {factor:.6g} times{source}",
+        change={"factor": factor},
+        costs="the learning rate means something else",
+    )
+    return confined(computed(name, d, cause.change), cause, place, d)
 
 
-def why(factor: float, d: Dump, few: bool, key: str, place: Place) -> Cause | None:
-    """Name what a factor may come from; None: nothing that is known, and any number is one.
+def why(factor: float, d: Dump, key: str, place: Place) -> str:
+    """Say what a factor may come from; "": nothing that is known.
 
     key: of the numbers, which tells the counts that may be theirs.
     """
-    sources = {0.0: "it is exactly zero", -1.0: "the sign is wrong"}
+    sources = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     for says, text in TABLE["factors"].items():
-        sources.setdefault(formula(text, about=d.about), f"as by {says}")
-    counts = {}  # those that may be theirs
+        sources.append((formula(text, about=d.about), f"as by {says}"))
+    units = defaultdict(list)  # of each count that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
         if count not in (None, 0, 1) and not place.causes and re.match(keys, key):
-            counts[unit] = count
-    for unit, count in counts.items():
-        for number, verb in ((count, "not divided"), (1 / count, "divided once more")):
-            says = sources.get(number, f"as if {verb} by the {count:g}")
-            sources[number] = f"{says} or {unit}" if number in sources else f"{says} {unit}"
-    for (unit, count), (other, other_count) in permutations(counts.items(), 2):
-        says = f"as if divided by the {other_count:g} {other}, not by the {count:g} {unit}"
-        sources.setdefault(count / other_count, says)
-    says = f"all of it is {factor:.6g} times"
-    for number, source in sources.items():
+            units[count].append(unit)
+    counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
+    for count, says in counts.items():
+        sources.append((count, f"as if not divided by {says}"))
+        sources.append((1 / count, f"as if divided once more by {says}"))
+    for count, other in permutations(counts, 2):
+        says = f"as if divided by {counts[other]}, not by {counts[count]}"
+        sources.append((count / other, says))
+    for number, source in sources:
         if math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7):
-            says = f"{says}: {source}"
-            few = False
-    if few or not math.isfinite(factor):
-        return None
-    costs = "the learning rate means something else"
-    return Cause(f"factor {factor:.6g}", says, change={"factor": factor}, costs=costs)
+            return f": {source}"
+    return ""
 
 
 def where(answer: dict, d: Dump) -> list[str]:

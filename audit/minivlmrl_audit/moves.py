@@ -285,7 +285,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         "last": last,
         "turn": first(drawn).cumsum(1),
         "answer": first(forced).cumsum(1),
-        "stop": torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or [])),
+        "stop": d.is_stop(ids),
         "image": ids == d.about.get("image_token_id", -1),
         "counted": d["completion_mask"].bool(),
         "prompt": d["attention_mask"].bool() & ~d.completion,

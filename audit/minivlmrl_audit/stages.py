@@ -204,7 +204,7 @@ def mask(d: Dump, change: Change) -> Answer:
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
     """Tell which tokens (n, S) are of a turn, up to its stop token, or of a tool's answer."""
     ids = d["input_ids"]
-    end_tokens = drawn_mask & torch.isin(ids, torch.tensor(d.about["stop_token_ids"]))
+    end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
     in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
@@ -236,7 +236,7 @@ def other_mask(mask: Tensor, change: Change) -> Tensor:
     next_counts = mask.roll(-1, 1)
     end_tokens = mask * (1 - next_counts)
     if d.about.get("stop_token_ids"):
-        end_tokens = torch.isin(d["input_ids"], torch.tensor(d.about["stop_token_ids"])).double()
+        end_tokens = d.is_stop(d["input_ids"]).double()
     return change(
         "mask",
         mask,

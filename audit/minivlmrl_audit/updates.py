@@ -129,9 +129,9 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
     is_present = torch.isin(numbers, picture_numbers)
     blind = change("blind", ~is_present, **names)
     patches = []
-    for number, (pixels, _) in zip(numbers, images, strict=True):
-        names |= {"number": number, "grid": grids[number]}
-        patches.append(change("pixels", pixels, **names))
+    for number, (pixels, _) in enumerate(images):
+        of_picture = change("pixels", pixels, selection=(number,), grid=grids[number], **names)
+        patches.append(of_picture)
     return RowPictures(picture_numbers, grids, patches, is_present, is_present & ~blind)
 
 
