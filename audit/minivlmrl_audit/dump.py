@@ -33,6 +33,7 @@ class Dump:
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
+        self.optimizer = about.get("optimizer", {})
         # which deviations the forward and the ids of this step are known to have; ids are None
         # where something unknown is wrong with them
         self.forward = {}

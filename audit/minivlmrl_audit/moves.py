@@ -15,6 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils import get_total_norm
 
 from minivlmrl.losses import kl_term
 from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens
@@ -40,6 +41,7 @@ def formula(text: str, **names):
                 "importance_ratio": importance_ratio,
                 "kl_term": kl_term,
                 "kept_tokens": kept_tokens,
+                "clipped": clipped,
                 **names,
             },
         )
@@ -163,15 +165,14 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
-    group = d.get("group")
-    all_rows = torch.arange(len(group)) if of_rollout else d.all_rows
+    all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
     if torch.equal(row.sort().values, all_rows):  # the step is the rollout
         rollout_order = row.argsort()
-        groups = all_rows * 0 if group is None else group[row]
-        units["its group"] = [rollout_order[groups[rollout_order] == g] for g in groups.unique()]
+        group = d.get("group", all_rows * 0)[all_rows]
+        units["its group"] = [rollout_order[group == number] for number in group.unique()]
         units["the rollout"] = [rollout_order]
         for text, order in TABLE["shuffles"].items():
             orders[text] = formula(order, order=rollout_order, row=row)
@@ -246,6 +247,17 @@ def spans(d) -> dict[str, Tensor]:
     return different(spans, row)
 
 
+def clipped(gradients: dict[str, Tensor], max_norm: float | None) -> dict[str, Tensor]:
+    """Clip gradients by their norm."""
+    share = clip_share(get_total_norm(gradients.values()).item(), max_norm)
+    return {name: x * share for name, x in gradients.items()}
+
+
+def clip_share(norm: float, max_norm: float | None) -> float:
+    """Compute what clipping multiplies gradients with."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+
+
 def total_by(x: Tensor, span: Tensor) -> Tensor:
     """Add up x over the tokens of each span, all of one shape."""
     totals = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
@@ -259,14 +271,11 @@ def parts_of_model(d) -> dict[str, Callable]:
     for name in names:
         for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
             patterns[f"parameters of {component}"] = rf"(^|\.){re.escape(component)}(\.|$)"
-    parts = {}
-    seen_parts = set()
+    regions = {}
     for says, pattern in patterns.items():
-        inside = tuple(bool(re.search(pattern, name)) for name in names)
-        if says in TABLE["parts"] or (not all(inside) and inside not in seen_parts):
-            parts[says] = re.compile(pattern).search
-        seen_parts.add(inside)
-    return parts
+        regions[says] = torch.tensor([bool(re.search(pattern, name)) for name in names])
+    parts = different(regions, torch.ones(len(names), dtype=torch.bool))
+    return {says: re.compile(patterns[says]).search for says in parts}
 
 
 def picture_numbers(d) -> dict[str, str]:

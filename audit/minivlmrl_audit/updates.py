@@ -1,7 +1,6 @@
 """What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import Change, first, shown_as
+from minivlmrl_audit.moves import Change, clip_share, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
@@ -216,8 +215,6 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
-    max_norm = d.about.get("optimizer", {}).get("max_grad_norm")
-    clipped_whole = partial(clipped, max_norm=max_norm)
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
     names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1)}
@@ -225,10 +222,10 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     total = {}
     for number, share in enumerate(shares):
         part_gradients = micro_batch_gradients(d, number, slopes)
-        part_gradients = change("gradients of a part", part_gradients, clipped=clipped_whole)
+        part_gradients = change("gradients of a part", part_gradients)
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
-        total = change("gradients so far", total, clipped=clipped_whole)
+        total = change("gradients so far", total)
     return total
 
 
@@ -245,24 +242,13 @@ def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Ten
     return cache[number]
 
 
-def clip_share(norm: float, max_norm: float) -> float:
-    """Compute what clipping multiplies gradients with."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
-
-
-def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
-    """Clip gradients by their norm."""
-    share = clip_share(get_total_norm(gradients.values()).item(), max_norm)
-    return {name: x * share for name, x in gradients.items()}
-
-
 def clip(d: Dump, change: Change) -> Answer:
     """Compute the norm that is logged, and what clipping leaves of the gradients."""
     gradients = d.parameters("grad")
     theirs = d.parameters("clipped")
     if not gradients or not (theirs or d.has("grad_norm")):
         return None
-    max_norm = change("max_norm", d.about.get("optimizer", {}).get("max_grad_norm") or 0.0)
+    max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values())).item()
     share = clip_share(norm, max_norm)
@@ -272,7 +258,6 @@ def clip(d: Dump, change: Change) -> Answer:
         gradients=gradients,
         max_norm=max_norm,
         norm=norm,
-        clipped=clipped,
     )
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
@@ -285,7 +270,7 @@ def clip(d: Dump, change: Change) -> Answer:
 
 def update(d: Dump, change: Change) -> Answer:
     """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
-    options = d.about.get("optimizer", {})
+    options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
     gradients = d.parameters(change.get("gradients", "clipped")) or d.parameters("grad")
@@ -340,12 +325,11 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
 def schedule(d: Dump, change: Change) -> Answer:
     """Compute the learning rates of the steps so far, the last of which is this one."""
     options = d.about.get("schedule")
-    optimizer = d.about.get("optimizer", {})
-    if not options or "learning_rate" not in optimizer:
+    if not options or "learning_rate" not in d.optimizer:
         return None
     if options["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
         return None
-    their_rates = [*options.get("rates", []), optimizer["learning_rate"]]
+    their_rates = [*options.get("rates", []), d.optimizer["learning_rate"]]
     steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
     our_rates = [rate_at(step, options, change) for step in steps]
     theirs, ours = torch.tensor([their_rates, our_rates], dtype=torch.float64)
