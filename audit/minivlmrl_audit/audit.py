@@ -82,9 +82,13 @@ class Cause:
 
     def inside(self, use: str) -> "Cause":
         """Return this cause in one use alone."""
-        texts = [f"{text}, in {use} alone" for text in (self.name, self.says)]
-        change = self.change | {"inside": use}
-        return replace(self, name=texts[0], says=texts[1], change=change, about="")
+        return replace(
+            self,
+            name=f"{self.name}, in {use} alone",
+            says=f"{self.says}, in {use} alone",
+            change=self.change | {"inside": use},
+            about="",
+        )
 
     def rank(self) -> int:
         """Rank causes by how much they assume: none, one use alone, or a number."""
@@ -92,9 +96,13 @@ class Cause:
 
     def with_number(self, number: float) -> "Cause":
         """Return this cause with a number."""
-        change = self.change | {"c": number}
-        texts = [text.replace("{c}", f"{number:.5g}") for text in (self.name, self.says)]
-        return replace(self, name=texts[0], says=texts[1], change=change)
+        text = f"{number:.5g}"
+        return replace(
+            self,
+            name=self.name.replace("{c}", text),
+            says=self.says.replace("{c}", text),
+            change=self.change | {"c": number},
+        )
 
 
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
@@ -169,11 +177,11 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
                     changes[says.format(unit)] = (kind, unit, text)
     fields = ("stages", "source", "costs", "about")
     shared_fields = {name: thing[name] for name in fields if name in thing}
+    name = thing["thing"]
     result = []
     for text, change in changes.items():
-        name = thing["thing"]
+        all_changes = {name: change, **thing.get("also", {})}
         says = f"{thing['says']} {text}"
-        all_changes = {name: change} | thing.get("also", {})
         result.append(Cause(f"{name}: {text}", says, change=all_changes, **shared_fields))
     return result
 
@@ -386,27 +394,26 @@ def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[F
     if answer is None:
         return []
     causes = [cause, *place.causes]
-    explanations = fit(seen(answer, place.inside), causes, d.tolerance)
+    explanations = fit(seen(answer, place.inside), causes, d)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
         rows = place.rows[:, None]
         inside = computed("loss", d, cause.change | {"weights": rows})
         outside = computed("loss", d, {"weights": ~rows})
         theirs, ours, unit = inside["loss"]
         _, others, other_unit = outside["loss"]
-        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d.tolerance)
+        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d)
     return explanations
 
 
 def fits(name: str, d: Dump, causes: list[Cause]) -> list[Fit]:
     """List the causes and what they leave if they explain the stage."""
-    answer = computed(name, d, merged(causes))
-    return fit(answer, causes, d.tolerance) if answer else []
+    return fit(computed(name, d, merged(causes)), causes, d)
 
 
-def fit(answer: dict, causes: list[Cause], tolerance: float = TOLERANCE) -> list[Fit]:
+def fit(answer: dict | None, causes: list[Cause], d: Dump) -> list[Fit]:
     """Compare an answer as `fits` does."""
-    error_left = error(answer)
-    return [(causes, error_left)] if error_left <= tolerance else []
+    error_left = error(answer) if answer else math.inf
+    return [(causes, error_left)] if error_left <= d.tolerance else []
 
 
 def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:

@@ -52,7 +52,10 @@ class Dump:
             if x.is_floating_point():
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
-            self.tensors[name] = self.align(x) if name in BY_TOKEN else x
+            is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
+            if is_by_token:  # of the last T tokens: zeros before
+                x = pad(x, (self.width - x.shape[1], 0))
+            self.tensors[name] = x
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
@@ -111,10 +114,6 @@ class Dump:
         if not self.has(name, "group") or len(order) != len(self["group"]):
             return torch.ones(len(self.get("group", order)), dtype=torch.float64)
         return self[name][order].double()
-
-    def align(self, x: Tensor) -> Tensor:
-        """Pad (n, T) of the last T tokens to (n, S), zeros before."""
-        return pad(x, (self.width - x.shape[1], 0))
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""

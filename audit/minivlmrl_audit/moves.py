@@ -202,6 +202,7 @@ def orders_in_unit(unit: str, blocks: list[Tensor], all_rows: Tensor) -> dict[st
 def token_orders(d) -> dict[str, Tensor]:
     """Name columns (n, S) from which each token takes, S: from none."""
     counted_mask = d["completion_mask"].bool()
+    all_columns = torch.arange(d.width).expand_as(counted_mask)
     no_token = torch.tensor([d.width])
     units = {
         "its row": torch.ones_like(counted_mask),
@@ -210,13 +211,11 @@ def token_orders(d) -> dict[str, Tensor]:
     }
     orders = {}
     for unit, mask in units.items():
+        blocks = [row_mask.nonzero()[:, 0] for row_mask in mask]
         for text, order in TABLE["tokens"].items():
-            columns = torch.arange(d.width).repeat(len(mask), 1)
-            for row_columns, row_mask in zip(columns, mask, strict=True):
-                x = row_mask.nonzero()[:, 0]
-                row_columns[x] = formula(order, x=x, no_token=no_token)
-            orders[f"{text} in {unit}"] = columns
-    return different(orders, torch.arange(d.width))
+            sources = torch.cat([formula(order, x=block, no_token=no_token) for block in blocks])
+            orders[f"{text} in {unit}"] = all_columns.masked_scatter(mask, sources)
+    return different(orders, all_columns)
 
 
 def row_sets(d) -> dict[str, Tensor]:

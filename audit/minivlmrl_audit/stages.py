@@ -119,7 +119,7 @@ def rows(d: Dump, change: Change) -> Answer:
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
-    value = change("advantages", rollout[d["row"]], rollout_advantages=rollout)
+    value = change("advantages", rollout[d["row"]])
     return {"advantages": (d["advantages"], value, rollout.abs().max() + 1e-30)}
 
 
@@ -323,8 +323,6 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
         value = change[name]
         if str(value).startswith("="):
             value = formula(value[1:], c=change.get("c", 1.0), **values)
-        if isinstance(values[name], list) and isinstance(value, str):
-            value = [value]
         setattr(options, name, value)
     return options
 
@@ -363,11 +361,9 @@ def policy(
 
 def policy_pieces(part: Tensor, logps: Tensor, options, change: Change) -> PolicyPieces:
     """Take what the terms of the rows `part` are computed from, as a deviation has it."""
-    d = change.d
     mask = mask_in(change, "the ratio")
     logps, old, reference = (x[part] for x in inputs(logps, mask, change))
-    advantages = d["advantages"]
-    advantages = advantages[:, None] if advantages.dim() == 1 else d.align(advantages)
+    advantages = change.d["advantages"].view(len(mask), -1)
     names = {
         "part": part,
         "options": options,
@@ -453,9 +449,8 @@ def sampler_terms(part: Tensor, change: Change) -> dict[str, Tensor]:
     if d.has("sampler_logps"):
         result["sampling_per_token_logps"] = d["sampler_logps"][part]
     if d.has("importance_sampling_ratio"):
-        ratio = d["importance_sampling_ratio"]
-        ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
-        result["importance_sampling_ratio"] = change("correction", ratio)[part]
+        ratio = change("correction", d["importance_sampling_ratio"])
+        result["importance_sampling_ratio"] = ratio[part]
     return result
 
 

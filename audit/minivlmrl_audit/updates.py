@@ -186,8 +186,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = (d[name].nan_to_num() * counted_mask)[part]
     ours = (value * counted_mask)[part]
-    is_noise = folder in d.about.get("training", ())
-    return {name: (theirs, change("mode", ours, theirs=theirs, is_noise=is_noise), unit)}
+    return {name: (theirs, change("mode", ours, theirs=theirs), unit)}
 
 
 def gradients(d: Dump, change: Change) -> Answer:
