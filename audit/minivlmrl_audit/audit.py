@@ -213,7 +213,7 @@ def audit(d: Dump) -> list[Finding]:
             if name not in THROUGH_A_MODEL:
                 finding.unseen = unseen(name, d, answer)
             continue
-        finding.where = where(answer, d)
+        finding.where = where(answer)
         look_for_causes(finding, d, named, differing)
         for causes, _ in finding.explained[:1]:
             if all(cause.change.keys() - {"factor"} for cause in causes):  # which is of one stage
@@ -510,7 +510,7 @@ def why(factor: float, d: Dump, key: str, place: Place) -> str:
     return ""
 
 
-def where(answer: dict, d: Dump) -> list[str]:
+def where(answer: dict) -> list[str]:
     """Say which numbers differ, and of three tensors the first that do, theirs over ours."""
     wrong_counts = []
     lines = []
@@ -523,27 +523,10 @@ def where(answer: dict, d: Dump) -> list[str]:
         for place in is_wrong.nonzero()[:4].tolist():
             index = tuple(place)
             pairs.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
-        depends = dependence(theirs, ours, unit, d)
-        lines.append(f"{name} at {', '.join(pairs)}; theirs over ours {depends}")
+        lines.append(f"{name} at {', '.join(pairs)}")
     if len(wrong_counts) > 3:
         wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
     return [", ".join(wrong_counts), *lines[:3]]
-
-
-def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
-    """Say on what the ratio of theirs to ours depends."""
-    is_large = ours.abs() / unit > 100 * TOLERANCE
-    ratio = (theirs / ours).where(is_large, torch.nan)
-    if steady(ratio):
-        return "is one number"
-    by_row = len(theirs) == len(d.all_rows) and all(map(steady, ratio))
-    return "depends on the row alone" if by_row else "varies"
-
-
-def steady(x: Tensor) -> bool:
-    """Tell whether x is one number wherever it is one."""
-    x = x[~x.isnan()]
-    return not len(x) or bool((x - x[0]).abs().max() <= 1e-3 * x[0].abs())
 
 
 def report(findings: list[Finding], d: Dump) -> str:
