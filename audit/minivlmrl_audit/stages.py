@@ -96,12 +96,11 @@ def moments(
         if not len(judged):
             continue
         judged = change("judged", judged, rewards=rewards)
-        own_lengths = lengths[is_member][~rewards.isnan()]
         names = {
             "rewards": rewards,
             "judged": judged,
             "all_judged": all_judged,
-            "lengths": own_lengths,
+            "lengths": lengths[is_member][~rewards.isnan()],
         }
         choices = {"group": judged, "batch": all_judged}
         baseline[is_member] = change("mean", choices[centre].mean(), **names)

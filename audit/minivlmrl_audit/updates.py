@@ -34,9 +34,9 @@ class RowPictures(NamedTuple):
 
     of_token: Tensor  # (T,): the number of each attended token's picture, their count for text
     grids: Tensor  # (pictures, 3)
-    patches: list[Tensor]
     present: Tensor  # (pictures,): these have tokens
     seen: Tensor  # (pictures,): of these the model gets patches
+    patches: Tensor  # (patches, patch_dim) of those that are seen
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
         """Mark the tokens (T,) of the chosen pictures; text is of none."""
@@ -80,34 +80,29 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
-    batch = batch_of_row(d, change, model, tokens, images)
+    batch = batch_of_row(change, model, tokens, images)
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states))
     log_probs = (logits / temperature).log_softmax(-1)
     logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
-    logps = change("scores", logps, temperature=d.about.get("temperature", 1.0))
+    logps = change("scores", logps)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
 
 
-def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
+def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
     """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
     shows = pictures_of_row(change, model.config, tokens, images)
-    no_patches = d.get("pixel_values", torch.zeros(0, 0))[:0]
-
-    def patches_of(chosen: Tensor) -> Tensor:
-        parts = [shows.patches[i] for i in chosen.nonzero()[:, 0]]
-        return torch.cat([no_patches, *parts]).to(model.lm_head.weight)
-
+    patches = shows.patches.to(model.lm_head.weight)
     ids = tokens.ids[tokens.attended]
     placed_ids = ids.where(shows.tokens_of(shows.present), -1)
     grids = shows.grids[shows.present]
-    prompt = Prompt(placed_ids, patches_of(shows.present), grids, torch.ones(len(shows.grids)))
+    # positions are of all grids that are present, also of those that are not seen
+    prompt = Prompt(placed_ids, patches, grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
     batch.vision_index = change("vision places", shows.tokens_of(shows.seen).nonzero()[:, 0])
-    batch.pixel_values = patches_of(shows.seen)
     batch.image_grid_thw = shows.grids[shows.seen]
     batch.position_ids = positions(change, tokens, batch.position_ids)
     return batch
@@ -126,12 +121,13 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
     sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
     picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
     is_present = torch.isin(numbers, picture_numbers)
-    blind = change("blind", ~is_present, **names)
-    patches = []
-    for number, (pixels, _) in enumerate(images):
+    is_seen = is_present & ~change("blind", ~is_present, **names)
+    patches = [change.d.get("pixel_values", torch.zeros(0, 0))[:0]]
+    for number in is_seen.nonzero()[:, 0].tolist():
+        pixels, _ = images[number]
         of_picture = change("pixels", pixels, selection=(number,), grid=grids[number], **names)
         patches.append(of_picture)
-    return RowPictures(picture_numbers, grids, patches, is_present, is_present & ~blind)
+    return RowPictures(picture_numbers, grids, is_present, is_seen, torch.cat(patches))
 
 
 def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
@@ -201,14 +197,13 @@ def gradients(d: Dump, change: Change) -> Answer:
     slopes = d["logps_gradient"]
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
-    for name, x in ours.items():
-        ours[name] = change("gradient", x, key=name, theirs=theirs.get(name, x * 0))
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
     for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
-        zero = x * 0
-        answer[f"grad.{name}"] = theirs.get(name, zero), ours.get(name, zero), unit
+        their_gradient = theirs.get(name, x * 0)
+        our_gradient = change("gradient", ours.get(name, x * 0), key=name, theirs=their_gradient)
+        answer[f"grad.{name}"] = their_gradient, our_gradient, unit
     return answer
 
 
@@ -311,8 +306,7 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
         weight = weight * (1 - rate * decay * (not change.get("coupled")))
         m = beta1 * m + (1 - beta1) * change.inside("the first moment")("slope", slope)
         v = beta2 * v + (1 - beta2) * change.inside("the second moment")("slope", slope).square()
-        corrections = (1 - beta1**t, 1 - beta2**t)
-        correction1, correction2 = change("correction", corrections)
+        correction1, correction2 = change("correction", (1 - beta1**t, 1 - beta2**t))
         variance = v / correction2
         root = variance.sqrt() + eps
         root = change("root", root, variance=variance, eps=eps, correction=correction2)
