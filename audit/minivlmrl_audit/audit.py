@@ -198,8 +198,7 @@ def audit(d: Dump) -> list[Finding]:
             answer = stage(d, Change(d, {}))
             if answer is None:
                 continue
-            count = sum(theirs.numel() for theirs, _, _ in answer.values())
-            finding = Finding(name, error(answer), count)
+            finding = Finding(name, error(answer), len(all_gaps(answer)))
         except (ValueError, *DAMAGES) as cause:
             if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
@@ -243,8 +242,14 @@ def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str,
 
 def error(answer: dict) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
-    sizes = [gaps(*values).max().item() for values in answer.values() if values[0].numel()]
-    return max(sizes, default=0.0)
+    differences = all_gaps(answer)
+    return differences.max().item() if len(differences) else 0.0
+
+
+def all_gaps(answer: dict) -> Tensor:
+    """Measure the differences of a stage (numbers,), in units; infinite for what is not finite."""
+    nothing = torch.zeros(0)
+    return torch.cat([nothing, *(gaps(*values).flatten() for values in answer.values())])
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
@@ -376,8 +381,8 @@ def seen(answer: dict, inside: dict) -> dict:
 
 def distance(answer: dict) -> tuple[float, float]:
     """Measure how far a stage is from the trainer's numbers, in sum, and where; equal causes are one."""
-    flat = torch.cat([gaps(*values).clamp(max=1.0).flatten() for values in answer.values()])
-    return float(flat.sum()), float(flat.cumsum(0).sum())
+    differences = all_gaps(answer).clamp(max=1.0)
+    return float(differences.sum()), float(differences.cumsum(0).sum())
 
 
 def told(items: list, says: str) -> Iterator:
@@ -456,7 +461,7 @@ def distance_in(place: Place, answer: dict | None) -> float:
 
 def count_wrong(answer: dict) -> int:
     """Count the numbers that differ."""
-    return sum(int((gaps(*values) > TOLERANCE).sum()) for values in answer.values())
+    return int((all_gaps(answer) > TOLERANCE).sum())
 
 
 def scaled(name: str, d: Dump, place: Place) -> list[Fit]:
