@@ -157,7 +157,9 @@ def pictures(d: Dump, change: Change) -> Answer:
     for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
     width = 2 * max(map(len, theirs + sampled))
-    return {"pictures": (padded(theirs, width), padded(ours, width), 1.0)}
+    table = [row_numbers + [-1] * (width - len(row_numbers)) for row_numbers in theirs + ours]
+    their_table, our_table = torch.tensor(table, dtype=torch.float64).chunk(2)
+    return {"pictures": (their_table, our_table, 1.0)}
 
 
 def numbered(d: Dump, kind: str, numbers: dict) -> list[list[int]]:
@@ -167,12 +169,6 @@ def numbered(d: Dump, kind: str, numbers: dict) -> list[list[int]]:
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
         result.append([numbers.setdefault(key, len(numbers)) for key in keys])
     return result
-
-
-def padded(lists: list[list[int]], width: int) -> Tensor:
-    """Lay out lists of numbers as a matrix; -1 after their ends."""
-    table = [numbers + [-1] * (width - len(numbers)) for numbers in lists]
-    return torch.tensor(table, dtype=torch.float64)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
@@ -257,7 +253,7 @@ def loss(d: Dump, change: Change) -> Answer:
     outputs = [name for name in ("per_token_logps", "entropies") if d.has(name)]
     leaves = [d[name].clone().requires_grad_() for name in outputs]
     compute = LOSSES[d.about["kind"]]
-    parts = [compute(d, part, leaves[0], leaves[-1], change) for part in d.micro_batches]
+    parts = [compute(part, leaves[0], leaves[-1], change) for part in d.micro_batches]
     losses = torch.stack([value for value, _ in parts])
     units = torch.stack([unit for _, unit in parts])
     total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
@@ -336,12 +332,12 @@ class PolicyPieces(NamedTuple):
     old_per_token_logps: Tensor
     ref_per_token_logps: Tensor
     advantages: Tensor  # (rows, 1) or (rows, S)
+    entropies: Tensor
+    kept: Tensor  # of the tokens that have the policy's term
     log_ratio: Tensor
 
 
-def policy(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, change: Change
-) -> tuple[Tensor, Tensor]:
+def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     value = torch.zeros(())
     unit = torch.zeros(())
@@ -350,15 +346,16 @@ def policy(
         options = loss_options(inside)
         weight = getattr(options, weight_name, 1.0)
         if weight:
-            kept = tokens_kept(part, entropies, options.top_entropy_quantile, inside)
-            pieces = policy_pieces(part, logps, options, inside)
-            term_value, term_unit = term(pieces, entropies[part], kept, inside)
+            pieces = policy_pieces(part, logps, entropies, options, inside)
+            term_value, term_unit = term(pieces, inside)
             value = value + weight * term_value
             unit = unit + weight * term_unit
     return value, unit
 
 
-def policy_pieces(part: Tensor, logps: Tensor, options, change: Change) -> PolicyPieces:
+def policy_pieces(
+    part: Tensor, logps: Tensor, entropies: Tensor, options: PolicyOptions, change: Change
+) -> PolicyPieces:
     """Take what the terms of the rows `part` are computed from, as a deviation has it."""
     mask = mask_in(change, "the ratio")
     logps, old, reference = (x[part] for x in inputs(logps, mask, change))
@@ -371,19 +368,21 @@ def policy_pieces(part: Tensor, logps: Tensor, options, change: Change) -> Polic
         "old_per_token_logps": old,
         "ref_per_token_logps": reference,
         "advantages": change("whitened", change("advantages", advantages)[part]),
+        "entropies": entropies[part],
+        "kept": tokens_kept(entropies[part], part, options.top_entropy_quantile, change),
     }
     log_ratio = change("log-ratio", logps - old, selection=(part,), **names)
     return PolicyPieces(**names, log_ratio=log_ratio)
 
 
-def policy_term(pieces: PolicyPieces, _, kept: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average what the policy is to gain, and its size."""
     terms, _ = policy_terms(
         pieces.per_token_logps,
         pieces.advantages,
         pieces.mask,
         replace(pieces.options, beta=0.0),
-        kept=kept,
+        kept=pieces.kept,
         old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
         **sampler_terms(pieces.part, change),
         **arguments(pieces.options),
@@ -392,7 +391,7 @@ def policy_term(pieces: PolicyPieces, _, kept: Tensor, change: Change) -> tuple[
     return averaged(pieces.part, terms, change)
 
 
-def kl_term_of(pieces: PolicyPieces, _, kept: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average the KL."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
@@ -407,13 +406,12 @@ def kl_term_of(pieces: PolicyPieces, _, kept: Tensor, change: Change) -> tuple[T
     return averaged(pieces.part, kl, change, rounding=0.01)
 
 
-def entropy_term(
-    pieces: PolicyPieces, entropies: Tensor, kept: Tensor, change: Change
-) -> tuple[Tensor, Tensor]:
+def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average the entropies, which are to grow."""
-    entropies = change("entropies", entropies, selection=(pieces.part,), mask=kept)
+    selection = (pieces.part,)
+    entropies = change("entropies", pieces.entropies, selection=selection, mask=pieces.kept)
     count = counts(pieces.part, mask_in(change, "the count"), change)
-    mean = mean_entropy(entropies, kept, count)
+    mean = mean_entropy(entropies, pieces.kept, count)
     return -mean, mean.detach()
 
 
@@ -453,18 +451,16 @@ def sampler_terms(part: Tensor, change: Change) -> dict[str, Tensor]:
     return result
 
 
-def tokens_kept(part: Tensor, entropies: Tensor, quantile: float, change: Change) -> Tensor:
+def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
     """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
-    names = {
-        "entropies": entropies[part],
-        "mask": mask_in(change, "the sum")[part],
-        "quantile": quantile,
-    }
+    mask = mask_in(change, "the sum")[part]
+    names = {"entropies": entropies, "mask": mask, "quantile": quantile}
     return change("kept", kept_tokens(**names), completion=change.d.completion[part], **names)
 
 
-def preference(d: Dump, part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
+def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
+    d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
     mask = mask_in(change, "")
@@ -494,9 +490,7 @@ def answers(index: Tensor, logps: Tensor, change: Change) -> tuple[Tensor, Tenso
     return tuple(answer_logps(x, mask[index], ld_alpha) for x in (logps[index], reference))
 
 
-def demonstrations(
-    d: Dump, part: Tensor, logps: Tensor, _, change: Change
-) -> tuple[Tensor, Tensor]:
+def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute SFT for the rows `part`."""
     logps = change("logps", logps)
     mask = mask_in(change, "the sum")
