@@ -79,15 +79,20 @@ class Cause:
     def may_be_inside(self, scope: dict) -> bool:
         """Tell whether it may be in one use of what deviates alone."""
         # what is of other rows or tokens would give few numbers by chance; masks have many
-        may_be = "mask" in self.change or not any(isinstance(x, tuple) for x in self.change.values())
+        may_be = "mask" in self.change or not any(
+            isinstance(x, tuple) for x in self.change.values()
+        )
         return may_be and scope.get("of", "") in (*self.change, "") and not self.is_fitted()
 
     def inside(self, use: str) -> "Cause":
         """Return this cause in one use alone."""
-        texts = [f"{text}, in {use} alone" for text in (self.name, self.says)]
-        uses = [*self.change.get("inside", []), use]
-        change = self.change | {"inside": uses}
-        return replace(self, name=texts[0], says=texts[1], change=change, about="")
+        return replace(
+            self,
+            name=f"{self.name}, in {use} alone",
+            says=f"{self.says}, in {use} alone",
+            change=self.change | {"inside": [*self.change.get("inside", []), use]},
+            about="",
+        )
 
     def rank(self) -> int:
         """Rank causes by how much they assume: in how few uses they are, or a number."""
@@ -95,9 +100,13 @@ class Cause:
 
     def with_number(self, number: float) -> "Cause":
         """Return this cause with a number."""
-        change = self.change | {"c": number}
-        texts = [text.replace("{c}", f"{number:.5g}") for text in (self.name, self.says)]
-        return replace(self, name=texts[0], says=texts[1], change=change)
+        text = f"{number:.5g}"
+        return replace(
+            self,
+            name=self.name.replace("{c}", text),
+            says=self.says.replace("{c}", text),
+            change=self.change | {"c": number},
+        )
 
 
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
@@ -172,11 +181,11 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
                     changes[says.format(unit)] = (kind, unit, text)
     fields = ("stages", "source", "costs", "about")
     shared_fields = {name: thing[name] for name in fields if name in thing}
+    name = thing["thing"]
     result = []
     for text, change in changes.items():
-        name = thing["thing"]
+        all_changes = {name: change, **thing.get("also", {})}
         says = f"{thing['says']} {text}"
-        all_changes = {name: change} | thing.get("also", {})
         result.append(Cause(f"{name}: {text}", says, change=all_changes, **shared_fields))
     return result
 
@@ -193,8 +202,7 @@ def audit(d: Dump) -> list[Finding]:
             answer = stage(d, Change(d, {}))
             if answer is None:
                 continue
-            count = sum(theirs.numel() for theirs, _, _ in answer.values())
-            finding = Finding(name, error(answer), count)
+            finding = Finding(name, error(answer), len(all_gaps(answer)))
         except (ValueError, *DAMAGES) as cause:
             if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
@@ -208,7 +216,7 @@ def audit(d: Dump) -> list[Finding]:
             if name not in THROUGH_A_MODEL:
                 finding.unseen = unseen(name, d, answer)
             continue
-        finding.where = where(answer, d)
+        finding.where = where(answer)
         look_for_causes(finding, d, named, differing)
         for causes, _ in finding.explained[:1]:
             if all(cause.change.keys() - {"factor"} for cause in causes):  # which is of one stage
@@ -238,8 +246,14 @@ def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str,
 
 def error(answer: dict) -> float:
     """Measure the largest difference, in units; infinite for what is not finite."""
-    sizes = [gaps(*values).max().item() for values in answer.values() if values[0].numel()]
-    return max(sizes, default=0.0)
+    differences = all_gaps(answer)
+    return differences.max().item() if len(differences) else 0.0
+
+
+def all_gaps(answer: dict) -> Tensor:
+    """Measure the differences of a stage (numbers,), in units; infinite for what is not finite."""
+    nothing = torch.zeros(0)
+    return torch.cat([nothing, *(gaps(*values).flatten() for values in answer.values())])
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
@@ -283,14 +297,14 @@ def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
 def explain(name: str, d: Dump) -> list[Fit]:
     """Search the simplest sets of causes that give the trainer's numbers."""
     answer = computed(name, d, {})
-    errors = [gaps(*values) for values in answer.values()]
     # one id or rate is met by chance
-    if name in (*IDS, "schedule") and sum((x > TOLERANCE).sum() for x in errors) < 2:
+    if name in (*IDS, "schedule") and count_wrong(answer) < 2:
         return []
     # what a deviation computes may round more than the definition, if it explains nearly all
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     if name in LOGPS:  # a row tells enough; what explains it has to explain all
-        d.part = errors[0].amax(1).argmax().view(1)
+        [values] = answer.values()
+        d.part = gaps(*values).amax(1).argmax().view(1)
     explanations = search(name, d)
     d.part = None
     if name in LOGPS:
@@ -332,7 +346,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     if explanations:
         fewest = min(len(causes) for causes, _ in explanations)
         return [fit for fit in explanations if len(fit[0]) == fewest]
-    if name not in LOGPS and count_wrong(base_answer, suspects[0]) < PAIRED_NUMBERS:
+    if name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS:
         return []  # some pair would give so few by chance
     ranked_causes = [by_distance[key] for key in sorted(by_distance)][:PAIRED]
     if name in THROUGH_A_MODEL:
@@ -374,8 +388,8 @@ def seen(answer: dict, inside: dict) -> dict:
 
 def distance(answer: dict) -> tuple[float, float]:
     """Measure how far a stage is from the trainer's numbers, in sum, and where; equal causes are one."""
-    flat = torch.cat([gaps(*values).clamp(max=1.0).flatten() for values in answer.values()])
-    return float(flat.sum()), float(flat.cumsum(0).sum())
+    differences = all_gaps(answer).clamp(max=1.0)
+    return float(differences.sum()), float(differences.cumsum(0).sum())
 
 
 def told(items: list, says: str) -> Iterator:
@@ -387,139 +401,129 @@ def told(items: list, says: str) -> Iterator:
         yield item
 
 
-def confined(answer: dict, cause: Cause, place: Place, d: Dump) -> list[Fit]:
+def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Fit]:
     """Explain a stage by a cause in a place alone."""
+    if answer is None:
+        return []
     causes = [cause, *place.causes]
-    explanations = fit(seen(answer, place.inside), causes, d.tolerance)
+    explanations = fit(seen(answer, place.inside), causes, d)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
-        theirs, ours, unit = computed("loss", d, cause.change | {"weights": place.rows[:, None]})[
-            "loss"
-        ]
-        _, others, other_unit = computed("loss", d, {"weights": ~place.rows[:, None]})["loss"]
-        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d.tolerance)
+        rows = place.rows[:, None]
+        inside = computed("loss", d, cause.change | {"weights": rows})
+        outside = computed("loss", d, {"weights": ~rows})
+        theirs, ours, unit = inside["loss"]
+        _, others, other_unit = outside["loss"]
+        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d)
     return explanations
 
 
 def fits(name: str, d: Dump, causes: list[Cause]) -> list[Fit]:
     """List the causes and what they leave if they explain the stage."""
-    answer = computed(name, d, merged(causes))
-    return fit(answer, causes, d.tolerance) if answer else []
+    return fit(computed(name, d, merged(causes)), causes, d)
 
 
-def fit(answer: dict, causes: list[Cause], tolerance: float = TOLERANCE) -> list[Fit]:
+def fit(answer: dict | None, causes: list[Cause], d: Dump) -> list[Fit]:
     """Compare an answer as `fits` does."""
-    error_left = error(answer)
-    return [(causes, error_left)] if error_left <= tolerance else []
+    error_left = error(answer) if answer else math.inf
+    return [(causes, error_left)] if error_left <= d.tolerance else []
 
 
 def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
     """Explain a stage by a cause with the number that fits best, in any of these places."""
 
     def answer_with(number: float) -> dict | None:
-        return computed(name, d, cause.change | {"c": number})
+        return computed(name, d, cause.with_number(number).change)
 
     base_answer = computed(name, d, {})
-    answers = [answer_with(number) for number in NUMBERS]
+    answers = {number: answer_with(number) for number in NUMBERS}
     explanations = []
     for place in places:
-
-        def distance_of(answer: dict | None, place=place) -> float:
-            return distance(seen(answer, place.inside))[0] if answer else math.inf
-
-        distances = [distance_of(answer) for answer in answers]
-        nearest = min(range(len(NUMBERS)), key=distances.__getitem__)
-        if count_wrong(base_answer, place) < 2 or distances[nearest] > 0.9 * distance_of(
-            base_answer
-        ):
+        distances = {number: distance_in(place, answer) for number, answer in answers.items()}
+        nearest = min(distances, key=distances.get)
+        is_nearer = distances[nearest] <= 0.9 * distance_in(place, base_answer)
+        # one number is met by any that is fitted
+        if not is_nearer or count_wrong(seen(base_answer, place.inside)) < 2:
             continue
-        around = NUMBERS[max(0, nearest - 1)], NUMBERS[min(nearest + 1, len(NUMBERS) - 1)]
-        found = lowest(lambda number: distance_of(answer_with(number)), *around)
-        rounded_numbers = [float(f"{found:.{digits}g}") for digits in (1, 2, 3)]
-        for number in (NUMBERS[nearest], *rounded_numbers, found):
-            with_number = cause.with_number(number)
-            answer = computed(name, d, with_number.change)
-            fits_here = confined(answer, with_number, place, d) if answer else []
+        low = nearest / 2.5
+        high = nearest * 2.5
+        for _ in range(30):
+            step = 0.45 * (high - low)
+            left_distance = distance_in(place, answer_with(low + step))
+            if left_distance <= distance_in(place, answer_with(high - step)):
+                high -= step
+            else:
+                low += step
+        # as round as it fits
+        for number in (nearest, *(float(f"{low:.{digits}g}") for digits in (1, 2, 3)), low):
+            fits_here = confined(answer_with(number), cause.with_number(number), place, d)
             if fits_here:
                 explanations += fits_here
                 break
     return explanations
 
 
-def count_wrong(answer: dict, place: Place) -> int:
-    """Count the numbers that differ in a place."""
-    wrong = [gaps(*values) > TOLERANCE for values in seen(answer, place.inside).values()]
-    return sum(int(x.sum()) for x in wrong)
+def distance_in(place: Place, answer: dict | None) -> float:
+    """Measure how far a stage is from the trainer's numbers in a place."""
+    return distance(seen(answer, place.inside))[0] if answer else math.inf
 
 
-def lowest(function, low: float, high: float) -> float:
-    """Find where a function of one number is lowest, between two numbers (golden section)."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left = high - ratio * (high - low)
-    right = low + ratio * (high - low)
-    value_left = function(left)
-    value_right = function(right)
-    for _ in range(40):
-        if value_left <= value_right:
-            high, right, value_right = right, left, value_left
-            left = high - ratio * (high - low)
-            value_left = function(left)
-        else:
-            low, left, value_left = left, right, value_right
-            right = low + ratio * (high - low)
-            value_right = function(right)
-    return (low + high) / 2
+def count_wrong(answer: dict) -> int:
+    """Count the numbers that differ."""
+    return int((all_gaps(answer) > TOLERANCE).sum())
 
 
 def scaled(name: str, d: Dump, place: Place) -> list[Fit]:
     """Explain a stage by a factor in a place."""
     answer = computed(name, d, {})
-    power = 0.0
-    product = 0.0
-    count = 0
+    all_theirs = []
+    all_ours = []
     for key, inside in place.inside.items():
         theirs, ours, unit = answer[key]
-        size = ours / unit * inside
-        power += size.square().sum().item()
-        product += (theirs / unit * size).sum().item()
-        count += size.count_nonzero()
-    factor = product / power if power else math.nan
+        all_theirs.append((theirs / unit * inside).flatten())
+        all_ours.append((ours / unit * inside).flatten())
+    theirs = torch.cat(all_theirs)
+    ours = torch.cat(all_ours)
+    factor = ((theirs * ours).sum() / ours.square().sum()).item()
+    source = why(factor, d, next(iter(answer)), place)
     # any number is another times a factor
-    cause = why(factor, d, count < 3, next(iter(answer)), place)
-    return [] if cause is None else confined(computed(name, d, cause.change), cause, place, d)
+    if not math.isfinite(factor) or (not source and ours.count_nonzero() < 3):
+        return []
+    cause = Cause(
+        f"factor {factor:.6g}",
+        f"all of it is {factor:.6g} times{source}",
+        change={"factor": factor},
+        costs="the learning rate means something else",
+    )
+    return confined(computed(name, d, cause.change), cause, place, d)
 
 
-def why(factor: float, d: Dump, few: bool, key: str, place: Place) -> Cause | None:
-    """Name what a factor may come from; None: nothing that is known, and any number is one.
+def why(factor: float, d: Dump, key: str, place: Place) -> str:
+    """Say what a factor may come from; "": nothing that is known.
 
     key: of the numbers, which tells the counts that may be theirs.
     """
-    sources = {0.0: "it is exactly zero", -1.0: "the sign is wrong"}
+    sources = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     for says, text in TABLE["factors"].items():
-        sources.setdefault(formula(text, about=d.about), f"as by {says}")
-    counts = {}  # those that may be theirs
+        sources.append((formula(text, about=d.about), f"as by {says}"))
+    units = defaultdict(list)  # of each count that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
         if count not in (None, 0, 1) and not place.causes and re.match(keys, key):
-            counts[unit] = count
-    for unit, count in counts.items():
-        for number, verb in ((count, "not divided"), (1 / count, "divided once more")):
-            says = sources.get(number, f"as if {verb} by the {count:g}")
-            sources[number] = f"{says} or {unit}" if number in sources else f"{says} {unit}"
-    for (unit, count), (other, other_count) in permutations(counts.items(), 2):
-        says = f"as if divided by the {other_count:g} {other}, not by the {count:g} {unit}"
-        sources.setdefault(count / other_count, says)
-    says = f"all of it is {factor:.6g} times"
-    for number, source in sources.items():
+            units[count].append(unit)
+    counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
+    for count, says in counts.items():
+        sources.append((count, f"as if not divided by {says}"))
+        sources.append((1 / count, f"as if divided once more by {says}"))
+    for count, other in permutations(counts, 2):
+        says = f"as if divided by {counts[other]}, not by {counts[count]}"
+        sources.append((count / other, says))
+    for number, source in sources:
         if math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7):
-            says = f"{says}: {source}"
-            few = False
-    if few or not math.isfinite(factor):
-        return None
-    costs = "the learning rate means something else"
-    return Cause(f"factor {factor:.6g}", says, change={"factor": factor}, costs=costs)
+            return f": {source}"
+    return ""
 
 
-def where(answer: dict, d: Dump) -> list[str]:
+def where(answer: dict) -> list[str]:
     """Say which numbers differ, and of three tensors the first that do, theirs over ours."""
     wrong_counts = []
     lines = []
@@ -532,27 +536,10 @@ def where(answer: dict, d: Dump) -> list[str]:
         for place in is_wrong.nonzero()[:4].tolist():
             index = tuple(place)
             pairs.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
-        depends = dependence(theirs, ours, unit, d)
-        lines.append(f"{name} at {', '.join(pairs)}; theirs over ours {depends}")
+        lines.append(f"{name} at {', '.join(pairs)}")
     if len(wrong_counts) > 3:
         wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
     return [", ".join(wrong_counts), *lines[:3]]
-
-
-def dependence(theirs: Tensor, ours: Tensor, unit, d: Dump) -> str:
-    """Say on what the ratio of theirs to ours depends."""
-    is_large = ours.abs() / unit > 100 * TOLERANCE
-    ratio = (theirs / ours).where(is_large, torch.nan)
-    if steady(ratio):
-        return "is one number"
-    by_row = len(theirs) == len(d.all_rows) and all(map(steady, ratio))
-    return "depends on the row alone" if by_row else "varies"
-
-
-def steady(x: Tensor) -> bool:
-    """Tell whether x is one number wherever it is one."""
-    x = x[~x.isnan()]
-    return not len(x) or bool((x - x[0]).abs().max() <= 1e-3 * x[0].abs())
 
 
 def report(findings: list[Finding], d: Dump) -> str:

@@ -33,6 +33,7 @@ class Dump:
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
+        self.optimizer = about.get("optimizer", {})
         # which deviations the forward and the ids of this step are known to have; ids are None
         # where something unknown is wrong with them
         self.forward = {}
@@ -51,8 +52,10 @@ class Dump:
             if x.is_floating_point():
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
-            self.tensors[name] = self.align(x) if name in BY_TOKEN else x
-        self.tensors["lengths"] = self["completion_mask"].sum(1)
+            is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
+            if is_by_token:  # of the last T tokens: zeros before
+                x = pad(x, (self.width - x.shape[1], 0))
+            self.tensors[name] = x
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
@@ -61,35 +64,41 @@ class Dump:
         self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
-        self.tensors["row_lengths"] = self["attention_mask"].sum(1)
-        is_text = self["attention_mask"].bool() & ~self.completion
-        is_text = is_text & (self["input_ids"] != about.get("image_token_id", -1))
-        texts = [
-            tuple(ids[own].tolist()) for ids, own in zip(self["input_ids"], is_text, strict=True)
-        ]
-        self.tensors["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
-        counted_mask = self["completion_mask"]
-        if self.has("ref_per_token_logps"):
-            policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
-            gaps = policy_logps - self["ref_per_token_logps"]
-            self.tensors["row_kl"] = (gaps * counted_mask).sum(1)
-        if self.has("entropies"):
-            self.tensors["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
-        if about.get("stop_token_ids"):
-            stops = torch.isin(self["input_ids"], torch.tensor(about["stop_token_ids"]))
-            self.tensors["ended"] = (stops & self.completion).any(1)
+        self.add_row_numbers()
 
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     row_sets = cached_property(moves.row_sets)
     rollout_sets = cached_property(moves.rollout_sets)
-    row_quantities = cached_property(moves.row_quantities)
     spans = cached_property(moves.spans)
     pictures = cached_property(moves.picture_numbers)
     parts = cached_property(moves.parts_of_model)
     columns = cached_property(moves.token_orders)
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
+
+    def add_row_numbers(self):
+        """Compute what causes and places are told by, a number of each row."""
+        ids = self["input_ids"]
+        counted_mask = self["completion_mask"]
+        attended = self["attention_mask"]
+        is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id", -1))
+        texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
+        self.tensors["lengths"] = counted_mask.sum(1)
+        self.tensors["row_lengths"] = attended.sum(1)
+        self.tensors["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
+        if self.has("ref_per_token_logps"):
+            policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
+            gaps = policy_logps - self["ref_per_token_logps"]
+            self.tensors["row_kl"] = (gaps * counted_mask).sum(1)
+        if self.has("entropies"):
+            self.tensors["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
+        if self.about.get("stop_token_ids"):
+            self.tensors["ended"] = (self.is_stop(ids) & self.completion).any(1)
+
+    def is_stop(self, ids: Tensor) -> Tensor:
+        """Mark the tokens that end a turn."""
+        return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -106,10 +115,6 @@ class Dump:
         if not self.has(name, "group") or len(order) != len(self["group"]):
             return torch.ones(len(self.get("group", order)), dtype=torch.float64)
         return self[name][order].double()
-
-    def align(self, x: Tensor) -> Tensor:
-        """Pad (n, T) of the last T tokens to (n, S), zeros before."""
-        return pad(x, (self.width - x.shape[1], 0))
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""

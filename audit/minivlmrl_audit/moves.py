@@ -16,6 +16,10 @@ import torch
 import yaml
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils import get_total_norm
+
+from minivlmrl.losses import kl_term
+from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens
 
 TABLE = yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))
 
@@ -36,6 +40,10 @@ def formula(text: str, **names):
                 "without_runs": without_runs,
                 "total_by": total_by,
                 "replace": replace,
+                "importance_ratio": importance_ratio,
+                "kl_term": kl_term,
+                "kept_tokens": kept_tokens,
+                "clipped": clipped,
                 **names,
             },
         )
@@ -55,27 +63,27 @@ class Change(dict):
     def __call__(self, name: str, x, selection=(), **names):
         """Return the piece x of a definition, or what the deviation has in its place.
 
-        That is a value; or a formula of x and `names`; or (kind, unit, None), one of the orders of
-        a Dump in which x is taken; or (kind, unit, formula), which also knows `region`: the tokens
-        or pictures of the unit, at the indices `selection` of which x is, or tells by a parameter's
-        name whether it is of a part.
+        That is a value; or a formula of x, `names` and the step; or (kind, unit, None), one of the
+        orders of a Dump in which x is taken; or (kind, unit, formula), which also knows `region`:
+        the tokens or pictures of the unit, at the indices `selection` of which x is, or tells by a
+        parameter's name whether it is of a part.
         """
         deviation = self.get(name)
         if deviation is None:
             return x
-        if isinstance(deviation, str):
-            return formula(deviation, x=x, c=self.get("c", 1.0), **names)
-        if not isinstance(deviation, tuple):
+        if isinstance(deviation, tuple):
+            kind, unit, deviation = deviation
+            region = getattr(self.d, kind)[unit]
+            if deviation is None:
+                return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
+            if kind == "pictures":
+                region = formula(region, **names)
+            for index in selection:
+                region = region[index]
+            names["region"] = region
+        if not isinstance(deviation, str):
             return deviation
-        kind, unit, text = deviation
-        region = getattr(self.d, kind)[unit]
-        if text is None:
-            return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
-        if kind == "pictures":
-            region = formula(region, **names)
-        for index in selection:
-            region = region[index]
-        return formula(text, x=x, region=region, **names)
+        return formula(deviation, x=x, c=self.get("c", 1.0), step=self.d, **names)
 
     def inside(self, use: str) -> "Change":
         """Return what deviates in one use of a quantity: all, but where it is of another use.
@@ -159,15 +167,14 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
-    group = d.get("group")
-    all_rows = torch.arange(len(group)) if of_rollout else d.all_rows
+    all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
     if torch.equal(row.sort().values, all_rows):  # the step is the rollout
         rollout_order = row.argsort()
-        groups = all_rows * 0 if group is None else group[row]
-        units["its group"] = [rollout_order[groups[rollout_order] == g] for g in groups.unique()]
+        group = d.get("group", all_rows * 0)[all_rows]
+        units["its group"] = [rollout_order[group == number] for number in group.unique()]
         units["the rollout"] = [rollout_order]
         for text, order in TABLE["shuffles"].items():
             orders[text] = formula(order, order=rollout_order, row=row)
@@ -197,6 +204,7 @@ def orders_in_unit(unit: str, blocks: list[Tensor], all_rows: Tensor) -> dict[st
 def token_orders(d) -> dict[str, Tensor]:
     """Name columns (n, S) from which each token takes, S: from none."""
     counted_mask = d["completion_mask"].bool()
+    all_columns = torch.arange(d.width).expand_as(counted_mask)
     no_token = torch.tensor([d.width])
     units = {
         "its row": torch.ones_like(counted_mask),
@@ -205,15 +213,15 @@ def token_orders(d) -> dict[str, Tensor]:
     }
     orders = {}
     for unit, mask in units.items():
+        blocks = [row_mask.nonzero()[:, 0] for row_mask in mask]
+        paddings = (mask & ~d["attention_mask"].bool()).sum(1).tolist()
         for text, order in TABLE["tokens"].items():
-            columns = torch.arange(d.width).repeat(len(mask), 1)
-            real_mask = d["attention_mask"].bool()
-            for row_columns, row_mask, real in zip(columns, mask, real_mask, strict=True):
-                x = row_mask.nonzero()[:, 0]
-                padding = int((~real[x]).sum())
-                row_columns[x] = formula(order, x=x, no_token=no_token, padding=padding)
+            sources = []
+            for block, padding in zip(blocks, paddings, strict=True):
+                sources.append(formula(order, x=block, no_token=no_token, padding=padding))
+            columns = all_columns.masked_scatter(mask, torch.cat(sources))
             orders[f"{text} in {unit}"] = columns
-    return different(orders, torch.arange(d.width))
+    return different(orders, all_columns)
 
 
 def row_sets(d) -> dict[str, Tensor]:
@@ -249,6 +257,17 @@ def spans(d) -> dict[str, Tensor]:
     return different(spans, row)
 
 
+def clipped(gradients: dict[str, Tensor], max_norm: float | None) -> dict[str, Tensor]:
+    """Clip gradients by their norm."""
+    share = clip_share(get_total_norm(gradients.values()).item(), max_norm)
+    return {name: x * share for name, x in gradients.items()}
+
+
+def clip_share(norm: float, max_norm: float | None) -> float:
+    """Compute what clipping multiplies gradients with."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+
+
 def total_by(x: Tensor, span: Tensor) -> Tensor:
     """Add up x over the tokens of each span, all of one shape."""
     totals = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
@@ -267,13 +286,6 @@ def rollout_sets(d) -> dict[str, Tensor]:
     return sets
 
 
-def row_quantities(d) -> dict[str, Tensor]:
-    """Name numbers (n, 1) of rows by which a loss may be weighed."""
-    table = TABLE["row quantities"]
-    by_row = {says: name for says, name in table.items() if d.has(name) and d[name].dim() == 1}
-    return {says: d[name][:, None] for says, name in by_row.items()}
-
-
 def parts_of_model(d) -> dict[str, Callable]:
     """Name parts of the model, as functions that tell a parameter's name: as names are made."""
     names = list(d.parameters("before") or d.parameters("grad"))
@@ -281,14 +293,11 @@ def parts_of_model(d) -> dict[str, Callable]:
     for name in names:
         for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
             patterns[f"parameters of {component}"] = rf"(^|\.){re.escape(component)}(\.|$)"
-    parts = {}
-    seen_parts = set()
+    regions = {}
     for says, pattern in patterns.items():
-        inside = tuple(bool(re.search(pattern, name)) for name in names)
-        if says in TABLE["parts"] or (not all(inside) and inside not in seen_parts):
-            parts[says] = re.compile(pattern).search
-        seen_parts.add(inside)
-    return parts
+        regions[says] = torch.tensor([bool(re.search(pattern, name)) for name in names])
+    parts = different(regions, torch.ones(len(names), dtype=torch.bool))
+    return {says: re.compile(patterns[says]).search for says in parts}
 
 
 def picture_numbers(d) -> dict[str, str]:
@@ -310,7 +319,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         "last": last,
         "turn": first(drawn).cumsum(1),
         "answer": first(forced).cumsum(1),
-        "stop": torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or [])),
+        "stop": d.is_stop(ids),
         "image": ids == d.about.get("image_token_id", -1),
         "counted": d["completion_mask"].bool(),
         "prompt": prompt,

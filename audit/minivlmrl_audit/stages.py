@@ -5,9 +5,9 @@ something. change(name, x) is x, a piece of the definition, or what a deviation 
 in its place. An error is |theirs - ours| / unit, the size of the terms.
 """
 
-import copy
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from minivlmrl.objectives.policy_losses import (
 from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss, sft_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, formula, shown_as
-from minivlmrl_audit.options import DPOOptions, PolicyOptions, SFTOptions, arguments
+from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
@@ -35,9 +35,10 @@ def advantages(d: Dump, change: Change) -> Answer:
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
-    reward, _, _ = reward_parts(d, change.inside("the reward"))
-    _, baseline, _ = reward_parts(d, change.inside("the baseline"))
-    _, _, divisor = reward_parts(d, change.inside("the divisor"))
+    uses = ("the reward", "the baseline", "the divisor")
+    reward, baseline, divisor = (
+        reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses)
+    )
     value = (reward - baseline) / divisor
     value = change("advantages", value.nan_to_num(0.0, 0.0, 0.0))
     # where a deviation divides by nearly nothing, its rounding is no excuse
@@ -53,8 +54,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """
     group = d["group"]
     group_size = d.about.get("num_generations") or int((group == group[0]).sum())
-    names = {"index": torch.arange(len(group)), "group_size": group_size}
-    group = change("group", group, prompt_texts=d.of_rollout("prompt_text"), **names)
+    group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
     rewards = change("rewards", d["rewards"].view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("weights", torch.tensor(weights, dtype=torch.float64))
@@ -70,8 +70,8 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
         rewards = torch.stack(parts, 1)
         centre = scale = "batch"
     weighted = rewards * weights
-    names = {name: d.of_rollout(name) for name in ("lengths", "row_kl", "row_entropies")}
-    total = change("total", weighted.nansum(1), weighted=weighted, **names)
+    lengths = d.of_rollout("lengths")
+    total = change("total", weighted.nansum(1), weighted=weighted, lengths=lengths)
     total = total.masked_fill(is_unjudged, torch.nan)
     return total, *moments(change, total, group, centre, scale)
 
@@ -96,12 +96,11 @@ def moments(
         if not len(judged):
             continue
         judged = change("judged", judged, rewards=rewards)
-        own_lengths = lengths[is_member][~rewards.isnan()]
         names = {
             "rewards": rewards,
             "judged": judged,
             "all_judged": all_judged,
-            "lengths": own_lengths,
+            "lengths": lengths[is_member][~rewards.isnan()],
             "all_lengths": lengths[rollout == rollout[is_member][0]][~of_rollout.isnan()],
             "centre": centre,
         }
@@ -121,7 +120,7 @@ def rows(d: Dump, change: Change) -> Answer:
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
-    value = change("advantages", rollout[d["row"]], rollout_advantages=rollout)
+    value = change("advantages", rollout[d["row"]])
     return {"advantages": (d["advantages"], value, rollout.abs().max() + 1e-30)}
 
 
@@ -160,7 +159,9 @@ def pictures(d: Dump, change: Change) -> Answer:
     for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
     width = 2 * max(map(len, theirs + sampled))
-    return {"pictures": (padded(theirs, width), padded(ours, width), 1.0)}
+    table = [row_numbers + [-1] * (width - len(row_numbers)) for row_numbers in theirs + ours]
+    their_table, our_table = torch.tensor(table, dtype=torch.float64).chunk(2)
+    return {"pictures": (their_table, our_table, 1.0)}
 
 
 def numbered(d: Dump, kind: str, numbers: dict) -> list[list[int]]:
@@ -170,12 +171,6 @@ def numbered(d: Dump, kind: str, numbers: dict) -> list[list[int]]:
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
         result.append([numbers.setdefault(key, len(numbers)) for key in keys])
     return result
-
-
-def padded(lists: list[list[int]], width: int) -> Tensor:
-    """Lay out lists of numbers as a matrix; -1 after their ends."""
-    table = [numbers + [-1] * (width - len(numbers)) for numbers in lists]
-    return torch.tensor(table, dtype=torch.float64)
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
@@ -199,14 +194,14 @@ def mask(d: Dump, change: Change) -> Answer:
     if is_grpo:
         real_mask = sampled_tokens(d, change, drawn_mask, forced_mask)
     counted_mask = change("tool mask", 1 - forced_mask.double()) * (d.completion & real_mask)
-    ours = other_mask(d, counted_mask, change)
+    ours = other_mask(counted_mask, change)
     return {"completion_mask": (d["completion_mask"].double(), ours, 1.0)}
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
     """Tell which tokens (n, S) are of a turn, up to its stop token, or of a tool's answer."""
     ids = d["input_ids"]
-    end_tokens = drawn_mask & torch.isin(ids, torch.tensor(d.about["stop_token_ids"]))
+    end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
     in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
@@ -226,18 +221,19 @@ def here_or_later(x: Tensor) -> Tensor:
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
-def mask_in(d: Dump, change: Change, use: str) -> Tensor:
+def mask_in(change: Change, use: str) -> Tensor:
     """Take the mask (n, S) of the tokens that count, in one of its uses, as a deviation has it."""
-    return other_mask(d, d["completion_mask"].double(), change.inside(use))
+    return other_mask(change.d["completion_mask"].double(), change.inside(use))
 
 
-def other_mask(d: Dump, mask: Tensor, change: Change) -> Tensor:
+def other_mask(mask: Tensor, change: Change) -> Tensor:
     """Change a mask (n, S) as a deviation has it."""
+    d = change.d
     completion = d.completion.double()
     next_counts = mask.roll(-1, 1)
     end_tokens = mask * (1 - next_counts)
     if d.about.get("stop_token_ids"):
-        end_tokens = torch.isin(d["input_ids"], torch.tensor(d.about["stop_token_ids"])).double()
+        end_tokens = d.is_stop(d["input_ids"]).double()
     return change(
         "mask",
         mask,
@@ -259,7 +255,7 @@ def loss(d: Dump, change: Change) -> Answer:
     outputs = [name for name in ("per_token_logps", "entropies") if d.has(name)]
     leaves = [d[name].clone().requires_grad_() for name in outputs]
     compute = LOSSES[d.about["kind"]]
-    parts = [compute(d, part, leaves[0], leaves[-1], change) for part in d.micro_batches]
+    parts = [compute(part, leaves[0], leaves[-1], change) for part in d.micro_batches]
     losses = torch.stack([value for value, _ in parts])
     units = torch.stack([unit for _, unit in parts])
     total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
@@ -279,20 +275,18 @@ def loss(d: Dump, change: Change) -> Answer:
     return answer
 
 
-def inputs(d: Dump, logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
     logps = change("logps", logps)
     detached = logps.detach()
-    old = d.get("old_per_token_logps", detached)
-    ref = d.get("ref_per_token_logps", detached)
+    old = change.d.get("old_per_token_logps", detached)
+    ref = change.d.get("ref_per_token_logps", detached)
     names = {
         "per_token_logps": logps,
         "detached_logps": detached,
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
         "mask": mask,
-        "counted_share": mask.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1),
-        "sampler_logps": d.get("sampler_logps"),
     }
     return (
         change("policy", logps, **names),
@@ -301,222 +295,214 @@ def inputs(d: Dump, logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor
     )
 
 
-def counts(d: Dump, part: Tensor, mask: Tensor, change: Change) -> Counts:
+def counts(part: Tensor, mask: Tensor, change: Change) -> Counts:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
+    d = change.d
     by_part = change.get("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum().item() * times
     is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
     if d.has("rollout_tokens") and is_ours and not by_part:
-        rollout_drawn = d.get("rollout_drawn")
-        tokens = change("rollout tokens", d["rollout_tokens"], rollout_drawn=rollout_drawn)
-        tokens = tokens[part[0]].item() / d.about.get("steps_per_rollout", 1)
+        tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
+        tokens /= d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
     return Counts(count, max(tokens, 1), d.about.get("max_completion_length"))
 
 
-def changed(options, change: Change):
-    """Copy options of a loss, with those that `change` names."""
-    result = copy.copy(options)
-    for name in change.keys() & vars(options):
+def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
+    """Read the options of the step's loss, with those that a deviation names."""
+    about = change.d.about
+    options = OPTIONS[about["kind"]](**about.get("loss", {}))
+    values = dict(vars(options))
+    for name in change.keys() & values.keys():
         value = change[name]
         if str(value).startswith("="):
-            value = formula(value[1:], c=change.get("c", 1.0), **vars(options))
-        if isinstance(getattr(options, name), list) and isinstance(value, str):
-            value = [value]
-        setattr(result, name, value)
-    return result
+            value = formula(value[1:], c=change.get("c", 1.0), **values)
+        setattr(options, name, value)
+    return options
 
 
-def policy(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, change: Change
-) -> tuple[Tensor, Tensor]:
+class PolicyPieces(NamedTuple):
+    """What the terms of some rows (rows, S) are computed from; formulas have the same names."""
+
+    part: Tensor  # the rows
+    options: PolicyOptions
+    mask: Tensor  # of the tokens that are in ratios
+    per_token_logps: Tensor
+    old_per_token_logps: Tensor
+    ref_per_token_logps: Tensor
+    advantages: Tensor  # (rows, 1) or (rows, S)
+    entropies: Tensor
+    kept: Tensor  # of the tokens that have the policy's term
+    log_ratio: Tensor
+
+
+def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
     value = torch.zeros(())
     unit = torch.zeros(())
-    for name, term in POLICY_TERMS.items():
-        inside = change.inside(name)
-        options = changed(PolicyOptions(**d.about.get("loss", {})), inside)
-        term_value, term_unit = term(d, part, logps, entropies, options, inside)
-        value = value + term_value
-        unit = unit + term_unit
+    for use, (term, weight_name) in POLICY_TERMS.items():
+        inside = change.inside(use)
+        options = loss_options(inside)
+        weight = getattr(options, weight_name, 1.0)
+        if weight:
+            pieces = policy_pieces(part, logps, entropies, options, inside)
+            term_value, term_unit = term(pieces, inside)
+            value = value + weight * term_value
+            unit = unit + weight * term_unit
     return value, unit
 
 
-def ratio_names(d: Dump, part: Tensor, logps: Tensor, options, change: Change) -> dict:
-    """Name what ratios of the rows `part` are of, for formulas too."""
-    mask = mask_in(d, change, "the ratio")
-    logps, old, reference = (x[part] for x in inputs(d, logps, mask, change))
+def policy_pieces(
+    part: Tensor, logps: Tensor, entropies: Tensor, options: PolicyOptions, change: Change
+) -> PolicyPieces:
+    """Take what the terms of the rows `part` are computed from, as a deviation has it."""
+    mask = mask_in(change, "the ratio")
+    logps, old, reference = (x[part] for x in inputs(logps, mask, change))
+    advantages = change.d["advantages"].view(len(mask), -1)
     names = {
-        "per_token_logps": logps,
-        "ref_per_token_logps": reference,
-        "old_per_token_logps": old,
-        "mask": mask[part],
+        "part": part,
         "options": options,
+        "mask": mask[part],
+        "per_token_logps": logps,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "advantages": change("whitened", change("advantages", advantages)[part]),
+        "entropies": entropies[part],
+        "kept": tokens_kept(entropies[part], part, options.top_entropy_quantile, change),
     }
-    return names | {"log_ratio": change("log-ratio", logps - old, selection=(part,), **names)}
+    log_ratio = change("log-ratio", logps - old, selection=(part,), **names)
+    return PolicyPieces(**names, log_ratio=log_ratio)
 
 
-def policy_term(
-    d: Dump, part: Tensor, logps: Tensor, entropies: Tensor, options, change: Change
-) -> tuple[Tensor, Tensor]:
+def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average what the policy is to gain, and its size."""
-    names = ratio_names(d, part, logps, options, change)
-    own_advantages = policy_advantages(d, part, change)
     terms, _ = policy_terms(
-        names["per_token_logps"],
-        own_advantages,
-        names["mask"],
-        replace(options, beta=0.0),
-        kept=tokens_kept(d, part, entropies, options.top_entropy_quantile, change),
-        old_per_token_logps=names["per_token_logps"] - names["log_ratio"],
-        **sampler_terms(d, part, change),
-        **arguments(options),
+        pieces.per_token_logps,
+        pieces.advantages,
+        pieces.mask,
+        replace(pieces.options, beta=0.0),
+        kept=pieces.kept,
+        old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
+        **sampler_terms(pieces.part, change),
+        **arguments(pieces.options),
     )
-    level = options.importance_sampling_level
-    ratio = importance_ratio(names["log_ratio"], names["mask"], level)
-    advantages_by_token = own_advantages.view(len(part), -1)
-    names = {**names, "ratio": ratio, "advantages": advantages_by_token, "kl_term": kl_term}
-    return averaged(d, part, change("terms", terms, selection=(part,), **names), change)
+    level = pieces.options.importance_sampling_level
+    ratio = importance_ratio(pieces.log_ratio, pieces.mask, level)
+    names = {"ratio": ratio, **pieces._asdict()}
+    terms = change("terms", terms, selection=(pieces.part,), **names)
+    return averaged(pieces.part, terms, change)
 
 
-def kl_term_of(
-    d: Dump, part: Tensor, logps: Tensor, _, options, change: Change
-) -> tuple[Tensor, Tensor]:
-    """Average the KL, times beta."""
-    if not options.beta:
-        return torch.zeros(()), torch.zeros(())
-    names = ratio_names(d, part, logps, options, change)
-    of_both = (names["per_token_logps"], names["ref_per_token_logps"])
-    ratio = importance_ratio(names["log_ratio"], names["mask"], options.importance_sampling_level)
+def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
+    """Average the KL."""
+    options = pieces.options
+    of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
+    ratio = importance_ratio(pieces.log_ratio, pieces.mask, options.importance_sampling_level)
+    names = {"ratio": ratio, **pieces._asdict()}
     kl = family_kl(*of_both, ratio, options, options.kl_straight_through)
     if "KL estimate" in change:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
         kl = correct_kl(estimate, ratio, options)
-    kl = change("KL", kl, selection=(part,), ratio=ratio, **names)
+    kl = change("KL", kl, selection=(pieces.part,), **names)
     # float32 rounds the KL as it does what the KL is the difference of
-    return averaged(d, part, options.beta * kl, change, rounding=0.01 * options.beta)
+    return averaged(pieces.part, kl, change, rounding=0.01)
 
 
-def entropy_term(
-    d: Dump, part: Tensor, _, entropies: Tensor, options, change: Change
-) -> tuple[Tensor, Tensor]:
+def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average the entropies, which are to grow."""
-    if not options.entropy_coef:
-        return torch.zeros(()), torch.zeros(())
-    kept = tokens_kept(d, part, entropies, options.top_entropy_quantile, change)
-    own_entropies = change("entropies", entropies[part], selection=(part,), mask=kept)
-    count = counts(d, part, mask_in(d, change, "the count"), change)
-    bonus = options.entropy_coef * mean_entropy(own_entropies, kept, count)
-    return -bonus, bonus.detach()
+    selection = (pieces.part,)
+    entropies = change("entropies", pieces.entropies, selection=selection, mask=pieces.kept)
+    count = counts(pieces.part, mask_in(change, "the count"), change)
+    mean = mean_entropy(entropies, pieces.kept, count)
+    return -mean, mean.detach()
 
 
+# the terms of the loss, and which option is the weight of each
 POLICY_TERMS = {
-    "the policy's term": policy_term,
-    "the KL": kl_term_of,
-    "the mean entropy": entropy_term,
+    "the policy's term": (policy_term, ""),
+    "the KL": (kl_term_of, "beta"),
+    "the mean entropy": (entropy_term, "entropy_coef"),
 }
 
 
 def averaged(
-    d: Dump, part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
+    part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Average losses of tokens as the loss_type does, and their sizes."""
-    mask = mask_in(d, change, "the sum")
-    divided = mask_in(d, change, "the count")
+    mask = mask_in(change, "the sum")
+    divided = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
-    count = counts(d, part, divided, change)
-    average = AVERAGES[change.get("average", PolicyOptions(**d.about.get("loss", {})).loss_type)]
+    count = counts(part, divided, change)
+    definition = loss_options(Change(change.d, {}))
+    average = AVERAGES[change.get("average", definition.loss_type)]
     terms = terms * (mask * weights)[part]
     value = average(terms, divided[part], count)
-    num_micro_batches = len(d.micro_batches)
-    names = {"terms": terms, "mask": divided[part], "num_micro_batches": num_micro_batches}
-    value = change("mean", value, selection=(part,), **names)
+    value = change("mean", value, selection=(part,), terms=terms, mask=divided[part])
     return value, average(terms.detach().abs() + rounding, divided[part], count)
 
 
-def policy_advantages(d: Dump, part: Tensor, change: Change) -> Tensor:
-    """Take the advantages of the rows `part`, (rows,) or (rows, S)."""
-    value = d["advantages"]
-    if value.dim() == 2:
-        value = d.align(value)
-    value = change("advantages", value)[part]
-    return change("whitened", value)
-
-
-def sampler_terms(d: Dump, part: Tensor, change: Change) -> dict[str, Tensor]:
+def sampler_terms(part: Tensor, change: Change) -> dict[str, Tensor]:
     """Take what the rows `part` have of the sampler: log-probabilities, weights of its mismatch."""
+    d = change.d
     result = {}
     if d.has("sampler_logps"):
         result["sampling_per_token_logps"] = d["sampler_logps"][part]
     if d.has("importance_sampling_ratio"):
-        ratio = d["importance_sampling_ratio"]
-        ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
-        result["importance_sampling_ratio"] = change("correction", ratio)[part]
+        ratio = change("correction", d["importance_sampling_ratio"])
+        result["importance_sampling_ratio"] = ratio[part]
     return result
 
 
-def tokens_kept(
-    d: Dump, part: Tensor, entropies: Tensor, quantile: float, change: Change
-) -> Tensor:
+def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
     """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
-    entropies = entropies[part]
-    ratio_mask = mask_in(d, change, "the sum")[part]
-    return change(
-        "kept",
-        kept_tokens(entropies, ratio_mask, quantile),
-        entropies=entropies,
-        ratio_mask=ratio_mask,
-        quantile=quantile,
-        completion=d.completion[part].double(),
-        kept_tokens=kept_tokens,
-    )
+    mask = mask_in(change, "the sum")[part]
+    names = {"entropies": entropies, "mask": mask, "quantile": quantile}
+    return change("kept", kept_tokens(**names), completion=change.d.completion[part], **names)
 
 
-def preference(d: Dump, part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
+def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
+    d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    mask = mask_in(d, change, "")
-    options = changed(DPOOptions(**d.about.get("loss", {})), change)
-    own_logps = inputs(d, logps, mask, change)[0][index]
-    policy_logps, _ = answers(d, index, logps, change.inside("the policy"))
-    _, ref_logps = answers(d, index, logps, change.inside("the reference"))
+    mask = mask_in(change, "")
+    options = loss_options(change)
+    own_logps = inputs(logps, mask, change)[0][index]
+    policy_logps, _ = answers(index, logps, change.inside("the policy"))
+    _, ref_logps = answers(index, logps, change.inside("the reference"))
     log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask[index].sum(-1))
     value, _ = dpo_loss(
         own_logps,
         mask[index],
         options,
         ref_logps=answer_logps(own_logps, mask[index], options.ld_alpha) - log_ratio,
-        counts=counts(d, part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
+        counts=counts(part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
     )
     return value, value.detach().abs() + 1e-2
 
 
-def answers(d: Dump, index: Tensor, logps: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+def answers(index: Tensor, logps: Tensor, change: Change) -> tuple[Tensor, Tensor]:
     """Sum the log-probabilities of answers (pairs, 2): of the policy, of the reference."""
-    mask = mask_in(d, change, "")
-    logps, _, reference = inputs(d, logps, mask, change)
+    mask = mask_in(change, "")
+    logps, _, reference = inputs(logps, mask, change)
     reference = change("references", reference[index], mask=mask[index])
-    options = changed(DPOOptions(**d.about.get("loss", {})), change)
-    both = (logps[index], reference)
-    return tuple(answer_logps(x, mask[index], options.ld_alpha) for x in both)
+    ld_alpha = loss_options(change).ld_alpha
+    return tuple(answer_logps(x, mask[index], ld_alpha) for x in (logps[index], reference))
 
 
-def demonstrations(
-    d: Dump, part: Tensor, logps: Tensor, _, change: Change
-) -> tuple[Tensor, Tensor]:
+def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute SFT for the rows `part`."""
-    options = changed(SFTOptions(**d.about.get("loss", {})), change)
     logps = change("logps", logps)
-    mask = mask_in(d, change, "the sum")
-    count = counts(d, part, mask_in(d, change, "the count"), change)
+    mask = mask_in(change, "the sum")
+    count = counts(part, mask_in(change, "the count"), change)
     weights = change("weights", torch.ones_like(mask), mask=mask)
-    value = sft_loss(logps[part], (mask * weights)[part], options.loss_type, counts=count)
+    loss_type = loss_options(change).loss_type
+    value = sft_loss(logps[part], (mask * weights)[part], loss_type, counts=count)
     names = {"per_token_logps": logps, "mask": mask, "part": part, "count": count}
     value = change("mean of rows", value, **names)
     return value, value.detach().abs() + 1e-30

@@ -1,7 +1,6 @@
 """What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import Change, first, shown_as
+from minivlmrl_audit.moves import Change, clip_share, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
@@ -35,9 +34,9 @@ class RowPictures(NamedTuple):
 
     of_token: Tensor  # (T,): the number of each attended token's picture, their count for text
     grids: Tensor  # (pictures, 3)
-    patches: list[Tensor]
     present: Tensor  # (pictures,): these have tokens
     seen: Tensor  # (pictures,): of these the model gets patches
+    patches: Tensor  # (patches, patch_dim) of those that are seen
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
         """Mark the tokens (T,) of the chosen pictures; text is of none."""
@@ -81,35 +80,30 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
-    batch = batch_of_row(d, change, model, tokens, images)
+    batch = batch_of_row(change, model, tokens, images)
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states))
     log_probs = (logits / temperature).log_softmax(-1)
     logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
-    logps = change("scores", logps, temperature=d.about.get("temperature", 1.0))
+    logps = change("scores", logps)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
 
 
-def batch_of_row(d: Dump, change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
+def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
     """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
     shows = pictures_of_row(change, model.config, tokens, images)
-    no_patches = d.get("pixel_values", torch.zeros(0, 0))[:0]
-
-    def patches_of(chosen: Tensor) -> Tensor:
-        parts = [shows.patches[i] for i in chosen.nonzero()[:, 0]]
-        return torch.cat([no_patches, *parts]).to(model.lm_head.weight)
-
+    patches = shows.patches.to(model.lm_head.weight)
     ids = tokens.ids[tokens.attended]
     placed_ids = ids.where(shows.tokens_of(shows.present), -1)
     grids = shows.grids[shows.present]
-    prompt = Prompt(placed_ids, patches_of(shows.present), grids, torch.ones(len(shows.grids)))
+    # positions are of all grids that are present, also of those that are not seen
+    prompt = Prompt(placed_ids, patches, grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
     batch.vision_index = change("vision places", shows.tokens_of(shows.seen).nonzero()[:, 0])
-    batch.pixel_values = patches_of(shows.seen)
     batch.image_grid_thw = shows.grids[shows.seen]
     batch.position_ids = positions(change, tokens, batch.position_ids)
     return batch
@@ -128,12 +122,13 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
     sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
     picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
     is_present = torch.isin(numbers, picture_numbers)
-    blind = change("blind", ~is_present, **names)
-    patches = []
-    for number, (pixels, _) in zip(numbers, images, strict=True):
-        names |= {"number": number, "grid": grids[number]}
-        patches.append(change("pixels", pixels, **names))
-    return RowPictures(picture_numbers, grids, patches, is_present, is_present & ~blind)
+    is_seen = is_present & ~change("blind", ~is_present, **names)
+    patches = [change.d.get("pixel_values", torch.zeros(0, 0))[:0]]
+    for number in is_seen.nonzero()[:, 0].tolist():
+        pixels, _ = images[number]
+        of_picture = change("pixels", pixels, selection=(number,), grid=grids[number], **names)
+        patches.append(of_picture)
+    return RowPictures(picture_numbers, grids, is_present, is_seen, torch.cat(patches))
 
 
 def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
@@ -188,8 +183,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = (d[name].nan_to_num() * counted_mask)[part]
     ours = (value * counted_mask)[part]
-    is_noise = folder in d.about.get("training", ())
-    return {name: (theirs, change("mode", ours, theirs=theirs, is_noise=is_noise), unit)}
+    return {name: (theirs, change("mode", ours, theirs=theirs), unit)}
 
 
 def gradients(d: Dump, change: Change) -> Answer:
@@ -204,15 +198,14 @@ def gradients(d: Dump, change: Change) -> Answer:
     slopes = d["logps_gradient"]
     slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
     ours = accumulate(d, change, slopes)
-    for name, x in ours.items():
-        names = {"theirs": theirs.get(name, x * 0), "earlier": earlier.get(name, x * 0)}
-        ours[name] = change("gradient", x, key=name, **names)
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
     for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
-        zero = x * 0
-        answer[f"grad.{name}"] = theirs.get(name, zero), ours.get(name, zero), unit
+        their_gradient = theirs.get(name, x * 0)
+        names = {"theirs": their_gradient, "earlier": earlier.get(name, x * 0)}
+        our_gradient = change("gradient", ours.get(name, x * 0), key=name, **names)
+        answer[f"grad.{name}"] = their_gradient, our_gradient, unit
     return answer
 
 
@@ -223,8 +216,6 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
-    max_norm = d.about.get("optimizer", {}).get("max_grad_norm")
-    clipped_whole = partial(clipped, max_norm=max_norm)
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
     names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1)}
@@ -232,10 +223,10 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     total = {}
     for number, share in enumerate(shares):
         part_gradients = micro_batch_gradients(d, number, slopes)
-        part_gradients = change("gradients of a part", part_gradients, clipped=clipped_whole)
+        part_gradients = change("gradients of a part", part_gradients)
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
-        total = change("gradients so far", total, clipped=clipped_whole)
+        total = change("gradients so far", total)
     return total
 
 
@@ -252,24 +243,13 @@ def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Ten
     return cache[number]
 
 
-def clip_share(norm: float, max_norm: float) -> float:
-    """Compute what clipping multiplies gradients with."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
-
-
-def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
-    """Clip gradients by their norm."""
-    share = clip_share(get_total_norm(gradients.values()).item(), max_norm)
-    return {name: x * share for name, x in gradients.items()}
-
-
 def clip(d: Dump, change: Change) -> Answer:
     """Compute the norm that is logged, and what clipping leaves of the gradients."""
     gradients = d.parameters("grad")
     theirs = d.parameters("clipped")
     if not gradients or not (theirs or d.has("grad_norm")):
         return None
-    max_norm = change("max_norm", d.about.get("optimizer", {}).get("max_grad_norm") or 0.0)
+    max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values())).item()
     share = clip_share(norm, max_norm)
@@ -279,7 +259,6 @@ def clip(d: Dump, change: Change) -> Answer:
         gradients=gradients,
         max_norm=max_norm,
         norm=norm,
-        clipped=clipped,
     )
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
@@ -292,7 +271,7 @@ def clip(d: Dump, change: Change) -> Answer:
 
 def update(d: Dump, change: Change) -> Answer:
     """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
-    options = d.about.get("optimizer", {})
+    options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
     gradients = d.parameters(change.get("gradients", "clipped")) or d.parameters("grad")
@@ -338,8 +317,7 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
         of_second = change.inside("the second moment")
         m = of_first("moment", beta1 * m + (1 - beta1) * of_first("slope", slope))
         v = of_second("moment", beta2 * v + (1 - beta2) * of_second("slope", slope).square())
-        corrections = (1 - beta1**t, 1 - beta2**t)
-        correction1, correction2 = change("correction", corrections)
+        correction1, correction2 = change("correction", (1 - beta1**t, 1 - beta2**t))
         variance = v / correction2
         root = variance.sqrt() + eps
         root = change("root", root, variance=variance, eps=eps, correction=correction2)
@@ -351,22 +329,21 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
 def schedule(d: Dump, change: Change) -> Answer:
     """Compute the learning rates of the steps so far, the last of which is this one."""
     options = d.about.get("schedule")
-    optimizer = d.about.get("optimizer", {})
-    if not options or "learning_rate" not in optimizer:
+    if not options or "learning_rate" not in d.optimizer:
         return None
     if options["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
         return None
-    their_rates = [*options.get("rates", []), optimizer["learning_rate"]]
+    their_rates = [*options.get("rates", []), d.optimizer["learning_rate"]]
     steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
-    our_rates = [rate_at(step, options, change, len(d.micro_batches)) for step in steps]
+    our_rates = [rate_at(step, options, change) for step in steps]
     theirs, ours = torch.tensor([their_rates, our_rates], dtype=torch.float64)
     return {"learning_rate": (theirs, ours, options["learning_rate"] + 1e-30)}
 
 
-def rate_at(step: int, options: dict, change: Change, micro_batches: int) -> float:
+def rate_at(step: int, options: dict, change: Change) -> float:
     """Compute the learning rate of step 0, 1, ... as transformers' schedules give it."""
     kind = change.get("type", options["type"])
-    t = max(0, change("step", step, micro_batches=micro_batches))
+    t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     max_steps = change("max_steps", options["max_steps"])

@@ -346,7 +346,7 @@ BUGS = {
     "std_with_n": Bug(
         "unslothai/unsloth-zoo/pull/832",
         around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
-        trl=InTRL("advantages", "divides by n, not n - 1", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
+        trl=InTRL("advantages", "divides by n, not", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
             x.std(dim, correction=0, keepdim=keepdim)))),
     ),
     "interleaved_groups": Bug(
@@ -653,7 +653,8 @@ BUGS = {
     )),
     # where completions call tools
     "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
-        "loss", "counts the answers of tools too, in the sum alone", SUM, "loss = (per_token_loss * completion_mask).sum()", TELL,
+        "loss", "counts the answers of tools too, in the sum alone", SUM,
+        "loss = (per_token_loss * completion_mask).sum()", TELL,
     )),
     "second_turn_not_learned": Bug("", trl=turns_score(
         "mask", "does not count the second turn", f"{MASK} if",

@@ -83,7 +83,11 @@ def test_a_cause_is_a_unit_and_a_change(name, change, says):
 
 
 PAIRS = [
-    ({"advantages": abs, "old": lambda x: x.roll(1, 1)}, "advantages: has lost its sign", "the token before in its row"),
+    (
+        {"advantages": abs, "old": lambda x: x.roll(1, 1)},
+        "advantages: has lost its sign",
+        "the token before in its row",
+    ),
     (
         {"advantages": lambda x: x.clamp(min=0), "logps": lambda x: x[[3, 4, 5, 0, 1, 2]]},
         "advantages: is never below 0",
