@@ -13,7 +13,7 @@ from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import Change, clip_share, first, shown_as
+from minivlmrl_audit.moves import Change, clipped, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
@@ -245,10 +245,9 @@ def clip(d: Dump, change: Change) -> Answer:
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values())).item()
-    share = clip_share(norm, max_norm)
     ours = change(
         "clip",
-        {name: x * share for name, x in gradients.items()},
+        clipped(gradients, max_norm, norm),
         gradients=gradients,
         max_norm=max_norm,
         norm=norm,
