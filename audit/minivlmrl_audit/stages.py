@@ -415,7 +415,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     return -mean, mean.detach()
 
 
-# the terms of the loss, and which option is the weight of each
+# the terms of the loss, and which option is the weight of each; none: it is 1
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
