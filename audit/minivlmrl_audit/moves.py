@@ -257,15 +257,14 @@ def spans(d) -> dict[str, Tensor]:
     return different(spans, row)
 
 
-def clipped(gradients: dict[str, Tensor], max_norm: float | None) -> dict[str, Tensor]:
-    """Clip gradients by their norm."""
-    share = clip_share(get_total_norm(gradients.values()).item(), max_norm)
+def clipped(
+    gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None
+) -> dict[str, Tensor]:
+    """Clip gradients by their norm, or by another one."""
+    if norm is None:
+        norm = get_total_norm(gradients.values()).item()
+    share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
     return {name: x * share for name, x in gradients.items()}
-
-
-def clip_share(norm: float, max_norm: float | None) -> float:
-    """Compute what clipping multiplies gradients with."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:

@@ -252,8 +252,8 @@ def loss(d: Dump, change: Change) -> Answer:
     """Compute the loss of each micro-batch as it went into backward, and its gradient (n, S)."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
-    outputs = [name for name in ("per_token_logps", "entropies") if d.has(name)]
-    leaves = [d[name].clone().requires_grad_() for name in outputs]
+    outputs = ("per_token_logps", "entropies")
+    leaves = [d[name].clone().requires_grad_() for name in outputs if d.has(name)]
     compute = LOSSES[d.about["kind"]]
     parts = [compute(part, leaves[0], leaves[-1], change) for part in d.micro_batches]
     losses = torch.stack([value for value, _ in parts])
@@ -420,7 +420,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     return -mean, mean.detach()
 
 
-# the terms of the loss, and which option is the weight of each
+# the terms of the loss, and which option is the weight of each; none: it is 1
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),

@@ -13,7 +13,7 @@ from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import Change, clip_share, first, shown_as
+from minivlmrl_audit.moves import Change, clipped, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
@@ -30,17 +30,13 @@ class RowTokens(NamedTuple):
 
 
 class RowPictures(NamedTuple):
-    """The pictures of a row."""
+    """The pictures of a row that have tokens, and those of them that the model gets patches of."""
 
-    of_token: Tensor  # (T,): the number of each attended token's picture, their count for text
+    tokens: Tensor  # (T,): which attended tokens are of a picture
     grids: Tensor  # (pictures, 3)
-    present: Tensor  # (pictures,): these have tokens
-    seen: Tensor  # (pictures,): of these the model gets patches
-    patches: Tensor  # (patches, patch_dim) of those that are seen
-
-    def tokens_of(self, chosen: Tensor) -> Tensor:
-        """Mark the tokens (T,) of the chosen pictures; text is of none."""
-        return pad(chosen, (0, 1))[self.of_token]
+    seen_tokens: Tensor
+    seen_grids: Tensor
+    patches: Tensor  # (patches, patch_dim)
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
@@ -97,14 +93,13 @@ def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> Grou
     shows = pictures_of_row(change, model.config, tokens, images)
     patches = shows.patches.to(model.lm_head.weight)
     ids = tokens.ids[tokens.attended]
-    placed_ids = ids.where(shows.tokens_of(shows.present), -1)
-    grids = shows.grids[shows.present]
-    # positions are of all grids that are present, also of those that are not seen
-    prompt = Prompt(placed_ids, patches, grids, torch.ones(len(shows.grids)))
+    placed_ids = ids.where(shows.tokens, -1)
+    # positions are those of all pictures, seen or not
+    prompt = Prompt(placed_ids, patches, shows.grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
-    batch.vision_index = change("vision places", shows.tokens_of(shows.seen).nonzero()[:, 0])
-    batch.image_grid_thw = shows.grids[shows.seen]
+    batch.vision_index = change("vision places", shows.seen_tokens.nonzero()[:, 0])
+    batch.image_grid_thw = shows.seen_grids
     batch.position_ids = positions(change, tokens, batch.position_ids)
     return batch
 
@@ -128,7 +123,13 @@ def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> 
         pixels, _ = images[number]
         of_picture = change("pixels", pixels, selection=(number,), grid=grids[number], **names)
         patches.append(of_picture)
-    return RowPictures(picture_numbers, grids, is_present, is_seen, torch.cat(patches))
+    return RowPictures(
+        tokens=picture_numbers < len(images),
+        grids=grids[is_present],
+        seen_tokens=pad(is_seen, (0, 1))[picture_numbers],  # text is of no picture
+        seen_grids=grids[is_seen],
+        patches=torch.cat(patches),
+    )
 
 
 def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
@@ -252,10 +253,9 @@ def clip(d: Dump, change: Change) -> Answer:
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values())).item()
-    share = clip_share(norm, max_norm)
     ours = change(
         "clip",
-        {name: x * share for name, x in gradients.items()},
+        clipped(gradients, max_norm, norm),
         gradients=gradients,
         max_norm=max_norm,
         norm=norm,
