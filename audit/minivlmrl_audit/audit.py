@@ -514,7 +514,8 @@ def why(factor: float, d: Dump, key: str, place: Place) -> str:
     for count, says in counts.items():
         sources.append((count, f"as if not divided by {says}"))
         sources.append((1 / count, f"as if divided once more by {says}"))
-    for count, other in permutations(counts, 2):
+    large_counts = [count for count in counts if count > 10]  # ratios of few are met by chance
+    for count, other in permutations(large_counts, 2):
         says = f"as if divided by {counts[other]}, not by {counts[count]}"
         sources.append((count / other, says))
     for number, source in sources:

@@ -21,7 +21,9 @@ from torch.nn.utils import get_total_norm
 from minivlmrl.losses import kl_term
 from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens
 
-TABLE = yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))
+TABLE = {}  # of causes.yaml and places.yaml
+for name in ("causes.yaml", "places.yaml"):
+    TABLE |= yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 class FormulaError(Exception):
