@@ -56,7 +56,7 @@ LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all ot
 PAIRED = 400  # as many as are paired with these
 PAIRED_NUMBERS = 12  # that differ, where pairs are tried
 MODEL_CAUSES = 16  # or with so many, where each needs a model
-NUMBERS = [digit * 10.0**k for k in range(-10, 4) for digit in (1, 2, 5)]  # a fit begins there
+NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]  # a fit begins there
 PATIENCE = 20.0  # CPU seconds of a search that says nothing
 
 

@@ -93,7 +93,8 @@ def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> Grou
     shows = pictures_of_row(change, model.config, tokens, images)
     patches = shows.patches.to(model.lm_head.weight)
     ids = tokens.ids[tokens.attended]
-    placed_ids = ids.where(shows.tokens, -1)
+    padding = int(tokens.real.long().argmax())  # on the left
+    placed_ids = change("marks", ids.where(shows.tokens, -1), padding=padding)
     # positions are those of all pictures, seen or not
     prompt = Prompt(placed_ids, patches, shows.grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
