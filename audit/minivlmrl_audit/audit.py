@@ -275,11 +275,17 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     """Compute a stage with a deviation; None: with it the step has no answer."""
     try:
         answer = None if change is None else STAGES[name](d, Change(d, change))
-        if answer and "factor" in change:
-            answer = {key: (x, y * change["factor"], unit) for key, (x, y, unit) in answer.items()}
-        return answer
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
+    if answer and not change:
+        d.units[name] = answer
+    for key, (theirs, ours, unit) in (answer or {}).items():
+        # a deviation that makes numbers huge excuses no differences
+        _, _, usual_unit = d.units.get(name, answer)[key]
+        limit = 100 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
+        unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
+        answer[key] = theirs, ours * change.get("factor", 1), unit
+    return answer
 
 
 def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
@@ -444,8 +450,10 @@ def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
         # one number is met by any that is fitted
         if not is_nearer or count_wrong(seen(base_answer, place.inside)) < 2:
             continue
-        low = nearest / 2.5
-        high = nearest * 2.5
+        around = [nearest * 1.1**power for power in range(-9, 10)]
+        closest = min(around, key=lambda number: distance_in(place, answer_with(number)))
+        low = closest / 1.1
+        high = closest * 1.1
         for _ in range(30):
             step = 0.45 * (high - low)
             left_distance = distance_in(place, answer_with(low + step))
