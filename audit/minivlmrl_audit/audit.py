@@ -174,8 +174,8 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
     for operators in thing.get("operators", []):
         changes |= TABLE["operators"][operators]
     for kind in thing.get("units", []):
-        for says, text in thing.get("changes", {"{}": None}).items():
-            for unit in getattr(d, kind):
+        for unit in getattr(d, kind):
+            for says, text in thing.get("changes", {"{}": None}).items():
                 # the mask that is compared is no unit for itself
                 if not (in_mask and "counted" in unit):
                     changes[says.format(unit)] = (kind, unit, text)
@@ -282,7 +282,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     for key, (theirs, ours, unit) in (answer or {}).items():
         # a deviation that makes numbers huge excuses no differences
         _, _, usual_unit = d.units.get(name, answer)[key]
-        limit = 100 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
+        limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
         unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
         answer[key] = theirs, ours * change.get("factor", 1), unit
     return answer
