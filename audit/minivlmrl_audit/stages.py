@@ -5,7 +5,7 @@ something. change(name, x) is x, a piece of the definition, or what a deviation 
 in its place. An error is |theirs - ours| / unit, the size of the terms.
 """
 
-from dataclasses import replace
+import copy
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -379,11 +379,13 @@ def policy_pieces(
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average what the policy is to gain, and its size."""
+    without_kl = copy.copy(pieces.options)  # a deviation may have what options refuse
+    without_kl.beta = 0.0
     terms, _ = policy_terms(
         pieces.per_token_logps,
         pieces.advantages,
         pieces.mask,
-        replace(pieces.options, beta=0.0),
+        without_kl,
         kept=pieces.kept,
         old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
         **sampler_terms(pieces.part, change),

@@ -220,7 +220,7 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
-    names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1)}
+    names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1).double()}
     shares = change("micro-batch", ones.sum(0), **names).tolist()
     total = {}
     for number, share in enumerate(shares):

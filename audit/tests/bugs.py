@@ -651,6 +651,31 @@ BUGS = {
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft",
     )),
+    # composed: an operator, a use, a span, a number that is fitted
+    "baseline_of_plain_rewards": Bug("PrimeIntellect-ai/prime-rl/pull/2040", trl=score(
+        "advantages", "all rewards count 1, in the baseline alone",
+        "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
+        "mean_grouped_rewards = torch.nanmean(rewards_per_func.nansum(dim=1).view(-1, num_generations), dim=1)",
+        {"reward_weights": [1.0, 0.3]},
+    )),
+    "kl_clamped": Bug("", trl=loss(
+        "is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL, at=1,
+    )),
+    "dft_weight_with_gradient": Bug("modelscope/twinkle/pull/291", trl=edited(
+        "compute_loss", "loss", "not detached", "outputs.log_probs.exp().detach()", "outputs.log_probs.exp()",
+        {"loss_type": "dft"}, kind="sft",
+    )),
+    "zero_grad_missing": Bug("meta-pytorch/torchforge/pull/71", trl=InTRL(
+        "gradients", "of the step before", lambda put, trainer: put(trainer.model, "zero_grad", lambda *_, **__: None),
+        {"rows": 4}, late=True, at=1,
+    )),
+    "mean_of_turns": Bug("rllm-org/rllm/pull/512", trl=turns_loss(
+        "loss", "each of its turn", "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()\n",
+        "turn = ((mask == 1) & (torch.nn.functional.pad(mask, (1, -1)) == 0)).cumsum(1) * mask\n"
+        "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
+        "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
+        TELL | {"loss_type": "grpo", "calls": 0.7},
+    )),
     # where completions call tools
     "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
         "loss", "counts the answers of tools too, in the sum alone", SUM,

@@ -1,5 +1,7 @@
 """Whole training steps equal TRL's, and its trainers' steps, healthy or with a bug put into them, are told apart."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -234,7 +236,10 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
         for name, stage in STAGES.items():
             d.part = torch.arange(1) if name in LOGPS else None
             for cause in possible_causes(name, d) if stage(d, Change(d, {})) else ():
-                answer = stage(d, Change(d, cause.change)) if never.get((name, cause.name), True) else True
+                answer = True  # a loss may refuse it, such as answers without a token
+                if never.get((name, cause.name), True):
+                    with suppress(ValueError):
+                        answer = stage(d, Change(d, cause.change))
                 never[name, cause.name] = answer is None
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
 
