@@ -83,7 +83,9 @@ class Dump:
         ids = self["input_ids"]
         counted_mask = self["completion_mask"]
         attended = self["attention_mask"]
-        is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id", -1))
+        is_text = (
+            attended.bool() & ~self.completion & (ids != (self.about.get("image_token_id") or -1))
+        )
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
         self.tensors["lengths"] = counted_mask.sum(1)
         self.tensors["row_lengths"] = attended.sum(1)

@@ -321,7 +321,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         "turn": first(drawn).cumsum(1),
         "answer": first(forced).cumsum(1),
         "stop": d.is_stop(ids),
-        "image": ids == d.about.get("image_token_id", -1),
+        "image": ids == (d.about.get("image_token_id") or -1),
         "counted": d["completion_mask"].bool(),
         "prompt": prompt,
     }

@@ -154,7 +154,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     theirs = numbered(d, "", numbers)
     row = d.get("row", d.all_rows)[change.picture_rows()]
     ids, _, forced_mask = d.turns()
-    answered_counts = first(forced_mask & (ids == d.about.get("image_token_id", -1))).sum(1)
+    answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
     for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))

@@ -52,7 +52,8 @@ def step(lengths=(5, 3, 4, 2, 5, 1), changes=None, gradient=lambda x: x):
     tensors = {"per_token_logps": logps.detach(), "old_per_token_logps": old, "completion_mask": mask}
     tensors |= {"prompt_mask": torch.zeros(6, 5), "input_ids": torch.ones(6, 5).long(), "advantages": given}
     tensors |= {"loss": loss.detach(), "logps_gradient": slope, "micro_batch": torch.arange(6) // 3}
-    return Dump({"kind": "grpo", "loss": {"loss_type": "dapo"}}, tensors | {"group": GROUP, "row": ROW})
+    about = {"kind": "grpo", "loss": {"loss_type": "dapo"}, "image_token_id": None}  # of a model of text
+    return Dump(about, tensors | {"group": GROUP, "row": ROW})
 
 
 def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
