@@ -329,10 +329,10 @@ def search(name: str, d: Dump) -> list[Fit]:
     suspects = find_suspects(name, base_answer, d)
     explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
-    causes = possible_causes(name, d)
-    for cause in told(sorted(causes, key=Cause.rank), f"{name}: known causes"):
-        alone = [found[0] for found, _ in explanations if len(found) == 1]
-        if alone and cause.rank() > alone[0].rank():
+    all_causes = possible_causes(name, d)
+    for cause in told(sorted(all_causes, key=Cause.rank), f"{name}: known causes"):
+        ranks = [causes[0].rank() for causes, _ in explanations if len(causes) == 1]
+        if ranks and cause.rank() > ranks[0]:
             break
         if cause.is_fitted():
             explanations += fitted(name, d, cause, suspects)

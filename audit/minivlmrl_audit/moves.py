@@ -92,8 +92,11 @@ class Change(dict):
 
         Uses are those of causes.yaml, in lists of which one excludes the others.
         """
-        uses = [scope["uses"] for scope in TABLE["scopes"] if use in scope["uses"]]
-        is_other = any(own != use and own in uses[0] for own in self.get("inside", ()) if uses)
+        excluded_uses = set()
+        for scope in TABLE["scopes"]:
+            if use in scope["uses"]:
+                excluded_uses = {*scope["uses"]} - {use}
+        is_other = not excluded_uses.isdisjoint(self.get("inside", ()))
         return Change(self.d, {}) if is_other else self
 
     def picture_rows(self) -> Tensor:
