@@ -434,8 +434,8 @@ def fit(answer: dict | None, causes: list[Cause], d: Dump) -> list[Fit]:
     return [(causes, error_left)] if error_left <= d.tolerance else []
 
 
-def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
-    """Explain a stage by a cause with the number that fits best, in any of these places."""
+def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Fit]:
+    """Explain a stage by a cause with the number that fits best, in any of these suspects."""
 
     def answer_with(number: float) -> dict | None:
         return computed(name, d, cause.with_number(number).change)
@@ -443,7 +443,7 @@ def fitted(name: str, d: Dump, cause: Cause, places: list[Place]) -> list[Fit]:
     base_answer = computed(name, d, {})
     answers = {number: answer_with(number) for number in NUMBERS}
     explanations = []
-    for place in places:
+    for place in suspects:
         distances = {number: distance_in(place, answer) for number, answer in answers.items()}
         nearest = min(distances, key=distances.get)
         is_nearer = distances[nearest] <= 0.9 * distance_in(place, base_answer)

@@ -79,7 +79,7 @@ class Dump:
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
 
     def add_row_numbers(self):
-        """Compute what causes and places are told by, a number of each row."""
+        """Compute what causes and units are told by, a number of each row."""
         ids = self["input_ids"]
         counted_mask = self["completion_mask"]
         attended = self["attention_mask"]

@@ -21,8 +21,8 @@ from torch.nn.utils import get_total_norm
 from minivlmrl.losses import kl_term
 from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens
 
-TABLE = {}  # of causes.yaml and places.yaml
-for name in ("causes.yaml", "places.yaml"):
+TABLE = {}  # of causes.yaml and units.yaml
+for name in ("causes.yaml", "units.yaml"):
     TABLE |= yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
@@ -254,7 +254,10 @@ def spans(d) -> dict[str, Tensor]:
     """Number the spans (n, S) of tokens of which something may be the mean."""
     _, drawn_mask, _ = d.turns()
     row = d.all_rows[:, None].expand(-1, d.width)
-    spans = {"its turn": row * d.width + first(drawn_mask).cumsum(1)}
+    turn = first(drawn_mask).cumsum(1)
+    spans = {}
+    if turn.max() > 1:
+        spans["its turn"] = row * d.width + turn
     if d.has("group", "row"):
         spans["its group"] = d["group"][d["row"]][:, None].expand_as(row)
     if d.has("pair"):

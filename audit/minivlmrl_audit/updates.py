@@ -99,7 +99,7 @@ def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> Grou
     prompt = Prompt(placed_ids, patches, shows.grids, torch.ones(len(shows.grids)))
     batch = pack([prompt], [[]], model.config)
     batch.input_ids = ids
-    batch.vision_index = change("vision places", shows.seen_tokens.nonzero()[:, 0])
+    batch.vision_index = change("vision index", shows.seen_tokens.nonzero()[:, 0])
     batch.image_grid_thw = shows.seen_grids
     batch.position_ids = positions(change, tokens, batch.position_ids)
     return batch
