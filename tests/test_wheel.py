@@ -139,7 +139,7 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     install(python, wheels[1])
     assert run(python, tmp_path, "-c", STEP) == (0, "")
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
-    assert status == 1 and "explained by: divided by padded length" in out, out
+    assert status == 1 and "explained by: mask: padding, in the count alone" in out, out
 
 
 MINE = """
