@@ -278,10 +278,10 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
     if answer and not change:
-        d.units[name] = answer
+        d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         # a deviation that makes numbers huge excuses no differences
-        _, _, usual_unit = d.units.get(name, answer)[key]
+        _, _, usual_unit = d.usual_answers.get(name, answer)[key]
         limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
         unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
         answer[key] = theirs, ours * change.get("factor", 1), unit

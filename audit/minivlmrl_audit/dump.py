@@ -39,7 +39,7 @@ class Dump:
         self.forward = {}
         self.ids = {}
         self.cache = {}  # what the model computed already
-        self.units = {}  # answers of stages as they are defined, whose units are usual
+        self.usual_answers = {}  # of stages as they are defined: their units are usual
         self.tolerance = 1e-5  # during a search: of what an explanation leaves
         self.part = None  # during a search: of which rows log-probabilities are
         ones = torch.ones_like(tensors["input_ids"])
