@@ -9,17 +9,16 @@ import argparse
 import json
 import math
 import re
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import permutations, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from minivlmrl.hub.recipe_values import naming
 from minivlmrl_audit import stages, updates
@@ -57,7 +56,8 @@ PAIRED = 400  # as many as are paired with these
 PAIRED_NUMBERS = 12  # that differ, where pairs are tried
 MODEL_CAUSES = 16  # or with so many, where each needs a model
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]  # a fit begins there
-PATIENCE = 20.0  # CPU seconds of a search that says nothing
+# a bar of what is searched, where that takes over 20 seconds
+searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 
 @dataclass
@@ -94,19 +94,23 @@ class Cause:
             about="",
         )
 
+    def is_factor(self) -> bool:
+        """Tell whether it is a factor of all numbers of a stage."""
+        return "factor" in self.change
+
     def rank(self) -> int:
         """Rank causes by how much they assume: in how few uses they are, or a number."""
-        return 3 if self.is_fitted() else len(self.change.get("inside", []))
+        is_fitted = self.is_fitted() and not self.is_factor()
+        return 3 if is_fitted else len(self.change.get("inside", []))
 
-    def with_number(self, number: float) -> "Cause":
-        """Return this cause with a number."""
+    def with_number(self, number: float, source: str = "") -> "Cause":
+        """Return this cause with a number, and what that may come from; a round one tells itself."""
         text = f"{number:.5g}"
-        return replace(
-            self,
-            name=self.name.replace("{c}", text),
-            says=self.says.replace("{c}", text),
-            change=self.change | {"c": number},
-        )
+        says = self.says.replace("{c}", text)
+        if source and (self.is_factor() or number != float(f"{number:.2g}")):
+            says += f": {source}"
+        change = self.change | {"c": number}
+        return replace(self, name=self.name.replace("{c}", text), says=says, change=change)
 
 
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
@@ -219,7 +223,8 @@ def audit(d: Dump) -> list[Finding]:
         finding.where = where(answer)
         look_for_causes(finding, d, named, differing)
         for causes, _ in finding.explained[:1]:
-            if all(cause.change.keys() - {"factor"} for cause in causes):  # which is of one stage
+            # a factor is of one stage
+            if all(cause.change.keys() - {"factor", "c"} for cause in causes):
                 named.append(causes)
     return findings
 
@@ -273,8 +278,13 @@ def merged(causes: list[Cause]) -> dict | None:
 
 def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     """Compute a stage with a deviation; None: with it the step has no answer."""
+    if change is None:
+        return None
+    factor = Change(d, change)("factor", 1.0)
+    if "factor" in change:  # of what comes out, which is computed once
+        change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
-        answer = None if change is None else STAGES[name](d, Change(d, change))
+        answer = STAGES[name](d, Change(d, change))
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
     if answer and not change:
@@ -284,7 +294,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
         _, _, usual_unit = d.usual_answers.get(name, answer)[key]
         limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
         unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
-        answer[key] = theirs, ours * change.get("factor", 1), unit
+        answer[key] = theirs, ours * factor, unit
     return answer
 
 
@@ -330,8 +340,9 @@ def search(name: str, d: Dump) -> list[Fit]:
     explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
     all_causes = possible_causes(name, d)
-    for cause in told(sorted(all_causes, key=Cause.rank), f"{name}: known causes"):
-        ranks = [causes[0].rank() for causes, _ in explanations if len(causes) == 1]
+    for cause in searched(sorted(all_causes, key=Cause.rank), f"{name}: known causes"):
+        # a factor says least: it ends no search
+        ranks = [x.rank() for (x, *more), _ in explanations if not (more or x.is_factor())]
         if ranks and cause.rank() > ranks[0]:
             break
         if cause.is_fitted():
@@ -345,10 +356,6 @@ def search(name: str, d: Dump) -> list[Fit]:
             explanations += confined(answer, cause, place, d)
         if not cause.rank():
             by_distance.setdefault(key, [cause])
-    if name not in IDS:
-        # a factor of some advantages is one of the baseline or the deviation
-        for place in suspects[: 1 if name == "advantages" else None]:
-            explanations += scaled(name, d, place)
     if explanations:
         fewest = min(len(causes) for causes, _ in explanations)
         return [fit for fit in explanations if len(fit[0]) == fewest]
@@ -358,7 +365,7 @@ def search(name: str, d: Dump) -> list[Fit]:
     if name in THROUGH_A_MODEL:
         ranked_causes = ranked_causes[:MODEL_CAUSES]
     pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
-    for first_cause, second_cause in told(pairs, f"{name}: pairs of causes"):
+    for first_cause, second_cause in searched(pairs, f"{name}: pairs of causes"):
         explanations += fits(name, d, first_cause + second_cause)
     return explanations
 
@@ -367,9 +374,9 @@ def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
     """Find rows or parts of the model outside which a stage's numbers agree; first everything."""
     suspects = [Place([], {key: torch.tensor(True) for key in answer})]
     sets = d.parts if name in BY_PARAMETER else d.row_sets
+    if name == "advantages":
+        sets = d.rollout_sets
     for says, chosen in sets.items():
-        if name == "advantages" and d.has("row"):  # of the rollout
-            chosen = chosen[d["row"].argsort()]
         inside = {}
         for key, (_, ours, _) in answer.items():
             if name in BY_PARAMETER:
@@ -377,7 +384,8 @@ def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
             elif len(ours) == len(chosen):
                 inside[key] = chosen.view(-1, *[1] * (ours.dim() - 1))
         outside = {key: ~mask for key, mask in inside.items()}
-        if inside and error(seen(answer, outside)) <= TOLERANCE:
+        differs = error(seen(answer, inside)) > TOLERANCE
+        if differs and error(seen(answer, outside)) <= TOLERANCE:
             place = Cause(f"only {says}", f"for {says} alone")
             suspects.append(Place([place], inside, chosen))
     return suspects
@@ -398,21 +406,10 @@ def distance(answer: dict) -> tuple[float, float]:
     return float(differences.sum()), float(differences.cumsum(0).sum())
 
 
-def told(items: list, says: str) -> Iterator:
-    """Yield items, and say what is searched once that has taken long."""
-    started = time.process_time()
-    for number, item in enumerate(items):
-        if number % 50 == 49 and time.process_time() - started > PATIENCE:
-            print(f"searching {says}: {number} of {len(items)} are tried", file=sys.stderr)
-        yield item
-
-
 def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Fit]:
     """Explain a stage by a cause in a place alone."""
-    if answer is None:
-        return []
     causes = [cause, *place.causes]
-    explanations = fit(seen(answer, place.inside), causes, d)
+    explanations = fit(answer and seen(answer, place.inside), causes, d)
     if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
         rows = place.rows[:, None]
         inside = computed("loss", d, cause.change | {"weights": rows})
@@ -440,34 +437,46 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Fit]
     def answer_with(number: float) -> dict | None:
         return computed(name, d, cause.with_number(number).change)
 
+    def distance_with(place: Place, number: float) -> float:
+        return distance_in(place, answer_with(number))
+
     base_answer = computed(name, d, {})
-    answers = {number: answer_with(number) for number in NUMBERS}
+    sources = known_numbers(d, next(iter(base_answer)))
+    distances = {}  # of each number: in each suspect
+    for number in [*NUMBERS, *sources]:
+        answer = answer_with(number)
+        distances[number] = [distance_in(place, answer) for place in suspects]
     explanations = []
-    for place in suspects:
-        distances = {number: distance_in(place, answer) for number, answer in answers.items()}
-        nearest = min(distances, key=distances.get)
-        is_nearer = distances[nearest] <= 0.9 * distance_in(place, base_answer)
-        # one number is met by any that is fitted
-        if not is_nearer or count_wrong(seen(base_answer, place.inside)) < 2:
+    for index, place in enumerate(suspects):
+        nearest = min(distances, key=lambda number: distances[number][index])
+        is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
+        num_wrong = count_wrong(seen(base_answer, place.inside))
+        # one number is met by any that is fitted, an advantage and its opposite by any factor
+        is_met = num_wrong < (3 if cause.is_factor() else 2) and nearest not in sources
+        if not is_nearer or is_met:
             continue
-        around = [nearest * 1.1**power for power in range(-9, 10)]
-        closest = min(around, key=lambda number: distance_in(place, answer_with(number)))
-        low = closest / 1.1
-        high = closest * 1.1
-        for _ in range(30):
-            step = 0.45 * (high - low)
-            left_distance = distance_in(place, answer_with(low + step))
-            if left_distance <= distance_in(place, answer_with(high - step)):
-                high -= step
-            else:
-                low += step
-        # as round as it fits
-        for number in (nearest, *(float(f"{low:.{digits}g}") for digits in (1, 2, 3)), low):
-            fits_here = confined(answer_with(number), cause.with_number(number), place, d)
+        for number in numbers_near(nearest, partial(distance_with, place)):
+            named = cause.with_number(number, sources.get(number, ""))
+            fits_here = confined(answer_with(number), named, place, d)
             if fits_here:
                 explanations += fits_here
                 break
     return explanations
+
+
+def numbers_near(number: float, distance_of: Callable[[float], float]) -> Iterator[float]:
+    """Yield a number, then the one near it whose distance is least, as round as may be first."""
+    yield number
+    distance_of = cache(distance_of)
+    around = [number * 1.1**power for power in range(-9, 10)]
+    number = min(around, key=distance_of)
+    step = number / 10
+    for _ in range(35):
+        number = min((number, number - step, number + step), key=distance_of)
+        step *= 0.6
+    for digits in (1, 2, 3):
+        yield float(f"{number:.{digits}g}")
+    yield number
 
 
 def distance_in(place: Place, answer: dict | None) -> float:
@@ -480,56 +489,25 @@ def count_wrong(answer: dict) -> int:
     return int((all_gaps(answer) > TOLERANCE).sum())
 
 
-def scaled(name: str, d: Dump, place: Place) -> list[Fit]:
-    """Explain a stage by a factor in a place."""
-    answer = computed(name, d, {})
-    all_theirs = []
-    all_ours = []
-    for key, inside in place.inside.items():
-        theirs, ours, unit = answer[key]
-        all_theirs.append((theirs / unit * inside).flatten())
-        all_ours.append((ours / unit * inside).flatten())
-    theirs = torch.cat(all_theirs)
-    ours = torch.cat(all_ours)
-    factor = ((theirs * ours).sum() / ours.square().sum()).item()
-    source = why(factor, d, next(iter(answer)), place)
-    # any number is another times a factor
-    if not math.isfinite(factor) or (not source and ours.count_nonzero() < 3):
-        return []
-    cause = Cause(
-        f"factor {factor:.6g}",
-        f"all of it is {factor:.6g} times{source}",
-        change={"factor": factor},
-        costs="the learning rate means something else",
-    )
-    return confined(computed(name, d, cause.change), cause, place, d)
+def known_numbers(d: Dump, key: str) -> dict[float, str]:
+    """Say what a fitted number may be: counts of the step, over one another, or settings.
 
-
-def why(factor: float, d: Dump, key: str, place: Place) -> str:
-    """Say what a factor may come from; "": nothing that is known.
-
-    key: of the numbers, which tells the counts that may be theirs.
+    key: of the numbers that it explains, which tells the counts that may be theirs.
     """
-    sources = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
-    for says, text in TABLE["factors"].items():
-        sources.append((formula(text, about=d.about), f"as by {says}"))
+    numbers = {formula(text, about=d.about): says for says, text in TABLE["factors"].items()}
     units = defaultdict(list)  # of each count that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
-        if count not in (None, 0, 1) and not place.causes and re.match(keys, key):
+        if count not in (None, 0, 1) and re.match(keys, key):
             units[count].append(unit)
     counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
     for count, says in counts.items():
-        sources.append((count, f"as if not divided by {says}"))
-        sources.append((1 / count, f"as if divided once more by {says}"))
-    large_counts = [count for count in counts if count > 10]  # ratios of few are met by chance
-    for count, other in permutations(large_counts, 2):
-        says = f"as if divided by {counts[other]}, not by {counts[count]}"
-        sources.append((count / other, says))
-    for number, source in sources:
-        if math.isclose(factor, number, rel_tol=1e-4, abs_tol=1e-7):
-            return f": {source}"
-    return ""
+        numbers[count] = says
+        numbers[1 / count] = f"1 over {says}"
+    for count, other in permutations(counts, 2):
+        if min(count, other) > 10:  # ratios of few are met by chance
+            numbers[count / other] = f"{counts[count]} over {counts[other]}"
+    return numbers
 
 
 def where(answer: dict) -> list[str]:

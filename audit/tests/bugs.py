@@ -379,12 +379,12 @@ BUGS = {
     ),
     "divided_twice": Bug(
         "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
-        loss("divided once more by the 2 micro-batches",
+        loss("1 over the 2 micro-batches",
              SUM + " / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
     ),
     "not_divided": Bug(
         "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
-        loss("not divided by the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
+        loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
     ),
     "mean_of_means": Bug(  # of the tokens of each micro-batch, in our sft
         "https://arxiv.org/abs/2604.23747",

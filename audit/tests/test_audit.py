@@ -341,7 +341,7 @@ def test_a_factor_says_each_count_that_it_may_be():
     d.about["num_generations"] = 2  # as many as rewards
     d.tensors["group"] = torch.arange(8) // 4
     [([cause], _)] = explain("advantages", d)
-    assert cause.says == "all of it is 0.5 times: as if divided once more by the 2 completions of a group or rewards"
+    assert cause.says == "all of it is 0.5 times as large: 1 over the 2 completions of a group or rewards"
 
 
 @pytest.mark.parametrize("rates, rate, name", [

@@ -338,7 +338,7 @@ def test_the_tool(folder, tmp_path, capsys, monkeypatch):
     dumped(folder, tmp_path, "grpo")
     assert main([str(tmp_path / "0")]) == 1
     out = capsys.readouterr().out
-    assert "loss                 DIFFERS" in out and "divided once more by the 2 micro-batches" in out
+    assert "loss                 DIFFERS" in out and "0.5 times as large: 1 over the 2 micro-batches" in out
     assert "no known cause" not in out and "not in this step: tokens, pictures, logps of old, logps of sampler" in out
     with pytest.raises(ValueError, match=r"nowhere is no step: it has no step\.json"):
         main([str(tmp_path / "nowhere")])
