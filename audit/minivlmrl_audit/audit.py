@@ -104,11 +104,9 @@ class Cause:
         return 3 if is_fitted else len(self.change.get("inside", []))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return this cause with a number, and what that may come from; a round one tells itself."""
+        """Return this cause with a number, and what that may come from."""
         text = f"{number:.5g}"
-        says = self.says.replace("{c}", text)
-        if source and (self.is_factor() or number != float(f"{number:.2g}")):
-            says += f": {source}"
+        says = self.says.replace("{c}", text) + source
         change = self.change | {"c": number}
         return replace(self, name=self.name.replace("{c}", text), says=says, change=change)
 
@@ -441,7 +439,8 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Fit]
         return distance_in(place, answer_with(number))
 
     base_answer = computed(name, d, {})
-    sources = known_numbers(d, next(iter(base_answer)))
+    is_share = "times as large" in cause.says
+    sources = known_numbers(d, next(iter(base_answer))) if is_share else {}
     distances = {}  # of each number: in each suspect
     for number in [*NUMBERS, *sources]:
         answer = answer_with(number)
@@ -494,7 +493,8 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
 
     key: of the numbers that it explains, which tells the counts that may be theirs.
     """
-    numbers = {formula(text, about=d.about): says for says, text in TABLE["factors"].items()}
+    factors = TABLE["factors"].items()
+    numbers = {formula(text, about=d.about): f": {says}" for says, text in factors}
     units = defaultdict(list)  # of each count that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
@@ -502,11 +502,11 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
             units[count].append(unit)
     counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
     for count, says in counts.items():
-        numbers[count] = says
-        numbers[1 / count] = f"1 over {says}"
+        numbers[count] = f": {says}"
+        numbers[1 / count] = f": 1 over {says}"
     for count, other in permutations(counts, 2):
         if min(count, other) > 10:  # ratios of few are met by chance
-            numbers[count / other] = f"{counts[count]} over {counts[other]}"
+            numbers[count / other] = f": {counts[count]} over {counts[other]}"
     return numbers
 
 

@@ -39,7 +39,9 @@ def formula(text: str, **names):
                 "math": math,
                 "torch": torch,
                 "rounded": rounded,
-                "without_runs": without_runs,
+                "between": between,
+                "first": first,
+                "last": last,
                 "total_by": total_by,
                 "replace": replace,
                 "importance_ratio": importance_ratio,
@@ -137,27 +139,11 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
-def without_runs(x: Tensor, theirs: Tensor, ids: Tensor) -> Tensor:
-    """Take from a mask (n, S) what lies between two ids, as what theirs lacks does.
-
-    The second may be the last that is lacking, or the one after it.
-    """
-    gone = (x > theirs).bool()
-    start_ids = ids[first(gone)]
-    last_ids = ids[last(gone)].unique()
-    after_runs = pad(last(gone), (1, -1)) & x.bool()
-    next_ids = ids[after_runs].unique()
-    if len(start_ids) < 2 or len(start_ids.unique()) > 1:
-        return x
-    is_after = x == 0
-    if len(last_ids) == 1:
-        is_after = is_after | pad(ids == last_ids, (1, -1))
-    elif len(next_ids) == 1:
-        is_after = is_after | (ids == next_ids)
-    is_start = (ids == start_ids[0]) & x.bool()
-    starts = is_start.cumsum(1)
-    ended = (starts * is_after).cummax(1).values  # of the runs so far
-    return x * (starts == ended)
+def between(starts: Tensor, ends: Tensor) -> Tensor:
+    """Mark (n, S) what lies from each start on up to the next end, which is not marked."""
+    num_started = starts.cumsum(1)
+    num_ended = (num_started * ends).cummax(1).values
+    return num_started > num_ended
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:

@@ -416,7 +416,8 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
 def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average the entropies, which are to grow."""
     selection = (pieces.part,)
-    entropies = change("entropies", pieces.entropies, selection=selection, mask=pieces.kept)
+    names = {"mask": pieces.kept, "per_token_logps": pieces.per_token_logps}
+    entropies = change("entropies", pieces.entropies, selection=selection, **names)
     count = counts(pieces.part, mask_in(change, "the count"), change)
     mean = mean_entropy(entropies, pieces.kept, count)
     return -mean, mean.detach()

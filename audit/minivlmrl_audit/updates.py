@@ -80,7 +80,7 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
-    logits = change("logits", model.lm_head(states))
+    logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
     log_probs = (logits / temperature).log_softmax(-1)
     logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
     logps = change("scores", logps)
@@ -253,7 +253,7 @@ def clip(d: Dump, change: Change) -> Answer:
         return None
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
-    norm = change("total norm", get_total_norm(normed.values())).item()
+    norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
     ours = change(
         "clip",
         clipped(gradients, max_norm, norm),
