@@ -132,7 +132,6 @@ class Finding:
     where: Sequence[str] = ()  # which differ; the first of these, and how
     explained: Sequence[Fit] = ()  # by the fewest causes; empty: no known cause explains it
     again: bool = False  # an earlier stage says so already
-    unseen: dict = field(default_factory=dict)  # of causes by topic: would change no number
 
     @property
     def ok(self) -> bool:
@@ -215,15 +214,10 @@ def audit(d: Dump) -> list[Finding]:
             ) from cause
         findings.append(finding)
         if finding.ok:
-            if name not in THROUGH_A_MODEL:
-                finding.unseen = unseen(name, d, answer)
             continue
         finding.where = where(answer)
         look_for_causes(finding, d, named, differing)
-        for causes, _ in finding.explained[:1]:
-            # a factor is of one stage
-            if all(cause.change.keys() - {"factor", "c"} for cause in causes):
-                named.append(causes)
+        named += [causes for causes, _ in finding.explained[:1]]
     return findings
 
 
@@ -296,16 +290,15 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     return answer
 
 
-def unseen(name: str, d: Dump, answer: dict) -> dict[str, list[bool]]:
-    """Tell of the causes of each topic which change no number."""
-    flags = defaultdict(list)
+def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
+    """Tell of each cause with a topic, such as clips, whether it changes no number of a stage."""
+    answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.about and not cause.is_fitted()
         other_answer = computed(name, d, cause.change) if shows else None
         if other_answer:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
-            flags[cause.about].append(error(pairs) <= TOLERANCE)
-    return flags
+            yield cause.about, error(pairs) <= TOLERANCE
 
 
 def explain(name: str, d: Dump) -> list[Fit]:
@@ -535,8 +528,9 @@ def report(findings: list[Finding], d: Dump) -> str:
     topics = defaultdict(list)
     for finding in findings:
         lines += finding_lines(finding)
-        for about, flags in finding.unseen.items():
-            topics[about] += flags
+        if finding.ok and finding.stage not in THROUGH_A_MODEL:
+            for about, is_unseen in unseen(finding.stage, d):
+                topics[about].append(is_unseen)
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
     for about, flags in topics.items():
         if 2 * sum(flags) >= len(flags):

@@ -223,10 +223,9 @@ def row_sets(d) -> dict[str, Tensor]:
         same = group == group[:, None]
         names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # in its group
         if d.has("rewards"):
-            of_rollout = d["rewards"].view(len(d["group"]), -1).nansum(1)
-            total = of_rollout[d["row"]].expand(len(group), -1)
-            highest = total.where(same, -math.inf).amax(1)
-            names["spread"] = highest - total.where(same, math.inf).amin(1)
+            total = d["rewards"].view(len(d["group"]), -1).nansum(1)[d["row"]]
+            is_other = (total - total[:, None]).abs() > 1e-6
+            names["others"] = (same & is_other).sum(1)  # of its group, with another reward
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
         if needed in names and names[needed].dim() == 1:
