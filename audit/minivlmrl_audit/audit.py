@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import permutations, product
+from itertools import groupby, permutations, product
 from typing import NamedTuple
 
 import torch
@@ -94,14 +94,9 @@ class Cause:
             about="",
         )
 
-    def is_factor(self) -> bool:
-        """Tell whether it is a factor of all numbers of a stage."""
-        return "factor" in self.change
-
     def rank(self) -> int:
         """Rank causes by how much they assume: in how few uses they are, or a number."""
-        is_fitted = self.is_fitted() and not self.is_factor()
-        return 3 if is_fitted else len(self.change.get("inside", []))
+        return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
         """Return this cause with a number, and what that may come from."""
@@ -147,6 +142,7 @@ def causes_of_table() -> list[Cause]:
 
 
 CAUSES = causes_of_table()
+FACTOR = Cause(**TABLE["factor"])  # of all numbers of a stage
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
@@ -194,7 +190,6 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
 def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
     findings = []
-    named = []  # what explains earlier stages, lists of causes
     for name, stage in STAGES.items():
         if name == "mask" and d.ids is None:
             continue  # it is of ids that nothing explains
@@ -216,25 +211,27 @@ def audit(d: Dump) -> list[Finding]:
         if finding.ok:
             continue
         finding.where = where(answer)
-        look_for_causes(finding, d, named, differing)
-        named += [causes for causes, _ in finding.explained[:1]]
+        look_for_causes(finding, d, differing)
     return findings
 
 
-def look_for_causes(finding: Finding, d: Dump, named: list, differing: dict[str, Finding]):
+def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
     """Explain a stage that differs, and let the stages after it know."""
-    known_fits = [fit for causes in named for fit in fits(finding.stage, d, causes)]
-    logps = differing.get("logps") if finding.stage == "entropies" else None
-    if logps:  # of one forward: what explains one of both has to explain the other
-        logps.explained = [fit for fit in logps.explained if fits("entropies", d, fit[0])]
-        known_fits = logps.explained
-    finding.again = bool(known_fits)
-    finding.explained = known_fits if logps else known_fits or explain(finding.stage, d)
+    of_one_forward = finding.stage == "entropies" and "logps" in differing
+    for earlier in differing.values():
+        # what explains both stages is the mistake; of one forward nothing else is
+        both = [fit for fit in earlier.explained if fits(finding.stage, d, fit[0])]
+        if both or (of_one_forward and earlier.stage == "logps"):
+            earlier.explained = both
+            finding.explained = [again for fit in both for again in fits(finding.stage, d, fit[0])]
+    finding.again = bool(finding.explained)
+    if not (finding.again or of_one_forward):
+        finding.explained = explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # it is of these ids
         finding.explained = differing["tokens"].explained
     change = merged(finding.explained[0][0]) if finding.explained else None
-    if finding.stage == "logps" or logps:  # gradients are those of the forward that is known
+    if finding.stage == "logps" or of_one_forward:  # gradients are those of the forward
         d.forward = change or None
     if finding.stage == "tokens":  # as masks are of the ids
         d.ids = change
@@ -328,25 +325,26 @@ def search(name: str, d: Dump) -> list[Fit]:
     """
     base_answer = computed(name, d, {})
     suspects = find_suspects(name, base_answer, d)
+    factor_fits = [] if name in IDS else fitted(name, d, FACTOR, suspects)
     explanations = []
     by_distance = {distance(base_answer): []}  # causes that do the same are one
-    all_causes = possible_causes(name, d)
-    for cause in searched(sorted(all_causes, key=Cause.rank), f"{name}: known causes"):
-        # a factor says least: it ends no search
-        ranks = [x.rank() for (x, *more), _ in explanations if not (more or x.is_factor())]
-        if ranks and cause.rank() > ranks[0]:
+    all_causes = sorted(possible_causes(name, d), key=Cause.rank)
+    for _, causes in groupby(searched(all_causes, f"{name}: known causes"), Cause.rank):
+        if any(len(explained) == 1 for explained, _ in explanations):
             break
-        if cause.is_fitted():
-            explanations += fitted(name, d, cause, suspects)
-            continue
-        answer = computed(name, d, cause.change)
-        if answer is None:
-            continue
-        key = distance(answer)
-        for place in suspects[: 1 if key in by_distance else None]:
-            explanations += confined(answer, cause, place, d)
-        if not cause.rank():
-            by_distance.setdefault(key, [cause])
+        for cause in causes:
+            if cause.is_fitted():
+                explanations += fitted(name, d, cause, suspects)
+                continue
+            answer = computed(name, d, cause.change)
+            if answer is None:
+                continue
+            key = distance(answer)
+            for place in suspects[: 1 if key in by_distance else None]:
+                explanations += confined(answer, cause, place, d)
+            if not cause.rank():
+                by_distance.setdefault(key, [cause])
+    explanations += factor_fits
     if explanations:
         fewest = min(len(causes) for causes, _ in explanations)
         return [fit for fit in explanations if len(fit[0]) == fewest]
@@ -444,7 +442,7 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Fit]
         is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
         num_wrong = count_wrong(seen(base_answer, place.inside))
         # one number is met by any that is fitted, an advantage and its opposite by any factor
-        is_met = num_wrong < (3 if cause.is_factor() else 2) and nearest not in sources
+        is_met = num_wrong < (3 if cause is FACTOR else 2) and nearest not in sources
         if not is_nearer or is_met:
             continue
         for number in numbers_near(nearest, partial(distance_with, place)):
