@@ -1,7 +1,6 @@
 """What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.nn.utils import get_total_norm
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.family import hub_name
+from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
@@ -17,26 +17,6 @@ from minivlmrl_audit.moves import Change, clipped, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
-
-
-class RowTokens(NamedTuple):
-    """The columns (S,) of a row."""
-
-    row: int
-    ids: Tensor
-    real: Tensor  # no padding
-    completion: Tensor  # after the prompt, and counted
-    attended: Tensor  # what the model gets
-
-
-class RowPictures(NamedTuple):
-    """The pictures of a row that have tokens, and those of them that the model gets patches of."""
-
-    tokens: Tensor  # (T,): which attended tokens are of a picture
-    grids: Tensor  # (pictures, 3)
-    seen_tokens: Tensor
-    seen_grids: Tensor
-    patches: Tensor  # (patches, patch_dim)
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
@@ -55,95 +35,88 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
             if model is None:
                 dtype = getattr(torch, change.get("dtype", "float64"))
                 model = change("model", load_model(folder, dtype).requires_grad_(grad))
-            with torch.set_grad_enabled(grad):
-                cache[key] = row_logps(d, change, model, row, images[picture_row])
-        value = value.index_copy(1, torch.tensor([row]), cache[key][:, None])
+            cache[key] = row_logps(d, change, model, row, images[picture_row])
+        value[:, row] = cache[key]
     return torch.stack([change("logps", x) for x in value]), model
 
 
 def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
+    ids = d["input_ids"][row]
     counted_mask = d["completion_mask"][row].bool()
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     real_mask = d["attention_mask"][row].bool() | counted_mask
-    completion = d.completion[row] | counted_mask
     attended = change("attended", real_mask, selection=(row,))
-    tokens = RowTokens(row, d["input_ids"][row], real_mask, completion, attended)
     token_numbers = attended.cumsum(0)  # of each token among those that the model gets, from 1
+    is_scored = d.completion[row] | counted_mask | is_learned
     # nothing predicts the first token
-    is_scored = attended & (completion | is_learned) & (token_numbers > 1)
-    scored_columns = is_scored.nonzero()[:, 0]
+    scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
-    batch = batch_of_row(change, model, tokens, images)
+    batch = batch_of_row(d, change, model, row, attended, images)
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states))
     log_probs = (logits / temperature).log_softmax(-1)
-    logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
+    logps = log_probs.gather(1, ids[scored_columns][:, None])[:, 0]
     logps = change("scores", logps)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
+    value[:, scored_columns] = torch.stack([logps, entropies]).double()
+    return value
 
 
-def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
-    """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
-    shows = pictures_of_row(change, model.config, tokens, images)
-    patches = shows.patches.to(model.lm_head.weight)
-    ids = tokens.ids[tokens.attended]
-    padding = int(tokens.real.long().argmax())  # on the left
-    placed_ids = change("marks", ids.where(shows.tokens, -1), padding=padding)
-    # positions are those of all pictures, seen or not
-    prompt = Prompt(placed_ids, patches, shows.grids, torch.ones(len(shows.grids)))
-    batch = pack([prompt], [[]], model.config)
-    batch.input_ids = ids
-    batch.vision_index = change("vision index", shows.seen_tokens.nonzero()[:, 0])
-    batch.image_grid_thw = shows.seen_grids
-    batch.position_ids = positions(change, tokens, batch.position_ids)
-    return batch
-
-
-def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> RowPictures:
-    """Change a row's pictures (patches, grid) as a deviation has them, and find their tokens."""
+def batch_of_row(
+    d: Dump, change: Change, model, row: int, attended: Tensor, images: list
+) -> GroupBatch:
+    """Pack a row's attended tokens (S,) and its pictures (patches, grid), as a deviation has them."""
+    config = model.config
+    ids = d["input_ids"][row]
+    real_mask = d["attention_mask"][row].bool()
     image_ids = torch.tensor([config.image_token_id, config.video_token_id])
-    placeholders = torch.isin(tokens.ids, image_ids) & tokens.real
-    num_given = int((first(placeholders) & ~tokens.completion).sum())  # in the prompt
-    images = shown_as(change, images, num_given)
-    numbers = torch.arange(len(images))
-    names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
-    no_grid = torch.zeros(3, dtype=torch.long)  # as nothing cannot be stacked
-    grids = change("grids", torch.stack([no_grid, *(grid for _, grid in images)])[1:])
-    sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
-    picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
-    is_present = torch.isin(numbers, picture_numbers)
-    is_seen = is_present & ~change("blind", ~is_present, **names)
-    patches = [change.d.get("pixel_values", torch.zeros(0, 0))[:0]]
-    for number in is_seen.nonzero()[:, 0].tolist():
-        pixels, _ = images[number]
-        of_picture = change("pixels", pixels, selection=(number,), grid=grids[number], **names)
-        patches.append(of_picture)
-    return RowPictures(
-        tokens=picture_numbers < len(images),
-        grids=grids[is_present],
-        seen_tokens=pad(is_seen, (0, 1))[picture_numbers],  # text is of no picture
-        seen_grids=grids[is_seen],
-        patches=torch.cat(patches),
-    )
-
-
-def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
-    """Change the positions (3, T) of a row's attended tokens as a deviation has them."""
-    completion = tokens.completion[tokens.attended]
-    return change(
+    placeholders = torch.isin(ids, image_ids) & real_mask
+    num_given = int((first(placeholders) & ~d.completion[row]).sum())  # in the prompt
+    grids, all_patches, is_shown = changed_pictures(change, images, num_given)
+    sizes = grids.prod(1)
+    merged_sizes = sizes // config.vision_config.spatial_merge_size**2
+    picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
+    ids = ids[attended]
+    has_tokens = torch.isin(torch.arange(len(grids)), picture_numbers)
+    is_seen = has_tokens & is_shown
+    seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # text is of no picture
+    patches = all_patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
+    batch = pack([Prompt(seen_ids, patches, grids[is_seen])], [[]], config)
+    batch.input_ids = ids
+    batch.vision_index = change("vision index", batch.vision_index)
+    padding = int(real_mask.long().argmax())  # on the left
+    placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
+    completion = d.completion[row, attended]
+    batch.position_ids = change(
         "positions",
-        position_ids,
-        selection=(tokens.row, tokens.attended),
-        indices=torch.arange(len(completion)).expand(3, -1),
+        get_rope_index(placed_ids, grids[has_tokens], config),  # seen or not
+        selection=(row, attended),
+        indices=torch.arange(len(ids)).expand(3, -1),
         completion=completion.long(),
         prompt_length=int((~completion).sum()),
     )
+    return batch
+
+
+def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Change a row's pictures (patches, grid), num_given of them in its prompt.
+
+    Returns their grids (pictures, 3), all patches, and which pictures the model gets.
+    """
+    images = shown_as(change, images, num_given)
+    numbers = torch.arange(len(images))
+    names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
+    grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
+    patches = [torch.zeros(0)]
+    for number, (pixels, grid) in enumerate(images):
+        patches.append(change("pixels", pixels, selection=(number,), grid=grid, **names))
+    is_blind = change("blind", numbers < 0, **names)
+    return change("grids", grids), torch.cat(patches), ~is_blind
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
@@ -153,11 +126,8 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
         placeholders: (S,) which tokens are; one without a picture is text.
         sizes: (pictures,) tokens of each.
     """
-    picture = torch.full(placeholders.shape, len(sizes))
-    owners = torch.arange(len(sizes)).repeat_interleave(sizes)
-    columns = placeholders.nonzero()[: len(owners), 0]
-    picture[columns] = owners[: len(columns)]
-    return picture
+    numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
+    return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
