@@ -337,6 +337,7 @@ class PolicyPieces(NamedTuple):
     entropies: Tensor
     kept: Tensor  # of the tokens that have the policy's term
     log_ratio: Tensor
+    ratio: Tensor
 
 
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
@@ -374,13 +375,18 @@ def policy_pieces(
         "kept": tokens_kept(entropies[part], part, options.top_entropy_quantile, change),
     }
     log_ratio = change("log-ratio", logps - old, selection=(part,), **names)
-    return PolicyPieces(**names, log_ratio=log_ratio)
+    ratio = importance_ratio(log_ratio, mask[part], options.importance_sampling_level)
+    return PolicyPieces(**names, log_ratio=log_ratio, ratio=ratio)
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average what the policy is to gain, and its size."""
     without_kl = copy.copy(pieces.options)  # a deviation may have what options refuse
     without_kl.beta = 0.0
+    d = change.d
+    # where none is known they agree
+    agreeing = torch.ones(len(d.all_rows), 1)
+    correction = change("correction", d.get("importance_sampling_ratio", agreeing))
     terms, _ = policy_terms(
         pieces.per_token_logps,
         pieces.advantages,
@@ -388,13 +394,13 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         without_kl,
         kept=pieces.kept,
         old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
-        **sampler_terms(pieces.part, change),
+        sampling_per_token_logps=d["sampler_logps"][pieces.part]
+        if d.has("sampler_logps")
+        else None,
+        importance_sampling_ratio=correction[pieces.part],
         **arguments(pieces.options),
     )
-    level = pieces.options.importance_sampling_level
-    ratio = importance_ratio(pieces.log_ratio, pieces.mask, level)
-    names = {"ratio": ratio, **pieces._asdict()}
-    terms = change("terms", terms, selection=(pieces.part,), **names)
+    terms = change("terms", terms, selection=(pieces.part,), **pieces._asdict())
     return averaged(pieces.part, terms, change)
 
 
@@ -402,12 +408,11 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average the KL."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
-    ratio = importance_ratio(pieces.log_ratio, pieces.mask, options.importance_sampling_level)
-    names = {"ratio": ratio, **pieces._asdict()}
-    kl = family_kl(*of_both, ratio, options, options.kl_straight_through)
+    names = pieces._asdict()
+    kl = family_kl(*of_both, pieces.ratio, options, options.kl_straight_through)
     if "KL estimate" in change:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
-        kl = correct_kl(estimate, ratio, options)
+        kl = correct_kl(estimate, pieces.ratio, options)
     kl = change("KL", kl, selection=(pieces.part,), **names)
     # float32 rounds the KL as it does what the KL is the difference of
     return averaged(pieces.part, kl, change, rounding=0.01)
@@ -446,18 +451,6 @@ def averaged(
     return value, average(terms.detach().abs() + rounding, divided[part], count)
 
 
-def sampler_terms(part: Tensor, change: Change) -> dict[str, Tensor]:
-    """Take what the rows `part` have of the sampler: log-probabilities, weights of its mismatch."""
-    d = change.d
-    result = {}
-    if d.has("sampler_logps"):
-        result["sampling_per_token_logps"] = d["sampler_logps"][part]
-    if d.has("importance_sampling_ratio"):
-        ratio = change("correction", d["importance_sampling_ratio"])
-        result["importance_sampling_ratio"] = ratio[part]
-    return result
-
-
 def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
     """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
     mask = mask_in(change, "the sum")[part]
@@ -470,17 +463,18 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    mask = mask_in(change, "")
-    options = loss_options(change)
-    own_logps = inputs(logps, mask, change)[0][index]
-    policy_logps, _ = answers(index, logps, change.inside("the policy"))
-    _, ref_logps = answers(index, logps, change.inside("the reference"))
+    policy_change = change.inside("the policy")
+    mask = mask_in(policy_change, "")
+    options = loss_options(policy_change)
+    own_logps = inputs(logps, mask, policy_change)[0][index]
+    policy_logps = answer_logps(own_logps, mask[index], options.ld_alpha)
+    ref_logps = reference_logps(index, logps, change.inside("the reference"))
     log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask[index].sum(-1))
     value, _ = dpo_loss(
         own_logps,
         mask[index],
         options,
-        ref_logps=answer_logps(own_logps, mask[index], options.ld_alpha) - log_ratio,
+        ref_logps=policy_logps - log_ratio,
         counts=counts(part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
@@ -488,13 +482,12 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
     return value, value.detach().abs() + 1e-2
 
 
-def answers(index: Tensor, logps: Tensor, change: Change) -> tuple[Tensor, Tensor]:
-    """Sum the log-probabilities of answers (pairs, 2): of the policy, of the reference."""
+def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
+    """Sum the reference's log-probabilities of answers (pairs, 2)."""
     mask = mask_in(change, "")
-    logps, _, reference = inputs(logps, mask, change)
+    _, _, reference = inputs(logps, mask, change)
     reference = change("references", reference[index], mask=mask[index])
-    ld_alpha = loss_options(change).ld_alpha
-    return tuple(answer_logps(x, mask[index], ld_alpha) for x in (logps[index], reference))
+    return answer_logps(reference, mask[index], loss_options(change).ld_alpha)
 
 
 def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
