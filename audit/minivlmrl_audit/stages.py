@@ -22,7 +22,7 @@ from minivlmrl.objectives.policy_losses import (
     mean_entropy,
     policy_terms,
 )
-from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss, sft_loss
+from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, formula, shown_as
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
@@ -435,6 +435,9 @@ POLICY_TERMS = {
 }
 
 
+ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}  # SFT's too
+
+
 def averaged(
     part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -444,7 +447,7 @@ def averaged(
     weights = change("weights", torch.ones_like(mask), mask=mask)
     count = counts(part, divided, change)
     definition = loss_options(Change(change.d, {}))
-    average = AVERAGES[change.get("average", definition.loss_type)]
+    average = ALL_AVERAGES[change.get("average", definition.loss_type)]
     terms = terms * (mask * weights)[part]
     value = average(terms, divided[part], count)
     value = change("mean", value, selection=(part,), terms=terms, mask=divided[part])
@@ -493,14 +496,11 @@ def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
 def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute SFT for the rows `part`."""
     logps = change("logps", logps)
-    mask = mask_in(change, "the sum")
-    count = counts(part, mask_in(change, "the count"), change)
-    weights = change("weights", torch.ones_like(mask), mask=mask)
-    loss_type = loss_options(change).loss_type
-    value = sft_loss(logps[part], (mask * weights)[part], loss_type, counts=count)
-    names = {"per_token_logps": logps, "mask": mask, "part": part, "count": count}
-    value = change("mean of rows", value, **names)
-    return value, value.detach().abs() + 1e-30
+    terms = -logps
+    if loss_options(change).loss_type == "dft":
+        terms = terms * logps.detach().exp()
+    terms = change("terms", terms, per_token_logps=logps)
+    return averaged(part, terms[part], change)
 
 
 LOSSES = {"grpo": policy, "dpo": preference, "sft": demonstrations}
