@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from minivlmrl.advantages import nanstd
 from minivlmrl.losses import Counts, correct_kl, kl_term
 from minivlmrl.objectives.policy_losses import (
     AVERAGES,
@@ -87,28 +89,26 @@ def moments(
     divisor = torch.ones_like(x)
     lengths = change.d.of_rollout("lengths")
     rollout = change.d.get("rollout", torch.zeros_like(group))
-    for number in group.unique():
+    is_judged = ~x.isnan()
+    for number in group[is_judged].unique():
         is_member = group == number
-        of_rollout = x[rollout == rollout[is_member][0]]
-        all_judged = of_rollout[~of_rollout.isnan()]
-        rewards = x[is_member]
-        judged = rewards[~rewards.isnan()]
-        if not len(judged):
-            continue
-        judged = change("judged", judged, rewards=rewards)
+        in_group = is_judged & is_member
+        in_rollout = is_judged & (rollout == rollout[in_group][0])
+        judged = change("judged", x[in_group])
+        all_judged = x[in_rollout]
         names = {
-            "rewards": rewards,
+            "rewards": x[is_member],
             "judged": judged,
             "all_judged": all_judged,
-            "lengths": lengths[is_member][~rewards.isnan()],
-            "all_lengths": lengths[rollout == rollout[is_member][0]][~of_rollout.isnan()],
+            "lengths": lengths[in_group],
+            "all_lengths": lengths[in_rollout],
             "centre": centre,
         }
         choices = {"group": judged, "batch": all_judged}
         baseline[is_member] = change("mean", choices[centre].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
-            std = scaling_rewards.std() if len(scaling_rewards) > 1 else x.new_tensor(torch.nan)
+            std = nanstd(scaling_rewards)
             divisor[is_member] = change(
                 "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards, **names
             )
@@ -149,28 +149,21 @@ def pictures(d: Dump, change: Change) -> Answer:
     """Show each row the pictures of its prompt, then those that tools answered, in order."""
     if not d.has("sampler_num_images"):
         return None
-    numbers = {}
-    sampled = numbered(d, "sampler_", numbers)
-    theirs = numbered(d, "", numbers)
+    sampled = shown(d, "sampler_")
     row = d.get("row", d.all_rows)[change.picture_rows()]
     ids, _, forced_mask = d.turns()
     answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
     for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
-    width = 2 * max(map(len, theirs + sampled))
-    table = [row_numbers + [-1] * (width - len(row_numbers)) for row_numbers in theirs + ours]
-    their_table, our_table = torch.tensor(table, dtype=torch.float64).chunk(2)
-    return {"pictures": (their_table, our_table, 1.0)}
-
-
-def numbered(d: Dump, kind: str, numbers: dict) -> list[list[int]]:
-    """Number the pictures of each row, as `shown` lists them; equal ones have one number."""
-    result = []
-    for row_pictures in shown(d, kind):
+    numbers = {}  # equal pictures have one
+    table = []
+    for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
-        result.append([numbers.setdefault(key, len(numbers)) for key in keys])
-    return result
+        row_numbers = [numbers.setdefault(key, len(numbers)) for key in keys]
+        table.append(torch.tensor(row_numbers, dtype=torch.float64))
+    ours, theirs = pad_sequence(table, batch_first=True, padding_value=-1).chunk(2)
+    return {"pictures": (theirs, ours, 1.0)}
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
