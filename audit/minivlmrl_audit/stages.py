@@ -246,19 +246,18 @@ def loss(d: Dump, change: Change) -> Answer:
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
-    leaves = [d[name].clone().requires_grad_() for name in outputs if d.has(name)]
+    leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     compute = LOSSES[d.about["kind"]]
-    parts = [compute(part, leaves[0], leaves[-1], change) for part in d.micro_batches]
-    losses = torch.stack([value for value, _ in parts])
-    units = torch.stack([unit for _, unit in parts])
+    parts = [torch.stack(compute(part, *leaves, change)) for part in d.micro_batches]
+    losses, units = torch.stack(parts, 1)
     total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
-        answer["loss"] = d["loss"].view_as(losses), losses.detach(), units + 1e-30
+        answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
     rounding = 1e-3 / d["completion_mask"].sum().clamp(min=1)  # where all else cancels
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
-    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
+    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
             # where the trainer has no log-probabilities it has no gradient
@@ -335,18 +334,15 @@ class PolicyPieces(NamedTuple):
 
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
-    value = torch.zeros(())
-    unit = torch.zeros(())
+    total = torch.zeros(2)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
         options = loss_options(inside)
         weight = getattr(options, weight_name, 1.0)
         if weight:
             pieces = policy_pieces(part, logps, entropies, options, inside)
-            term_value, term_unit = term(pieces, inside)
-            value = value + weight * term_value
-            unit = unit + weight * term_unit
-    return value, unit
+            total = total + weight * torch.stack(term(pieces, inside))
+    return total.unbind()
 
 
 def policy_pieces(

@@ -163,13 +163,10 @@ def gradients(d: Dump, change: Change) -> Answer:
     theirs = by_hub_names(d.parameters("grad"))
     earlier = by_hub_names(d.parameters("exp_avg"))
     has_model = d.about.get("model") and d.forward is not None
-    if not theirs or not has_model or not d.has("logps_gradient"):
+    is_unknown = (d["completion_mask"] * of_unattended(d)).any()
+    if not theirs or not has_model or not d.has("logps_gradient") or is_unknown:
         return None
-    if (d["completion_mask"] * of_unattended(d)).any():
-        return None
-    slopes = d["logps_gradient"]
-    slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
-    ours = accumulate(d, change, slopes)
+    ours = accumulate(d, change)
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
@@ -186,7 +183,7 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
-def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
+def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
@@ -194,20 +191,21 @@ def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
     shares = change("micro-batch", ones.sum(0), **names).tolist()
     total = {}
     for number, share in enumerate(shares):
-        part_gradients = micro_batch_gradients(d, number, slopes)
-        part_gradients = change("gradients of a part", part_gradients)
+        part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
         total = change("gradients so far", total)
     return total
 
 
-def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Tensor]:
+def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
     """Compute gradients of a micro-batch, once."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
         value, model = forward(d, Change(d, d.forward), d.about["model"], part, grad=True)
+        slopes = d["logps_gradient"]
+        slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
         if value.requires_grad:  # some row has tokens
             (value * slopes).sum().backward()
         parameters = model.named_parameters()
@@ -250,37 +248,36 @@ def update(d: Dump, change: Change) -> Answer:
         return None
     moments = change("moments", d.parameters("exp_avg"))
     squares = change("moments", d.parameters("exp_avg_sq"))
-    first_step = change("first step", options["step"])
-    steps = range(first_step, first_step + change.get("times", 1))
     rate = options["learning_rate"]
+    largest_rate = d.about.get("schedule", {}).get("learning_rate", rate)
     weight_decay = options["weight_decay"]
     answer = {}
     for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
-        names = {"key": name, "weight_decay": weight_decay, "learning_rate": rate}
-        largest_rate = d.about.get("schedule", {}).get("learning_rate", rate)
-        decay = change("decay", decay, largest_rate=largest_rate, **names)
+        theirs = weights_after.get(name, weight)
+        names = {"key": name, "learning_rate": rate, "theirs": theirs, "old": weight}
+        decay = change(
+            "decay", decay, weight_decay=weight_decay, largest_rate=largest_rate, **names
+        )
         state = moments.get(name, zero), squares.get(name, zero)
         gradient = gradients.get(name, zero)
-        new_weight = adamw(change, options, steps, weight, gradient, state, decay)
-        theirs = weights_after.get(name, weight)
-        new_weight = change(
-            "weight", new_weight, theirs=theirs, old=weight, decay=decay, learning_rate=rate
-        )
+        new_weight = adamw(change, options, weight, gradient, state, decay)
+        new_weight = change("weight", new_weight, decay=decay, **names)
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
         unit = (new_weight - weight).abs().max() + rounding + 1e-30
         answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)
     return answer
 
 
-def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -> Tensor:
+def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     """Move a weight by AdamW's steps; `state` is its first and second moment."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
+    first_step = change("first step", options["step"])
     m, v = state
-    for t in steps:
+    for t in range(first_step, first_step + change.get("times", 1)):
         # Adam with L2: the decay goes through the moments
         slope = gradient + decay * weight * bool(change.get("coupled"))
         weight = weight * (1 - rate * decay * (not change.get("coupled")))
@@ -300,9 +297,8 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
 def schedule(d: Dump, change: Change) -> Answer:
     """Compute the learning rates of the steps so far, the last of which is this one."""
     options = d.about.get("schedule")
-    if not options or "learning_rate" not in d.optimizer:
-        return None
-    if options["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
+    known_types = ("linear", "cosine", "constant", "constant_with_warmup")
+    if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
         return None
     their_rates = [*options.get("rates", []), d.optimizer["learning_rate"]]
     steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
