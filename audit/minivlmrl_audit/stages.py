@@ -64,7 +64,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     centre = "group"
     scale = d.about.get("scale_rewards", "group")
     normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
-    if normalise_first != change.get("other aggregation", False):
+    if normalise_first != change("other aggregation", False):
         parts = []
         for x in rewards.unbind(1):
             baseline, divisor = moments(change, x, group, "group", "group")
@@ -154,7 +154,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     ids, _, forced_mask = d.turns()
     answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
-    for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
+    for i, count in zip(row, answered_counts, strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
     numbers = {}  # equal pictures have one
     table = []

@@ -73,10 +73,9 @@ def batch_of_row(
     """Pack a row's attended tokens (S,) and its pictures (patches, grid), as a deviation has them."""
     config = model.config
     ids = d["input_ids"][row]
-    real_mask = d["attention_mask"][row].bool()
     image_ids = torch.tensor([config.image_token_id, config.video_token_id])
-    placeholders = torch.isin(ids, image_ids) & real_mask
-    num_given = int((first(placeholders) & ~d.completion[row]).sum())  # in the prompt
+    placeholders = torch.isin(ids, image_ids)
+    num_given = (first(placeholders) & ~d.completion[row]).sum()  # in the prompt
     grids, all_patches, is_shown = changed_pictures(change, images, num_given)
     sizes = grids.prod(1)
     merged_sizes = sizes // config.vision_config.spatial_merge_size**2
@@ -89,7 +88,7 @@ def batch_of_row(
     batch = pack([Prompt(seen_ids, patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
     batch.vision_index = change("vision index", batch.vision_index)
-    padding = int(real_mask.long().argmax())  # on the left
+    padding = int(d["attention_mask"][row].long().argmax())  # on the left
     placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
     completion = d.completion[row, attended]
     batch.position_ids = change(
@@ -98,7 +97,7 @@ def batch_of_row(
         selection=(row, attended),
         indices=torch.arange(len(ids)).expand(3, -1),
         completion=completion.long(),
-        prompt_length=int((~completion).sum()),
+        prompt_length=(~completion).sum(),
     )
     return batch
 
@@ -277,14 +276,14 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     beta1, beta2 = change("betas", options["betas"])
     first_step = change("first step", options["step"])
     m, v = state
-    for t in range(first_step, first_step + change.get("times", 1)):
+    for t in range(first_step, first_step + change("times", 1)):
         # Adam with L2: the decay goes through the moments
         slope = gradient + decay * weight * bool(change.get("coupled"))
         weight = weight * (1 - rate * decay * (not change.get("coupled")))
         of_first = change.inside("the first moment")
         of_second = change.inside("the second moment")
-        m = of_first("moment", beta1 * m + (1 - beta1) * of_first("slope", slope))
-        v = of_second("moment", beta2 * v + (1 - beta2) * of_second("slope", slope).square())
+        m = of_first("moment", m.lerp(of_first("slope", slope), 1 - beta1))
+        v = of_second("moment", v.lerp(of_second("slope", slope).square(), 1 - beta2))
         correction1, correction2 = change("correction", (1 - beta1**t, 1 - beta2**t))
         variance = v / correction2
         root = variance.sqrt() + eps
@@ -317,5 +316,5 @@ def rate_at(step: int, options: dict, change: Change) -> float:
     progress = (t - warmup) / max(1, max_steps - warmup)
     done_share = min(1.0, change("progress", progress, t=t, warmup=warmup, max_steps=max_steps))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
-    rate_share = t / max(1, warmup) if t < warmup else shares.get(kind, 1.0)
+    rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
     return options["learning_rate"] * change("rate", rate_share)
