@@ -26,7 +26,7 @@ from minivlmrl.objectives.policy_losses import (
 )
 from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import Change, first, formula, shown_as
+from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
@@ -60,7 +60,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     rewards = change("rewards", d["rewards"].view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("weights", torch.tensor(weights, dtype=torch.float64))
-    is_unjudged = rewards.isnan().all(1) & (not change.get("missing"))
+    is_unjudged = rewards.isnan().all(1)
     centre = "group"
     scale = d.about.get("scale_rewards", "group")
     normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
@@ -308,11 +308,8 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
-    for name in change.keys() & values.keys():
-        value = change[name]
-        if str(value).startswith("="):
-            value = formula(value[1:], c=change.get("c", 1.0), **values)
-        setattr(options, name, value)
+    for name, value in values.items():
+        setattr(options, name, change(name, value, **values))
     return options
 
 

@@ -33,7 +33,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
         key = (folder, row, deviations)
         if key not in cache:
             if model is None:
-                dtype = getattr(torch, change.get("dtype", "float64"))
+                dtype = change("dtype", torch.float64)
                 model = change("model", load_model(folder, dtype).requires_grad_(grad))
             cache[key] = row_logps(d, change, model, row, images[picture_row])
         value[:, row] = cache[key]
@@ -141,7 +141,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if not d.has(name) or not d.about.get(folder):
         return None
-    weights_folder = d.about.get(change.get("weights")) or d.about[folder]
+    weights_folder = change("weights", d.about[folder])
     part = d.all_rows if d.part is None else d.part
     rows = d.all_rows if "logps" in change else part
     steps = d.get("rollout_step", d.all_rows * 0)
