@@ -55,7 +55,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     TRL's multi_objective_aggregation says whether they are normalised before they are added.
     """
     group = d["group"]
-    group_size = d.about.get("num_generations") or int((group == group[0]).sum())
+    group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
     rewards = change("rewards", d["rewards"].view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
@@ -203,7 +203,7 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
     has_ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
     longest = d.about.get("max_completion_length") or d.width
     has_ended = change("ended", has_ended, end_tokens=end_tokens, sizes=sizes, longest=longest)
-    real_mask = forced_mask | (in_turn & (has_ended | answer_follows | text_follows))
+    real_mask = forced_mask | (in_turn & (has_ended | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
         real_mask = real_mask & has_ended
     return real_mask
@@ -293,7 +293,7 @@ def counts(part: Tensor, mask: Tensor, change: Change) -> Counts:
     by_part = change.get("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
-    tokens = mask[rows].sum().item() * times
+    tokens = mask[rows].sum() * times
     is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()

@@ -146,7 +146,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     rows = d.all_rows if "logps" in change else part
     steps = d.get("rollout_step", d.all_rows * 0)
     value = torch.zeros_like(d[name])
-    for step in steps[rows].unique().tolist():  # each had weights of its own
+    for step in steps[rows].unique():  # each had weights of its own
         of_step = rows[steps[rows] == step]
         outputs, _ = forward(d, change, weights_folder.format(step), of_step)
         value += outputs[int(name == "entropies")]
@@ -187,7 +187,7 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
     names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1).double()}
-    shares = change("micro-batch", ones.sum(0), **names).tolist()
+    shares = change("micro-batch", ones.sum(0), **names)
     total = {}
     for number, share in enumerate(shares):
         part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
