@@ -290,7 +290,7 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 def counts(part: Tensor, mask: Tensor, change: Change) -> Counts:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     d = change.d
-    by_part = change.get("mean_over", d.about.get("mean_over")) == "micro_batch"
+    by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
@@ -433,7 +433,7 @@ def averaged(
     weights = change("weights", torch.ones_like(mask), mask=mask)
     count = counts(part, divided, change)
     definition = loss_options(Change(change.d, {}))
-    average = ALL_AVERAGES[change.get("average", definition.loss_type)]
+    average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)[part]
     value = average(terms, divided[part], count)
     value = change("mean", value, selection=(part,), terms=terms, mask=divided[part])

@@ -242,7 +242,7 @@ def update(d: Dump, change: Change) -> Answer:
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
-    gradients = d.parameters(change.get("gradients", "clipped")) or d.parameters("grad")
+    gradients = change("gradients", d.parameters("clipped") or d.parameters("grad"))
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     moments = change("moments", d.parameters("exp_avg"))
@@ -255,10 +255,15 @@ def update(d: Dump, change: Change) -> Answer:
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
         theirs = weights_after.get(name, weight)
-        names = {"key": name, "learning_rate": rate, "theirs": theirs, "old": weight}
-        decay = change(
-            "decay", decay, weight_decay=weight_decay, largest_rate=largest_rate, **names
-        )
+        names = {
+            "key": name,
+            "theirs": theirs,
+            "old": weight,
+            "weight_decay": weight_decay,
+            "learning_rate": rate,
+            "largest_rate": largest_rate,
+        }
+        decay = change("decay", decay, **names)
         state = moments.get(name, zero), squares.get(name, zero)
         gradient = gradients.get(name, zero)
         new_weight = adamw(change, options, weight, gradient, state, decay)
@@ -275,11 +280,12 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
     first_step = change("first step", options["step"])
+    is_coupled = change("coupled", False)
     m, v = state
     for t in range(first_step, first_step + change("times", 1)):
         # Adam with L2: the decay goes through the moments
-        slope = gradient + decay * weight * bool(change.get("coupled"))
-        weight = weight * (1 - rate * decay * (not change.get("coupled")))
+        slope = gradient + decay * weight * is_coupled
+        weight = weight * (1 - rate * decay * (not is_coupled))
         of_first = change.inside("the first moment")
         of_second = change.inside("the second moment")
         m = of_first("moment", m.lerp(of_first("slope", slope), 1 - beta1))
@@ -308,7 +314,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 def rate_at(step: int, options: dict, change: Change) -> float:
     """Compute the learning rate of step 0, 1, ... as transformers' schedules give it."""
-    kind = change.get("type", options["type"])
+    kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)

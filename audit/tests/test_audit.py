@@ -282,7 +282,7 @@ def test_a_field_of_another_type_is_named(tmp_path):
 @pytest.mark.parametrize("kind, step, change, rate", [
     ("linear", 0, {}, 0.0), ("linear", 1, {}, 0.5), ("linear", 4, {}, 0.75), ("cosine", 6, {}, 0.5),
     ("constant", 9, {}, 1), ("linear", 1, {"warmup": 0}, 0.9),
-    ("linear", 4, {"type": "constant"}, 1), ("linear", 1, {"step": "2 * x"}, 1),
+    ("linear", 4, {"type": "'constant'"}, 1), ("linear", 1, {"step": "2 * x"}, 1),
 ])  # fmt: skip
 def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
     """Two steps of warmup out of ten, and what deviations make of them."""
