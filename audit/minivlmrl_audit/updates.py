@@ -73,8 +73,7 @@ def batch_of_row(
     """Pack a row's attended tokens (S,) and its pictures (patches, grid), as a deviation has them."""
     config = model.config
     ids = d["input_ids"][row]
-    image_ids = torch.tensor([config.image_token_id, config.video_token_id])
-    placeholders = torch.isin(ids, image_ids)
+    placeholders = ids == config.image_token_id
     num_given = (first(placeholders) & ~d.completion[row]).sum()  # in the prompt
     grids, all_patches, is_shown = changed_pictures(change, images, num_given)
     sizes = grids.prod(1)
@@ -141,7 +140,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if not d.has(name) or not d.about.get(folder):
         return None
-    weights_folder = change("weights", d.about[folder])
+    weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
     rows = d.all_rows if "logps" in change else part
     steps = d.get("rollout_step", d.all_rows * 0)
