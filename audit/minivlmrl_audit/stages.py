@@ -370,9 +370,9 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     without_kl = copy.copy(pieces.options)  # a deviation may have what options refuse
     without_kl.beta = 0.0
     d = change.d
-    # where none is known they agree
-    agreeing = torch.ones(len(d.all_rows), 1)
-    correction = change("correction", d.get("importance_sampling_ratio", agreeing))
+    sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
+    no_mismatch = torch.ones(len(d.all_rows), 1)
+    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
     terms, _ = policy_terms(
         pieces.per_token_logps,
         pieces.advantages,
@@ -380,9 +380,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         without_kl,
         kept=pieces.kept,
         old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
-        sampling_per_token_logps=d["sampler_logps"][pieces.part]
-        if d.has("sampler_logps")
-        else None,
+        sampling_per_token_logps=sampler_logps,
         importance_sampling_ratio=correction[pieces.part],
         **arguments(pieces.options),
     )
@@ -419,9 +417,8 @@ POLICY_TERMS = {
     "the KL": (kl_term_of, "beta"),
     "the mean entropy": (entropy_term, "entropy_coef"),
 }
-
-
-ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}  # SFT's too
+# of each loss_type, SFT's too
+ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(
