@@ -308,8 +308,8 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
-    for name, value in values.items():
-        setattr(options, name, change(name, value, **values))
+    for name in change.keys() & values.keys():
+        setattr(options, name, change(name, values[name], **values))
     return options
 
 
