@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from minivlmrl.advantages import nanstd
 from minivlmrl.losses import Counts, correct_kl, kl_term
 from minivlmrl.objectives.policy_losses import (
     AVERAGES,
@@ -22,9 +24,9 @@ from minivlmrl.objectives.policy_losses import (
     mean_entropy,
     policy_terms,
 )
-from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss, sft_loss
+from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.moves import Change, first, formula, shown_as
+from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
@@ -53,16 +55,16 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     TRL's multi_objective_aggregation says whether they are normalised before they are added.
     """
     group = d["group"]
-    group_size = d.about.get("num_generations") or int((group == group[0]).sum())
+    group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
     rewards = change("rewards", d["rewards"].view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
     weights = change("weights", torch.tensor(weights, dtype=torch.float64))
-    is_unjudged = rewards.isnan().all(1) & (not change.get("missing"))
+    is_unjudged = rewards.isnan().all(1)
     centre = "group"
     scale = d.about.get("scale_rewards", "group")
     normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
-    if normalise_first != change.get("other aggregation", False):
+    if normalise_first != change("other aggregation", False):
         parts = []
         for x in rewards.unbind(1):
             baseline, divisor = moments(change, x, group, "group", "group")
@@ -87,28 +89,26 @@ def moments(
     divisor = torch.ones_like(x)
     lengths = change.d.of_rollout("lengths")
     rollout = change.d.get("rollout", torch.zeros_like(group))
-    for number in group.unique():
+    is_judged = ~x.isnan()
+    for number in group[is_judged].unique():
         is_member = group == number
-        of_rollout = x[rollout == rollout[is_member][0]]
-        all_judged = of_rollout[~of_rollout.isnan()]
-        rewards = x[is_member]
-        judged = rewards[~rewards.isnan()]
-        if not len(judged):
-            continue
-        judged = change("judged", judged, rewards=rewards)
+        in_group = is_judged & is_member
+        in_rollout = is_judged & (rollout == rollout[in_group][0])
+        judged = change("judged", x[in_group])
+        all_judged = x[in_rollout]
         names = {
-            "rewards": rewards,
+            "rewards": x[is_member],
             "judged": judged,
             "all_judged": all_judged,
-            "lengths": lengths[is_member][~rewards.isnan()],
-            "all_lengths": lengths[rollout == rollout[is_member][0]][~of_rollout.isnan()],
+            "lengths": lengths[in_group],
+            "all_lengths": lengths[in_rollout],
             "centre": centre,
         }
         choices = {"group": judged, "batch": all_judged}
         baseline[is_member] = change("mean", choices[centre].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
-            std = scaling_rewards.std() if len(scaling_rewards) > 1 else x.new_tensor(torch.nan)
+            std = nanstd(scaling_rewards)
             divisor[is_member] = change(
                 "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards, **names
             )
@@ -149,28 +149,21 @@ def pictures(d: Dump, change: Change) -> Answer:
     """Show each row the pictures of its prompt, then those that tools answered, in order."""
     if not d.has("sampler_num_images"):
         return None
-    numbers = {}
-    sampled = numbered(d, "sampler_", numbers)
-    theirs = numbered(d, "", numbers)
+    sampled = shown(d, "sampler_")
     row = d.get("row", d.all_rows)[change.picture_rows()]
     ids, _, forced_mask = d.turns()
     answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
-    for i, count in zip(row.tolist(), answered_counts.tolist(), strict=True):
+    for i, count in zip(row, answered_counts, strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
-    width = 2 * max(map(len, theirs + sampled))
-    table = [row_numbers + [-1] * (width - len(row_numbers)) for row_numbers in theirs + ours]
-    their_table, our_table = torch.tensor(table, dtype=torch.float64).chunk(2)
-    return {"pictures": (their_table, our_table, 1.0)}
-
-
-def numbered(d: Dump, kind: str, numbers: dict) -> list[list[int]]:
-    """Number the pictures of each row, as `shown` lists them; equal ones have one number."""
-    result = []
-    for row_pictures in shown(d, kind):
+    numbers = {}  # equal pictures have one
+    table = []
+    for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
-        result.append([numbers.setdefault(key, len(numbers)) for key in keys])
-    return result
+        row_numbers = [numbers.setdefault(key, len(numbers)) for key in keys]
+        table.append(torch.tensor(row_numbers, dtype=torch.float64))
+    ours, theirs = pad_sequence(table, batch_first=True, padding_value=-1).chunk(2)
+    return {"pictures": (theirs, ours, 1.0)}
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
@@ -210,7 +203,7 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
     has_ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
     longest = d.about.get("max_completion_length") or d.width
     has_ended = change("ended", has_ended, end_tokens=end_tokens, sizes=sizes, longest=longest)
-    real_mask = forced_mask | (in_turn & (has_ended | answer_follows | text_follows))
+    real_mask = forced_mask | (in_turn & (has_ended | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
         real_mask = real_mask & has_ended
     return real_mask
@@ -253,19 +246,18 @@ def loss(d: Dump, change: Change) -> Answer:
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
-    leaves = [d[name].clone().requires_grad_() for name in outputs if d.has(name)]
+    leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
     compute = LOSSES[d.about["kind"]]
-    parts = [compute(part, leaves[0], leaves[-1], change) for part in d.micro_batches]
-    losses = torch.stack([value for value, _ in parts])
-    units = torch.stack([unit for _, unit in parts])
+    parts = [torch.stack(compute(part, *leaves, change)) for part in d.micro_batches]
+    losses, units = torch.stack(parts, 1)
     total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
-        answer["loss"] = d["loss"].view_as(losses), losses.detach(), units + 1e-30
+        answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
     rounding = 1e-3 / d["completion_mask"].sum().clamp(min=1)  # where all else cancels
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
-    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
+    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
             # where the trainer has no log-probabilities it has no gradient
@@ -298,10 +290,10 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 def counts(part: Tensor, mask: Tensor, change: Change) -> Counts:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     d = change.d
-    by_part = change.get("mean_over", d.about.get("mean_over")) == "micro_batch"
+    by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
-    tokens = mask[rows].sum().item() * times
+    tokens = mask[rows].sum() * times
     is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
@@ -317,10 +309,7 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
     for name in change.keys() & values.keys():
-        value = change[name]
-        if str(value).startswith("="):
-            value = formula(value[1:], c=change.get("c", 1.0), **values)
-        setattr(options, name, value)
+        setattr(options, name, change(name, values[name], **values))
     return options
 
 
@@ -337,22 +326,20 @@ class PolicyPieces(NamedTuple):
     entropies: Tensor
     kept: Tensor  # of the tokens that have the policy's term
     log_ratio: Tensor
+    ratio: Tensor
 
 
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
     """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
-    value = torch.zeros(())
-    unit = torch.zeros(())
+    total = torch.zeros(2)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
         options = loss_options(inside)
         weight = getattr(options, weight_name, 1.0)
         if weight:
             pieces = policy_pieces(part, logps, entropies, options, inside)
-            term_value, term_unit = term(pieces, inside)
-            value = value + weight * term_value
-            unit = unit + weight * term_unit
-    return value, unit
+            total = total + weight * torch.stack(term(pieces, inside))
+    return total.unbind()
 
 
 def policy_pieces(
@@ -374,13 +361,18 @@ def policy_pieces(
         "kept": tokens_kept(entropies[part], part, options.top_entropy_quantile, change),
     }
     log_ratio = change("log-ratio", logps - old, selection=(part,), **names)
-    return PolicyPieces(**names, log_ratio=log_ratio)
+    ratio = importance_ratio(log_ratio, mask[part], options.importance_sampling_level)
+    return PolicyPieces(**names, log_ratio=log_ratio, ratio=ratio)
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average what the policy is to gain, and its size."""
     without_kl = copy.copy(pieces.options)  # a deviation may have what options refuse
     without_kl.beta = 0.0
+    d = change.d
+    sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
+    no_mismatch = torch.ones(len(d.all_rows), 1)
+    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
     terms, _ = policy_terms(
         pieces.per_token_logps,
         pieces.advantages,
@@ -388,13 +380,11 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         without_kl,
         kept=pieces.kept,
         old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
-        **sampler_terms(pieces.part, change),
+        sampling_per_token_logps=sampler_logps,
+        importance_sampling_ratio=correction[pieces.part],
         **arguments(pieces.options),
     )
-    level = pieces.options.importance_sampling_level
-    ratio = importance_ratio(pieces.log_ratio, pieces.mask, level)
-    names = {"ratio": ratio, **pieces._asdict()}
-    terms = change("terms", terms, selection=(pieces.part,), **names)
+    terms = change("terms", terms, selection=(pieces.part,), **pieces._asdict())
     return averaged(pieces.part, terms, change)
 
 
@@ -402,12 +392,11 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average the KL."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
-    ratio = importance_ratio(pieces.log_ratio, pieces.mask, options.importance_sampling_level)
-    names = {"ratio": ratio, **pieces._asdict()}
-    kl = family_kl(*of_both, ratio, options, options.kl_straight_through)
+    names = pieces._asdict()
+    kl = family_kl(*of_both, pieces.ratio, options, options.kl_straight_through)
     if "KL estimate" in change:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
-        kl = correct_kl(estimate, ratio, options)
+        kl = correct_kl(estimate, pieces.ratio, options)
     kl = change("KL", kl, selection=(pieces.part,), **names)
     # float32 rounds the KL as it does what the KL is the difference of
     return averaged(pieces.part, kl, change, rounding=0.01)
@@ -429,6 +418,8 @@ POLICY_TERMS = {
     "the KL": (kl_term_of, "beta"),
     "the mean entropy": (entropy_term, "entropy_coef"),
 }
+# of each loss_type, SFT's too
+ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(
@@ -440,23 +431,11 @@ def averaged(
     weights = change("weights", torch.ones_like(mask), mask=mask)
     count = counts(part, divided, change)
     definition = loss_options(Change(change.d, {}))
-    average = AVERAGES[change.get("average", definition.loss_type)]
+    average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)[part]
     value = average(terms, divided[part], count)
     value = change("mean", value, selection=(part,), terms=terms, mask=divided[part])
     return value, average(terms.detach().abs() + rounding, divided[part], count)
-
-
-def sampler_terms(part: Tensor, change: Change) -> dict[str, Tensor]:
-    """Take what the rows `part` have of the sampler: log-probabilities, weights of its mismatch."""
-    d = change.d
-    result = {}
-    if d.has("sampler_logps"):
-        result["sampling_per_token_logps"] = d["sampler_logps"][part]
-    if d.has("importance_sampling_ratio"):
-        ratio = change("correction", d["importance_sampling_ratio"])
-        result["importance_sampling_ratio"] = ratio[part]
-    return result
 
 
 def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
@@ -471,17 +450,18 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    mask = mask_in(change, "")
-    options = loss_options(change)
-    own_logps = inputs(logps, mask, change)[0][index]
-    policy_logps, _ = answers(index, logps, change.inside("the policy"))
-    _, ref_logps = answers(index, logps, change.inside("the reference"))
+    policy_change = change.inside("the policy")
+    mask = mask_in(policy_change, "")
+    options = loss_options(policy_change)
+    own_logps = inputs(logps, mask, policy_change)[0][index]
+    policy_logps = answer_logps(own_logps, mask[index], options.ld_alpha)
+    ref_logps = reference_logps(index, logps, change.inside("the reference"))
     log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask[index].sum(-1))
     value, _ = dpo_loss(
         own_logps,
         mask[index],
         options,
-        ref_logps=answer_logps(own_logps, mask[index], options.ld_alpha) - log_ratio,
+        ref_logps=policy_logps - log_ratio,
         counts=counts(part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
@@ -489,26 +469,22 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
     return value, value.detach().abs() + 1e-2
 
 
-def answers(index: Tensor, logps: Tensor, change: Change) -> tuple[Tensor, Tensor]:
-    """Sum the log-probabilities of answers (pairs, 2): of the policy, of the reference."""
+def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
+    """Sum the reference's log-probabilities of answers (pairs, 2)."""
     mask = mask_in(change, "")
-    logps, _, reference = inputs(logps, mask, change)
+    _, _, reference = inputs(logps, mask, change)
     reference = change("references", reference[index], mask=mask[index])
-    ld_alpha = loss_options(change).ld_alpha
-    return tuple(answer_logps(x, mask[index], ld_alpha) for x in (logps[index], reference))
+    return answer_logps(reference, mask[index], loss_options(change).ld_alpha)
 
 
 def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute SFT for the rows `part`."""
     logps = change("logps", logps)
-    mask = mask_in(change, "the sum")
-    count = counts(part, mask_in(change, "the count"), change)
-    weights = change("weights", torch.ones_like(mask), mask=mask)
-    loss_type = loss_options(change).loss_type
-    value = sft_loss(logps[part], (mask * weights)[part], loss_type, counts=count)
-    names = {"per_token_logps": logps, "mask": mask, "part": part, "count": count}
-    value = change("mean of rows", value, **names)
-    return value, value.detach().abs() + 1e-30
+    terms = -logps
+    if loss_options(change).loss_type == "dft":
+        terms = terms * logps.detach().exp()
+    terms = change("terms", terms, per_token_logps=logps)
+    return averaged(part, terms[part], change)
 
 
 LOSSES = {"grpo": policy, "dpo": preference, "sft": demonstrations}

@@ -1,7 +1,6 @@
 """What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.nn.utils import get_total_norm
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.family import hub_name
+from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 from minivlmrl_audit.dump import Dump
@@ -17,26 +17,6 @@ from minivlmrl_audit.moves import Change, clipped, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
-
-
-class RowTokens(NamedTuple):
-    """The columns (S,) of a row."""
-
-    row: int
-    ids: Tensor
-    real: Tensor  # no padding
-    completion: Tensor  # after the prompt, and counted
-    attended: Tensor  # what the model gets
-
-
-class RowPictures(NamedTuple):
-    """The pictures of a row that have tokens, and those of them that the model gets patches of."""
-
-    tokens: Tensor  # (T,): which attended tokens are of a picture
-    grids: Tensor  # (pictures, 3)
-    seen_tokens: Tensor
-    seen_grids: Tensor
-    patches: Tensor  # (patches, patch_dim)
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
@@ -53,97 +33,88 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
         key = (folder, row, deviations)
         if key not in cache:
             if model is None:
-                dtype = getattr(torch, change.get("dtype", "float64"))
+                dtype = change("dtype", torch.float64)
                 model = change("model", load_model(folder, dtype).requires_grad_(grad))
-            with torch.set_grad_enabled(grad):
-                cache[key] = row_logps(d, change, model, row, images[picture_row])
-        value = value.index_copy(1, torch.tensor([row]), cache[key][:, None])
+            cache[key] = row_logps(d, change, model, row, images[picture_row])
+        value[:, row] = cache[key]
     return torch.stack([change("logps", x) for x in value]), model
 
 
 def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
+    ids = d["input_ids"][row]
     counted_mask = d["completion_mask"][row].bool()
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     real_mask = d["attention_mask"][row].bool() | counted_mask
-    completion = d.completion[row] | counted_mask
     attended = change("attended", real_mask, selection=(row,))
-    tokens = RowTokens(row, d["input_ids"][row], real_mask, completion, attended)
     token_numbers = attended.cumsum(0)  # of each token among those that the model gets, from 1
+    is_scored = d.completion[row] | counted_mask | is_learned
     # nothing predicts the first token
-    is_scored = attended & (completion | is_learned) & (token_numbers > 1)
-    scored_columns = is_scored.nonzero()[:, 0]
+    scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
-    batch = batch_of_row(change, model, tokens, images)
+    batch = batch_of_row(d, change, model, row, attended, images)
     states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
     states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
     log_probs = (logits / temperature).log_softmax(-1)
-    logps = log_probs.gather(1, tokens.ids[scored_columns][:, None])[:, 0]
+    logps = log_probs.gather(1, ids[scored_columns][:, None])[:, 0]
     logps = change("scores", logps)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return value.index_copy(1, scored_columns, torch.stack([logps, entropies]).double())
+    value[:, scored_columns] = torch.stack([logps, entropies]).double()
+    return value
 
 
-def batch_of_row(change: Change, model, tokens: RowTokens, images: list) -> GroupBatch:
-    """Pack a row's attended tokens and its pictures (patches, grid), as a deviation shows them."""
-    shows = pictures_of_row(change, model.config, tokens, images)
-    patches = shows.patches.to(model.lm_head.weight)
-    ids = tokens.ids[tokens.attended]
-    padding = int(tokens.real.long().argmax())  # on the left
-    placed_ids = change("marks", ids.where(shows.tokens, -1), padding=padding)
-    # positions are those of all pictures, seen or not
-    prompt = Prompt(placed_ids, patches, shows.grids, torch.ones(len(shows.grids)))
-    batch = pack([prompt], [[]], model.config)
+def batch_of_row(
+    d: Dump, change: Change, model, row: int, attended: Tensor, images: list
+) -> GroupBatch:
+    """Pack a row's attended tokens (S,) and its pictures (patches, grid), as a deviation has them."""
+    config = model.config
+    ids = d["input_ids"][row]
+    placeholders = ids == config.image_token_id
+    num_given = (first(placeholders) & ~d.completion[row]).sum()  # in the prompt
+    grids, all_patches, is_shown = changed_pictures(change, images, num_given)
+    sizes = grids.prod(1)
+    merged_sizes = sizes // config.vision_config.spatial_merge_size**2
+    picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
+    ids = ids[attended]
+    has_tokens = torch.isin(torch.arange(len(grids)), picture_numbers)
+    is_seen = has_tokens & is_shown
+    seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # text is of no picture
+    patches = all_patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
+    batch = pack([Prompt(seen_ids, patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
-    batch.vision_index = change("vision index", shows.seen_tokens.nonzero()[:, 0])
-    batch.image_grid_thw = shows.seen_grids
-    batch.position_ids = positions(change, tokens, batch.position_ids)
+    batch.vision_index = change("vision index", batch.vision_index)
+    padding = int(d["attention_mask"][row].long().argmax())  # on the left
+    placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
+    completion = d.completion[row, attended]
+    batch.position_ids = change(
+        "positions",
+        get_rope_index(placed_ids, grids[has_tokens], config),  # seen or not
+        selection=(row, attended),
+        indices=torch.arange(len(ids)).expand(3, -1),
+        completion=completion.long(),
+        prompt_length=(~completion).sum(),
+    )
     return batch
 
 
-def pictures_of_row(change: Change, config, tokens: RowTokens, images: list) -> RowPictures:
-    """Change a row's pictures (patches, grid) as a deviation has them, and find their tokens."""
-    image_ids = torch.tensor([config.image_token_id, config.video_token_id])
-    placeholders = torch.isin(tokens.ids, image_ids) & tokens.real
-    num_given = int((first(placeholders) & ~tokens.completion).sum())  # in the prompt
+def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Change a row's pictures (patches, grid), num_given of them in its prompt.
+
+    Returns their grids (pictures, 3), all patches, and which pictures the model gets.
+    """
     images = shown_as(change, images, num_given)
     numbers = torch.arange(len(images))
     names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
-    no_grid = torch.zeros(3, dtype=torch.long)  # as nothing cannot be stacked
-    grids = change("grids", torch.stack([no_grid, *(grid for _, grid in images)])[1:])
-    sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
-    picture_numbers = picture_of_tokens(placeholders, sizes)[tokens.attended]
-    is_present = torch.isin(numbers, picture_numbers)
-    is_seen = is_present & ~change("blind", ~is_present, **names)
-    patches = [change.d.get("pixel_values", torch.zeros(0, 0))[:0]]
-    for number in is_seen.nonzero()[:, 0].tolist():
-        pixels, _ = images[number]
-        of_picture = change("pixels", pixels, selection=(number,), grid=grids[number], **names)
-        patches.append(of_picture)
-    return RowPictures(
-        tokens=picture_numbers < len(images),
-        grids=grids[is_present],
-        seen_tokens=pad(is_seen, (0, 1))[picture_numbers],  # text is of no picture
-        seen_grids=grids[is_seen],
-        patches=torch.cat(patches),
-    )
-
-
-def positions(change: Change, tokens: RowTokens, position_ids: Tensor) -> Tensor:
-    """Change the positions (3, T) of a row's attended tokens as a deviation has them."""
-    completion = tokens.completion[tokens.attended]
-    return change(
-        "positions",
-        position_ids,
-        selection=(tokens.row, tokens.attended),
-        indices=torch.arange(len(completion)).expand(3, -1),
-        completion=completion.long(),
-        prompt_length=int((~completion).sum()),
-    )
+    grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
+    patches = [torch.zeros(0)]
+    for number, (pixels, grid) in enumerate(images):
+        patches.append(change("pixels", pixels, selection=(number,), grid=grid, **names))
+    is_blind = change("blind", numbers < 0, **names)
+    return change("grids", grids), torch.cat(patches), ~is_blind
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
@@ -153,11 +124,8 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
         placeholders: (S,) which tokens are; one without a picture is text.
         sizes: (pictures,) tokens of each.
     """
-    picture = torch.full(placeholders.shape, len(sizes))
-    owners = torch.arange(len(sizes)).repeat_interleave(sizes)
-    columns = placeholders.nonzero()[: len(owners), 0]
-    picture[columns] = owners[: len(columns)]
-    return picture
+    numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
+    return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
@@ -172,12 +140,12 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
     if not d.has(name) or not d.about.get(folder):
         return None
-    weights_folder = d.about.get(change.get("weights")) or d.about[folder]
+    weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
     rows = d.all_rows if "logps" in change else part
     steps = d.get("rollout_step", d.all_rows * 0)
     value = torch.zeros_like(d[name])
-    for step in steps[rows].unique().tolist():  # each had weights of its own
+    for step in steps[rows].unique():  # each had weights of its own
         of_step = rows[steps[rows] == step]
         outputs, _ = forward(d, change, weights_folder.format(step), of_step)
         value += outputs[int(name == "entropies")]
@@ -193,13 +161,10 @@ def gradients(d: Dump, change: Change) -> Answer:
     theirs = by_hub_names(d.parameters("grad"))
     earlier = by_hub_names(d.parameters("exp_avg"))
     has_model = d.about.get("model") and d.forward is not None
-    if not theirs or not has_model or not d.has("logps_gradient"):
+    is_unknown = (d["completion_mask"] * of_unattended(d)).any()
+    if not theirs or not has_model or not d.has("logps_gradient") or is_unknown:
         return None
-    if (d["completion_mask"] * of_unattended(d)).any():
-        return None
-    slopes = d["logps_gradient"]
-    slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
-    ours = accumulate(d, change, slopes)
+    ours = accumulate(d, change)
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
     unit = largest_gradient * THROUGH_A_MODEL + 1e-30
     answer = {}
@@ -216,28 +181,29 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
-def accumulate(d: Dump, change: Change, slopes: Tensor) -> dict[str, Tensor]:
+def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
     """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
     names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1).double()}
-    shares = change("micro-batch", ones.sum(0), **names).tolist()
+    shares = change("micro-batch", ones.sum(0), **names)
     total = {}
     for number, share in enumerate(shares):
-        part_gradients = micro_batch_gradients(d, number, slopes)
-        part_gradients = change("gradients of a part", part_gradients)
+        part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
         total = change("gradients so far", total)
     return total
 
 
-def micro_batch_gradients(d: Dump, number: int, slopes: Tensor) -> dict[str, Tensor]:
+def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
     """Compute gradients of a micro-batch, once."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
         value, model = forward(d, Change(d, d.forward), d.about["model"], part, grad=True)
+        slopes = d["logps_gradient"]
+        slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
         if value.requires_grad:  # some row has tokens
             (value * slopes).sum().backward()
         parameters = model.named_parameters()
@@ -275,49 +241,54 @@ def update(d: Dump, change: Change) -> Answer:
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
-    gradients = d.parameters(change.get("gradients", "clipped")) or d.parameters("grad")
+    gradients = change("gradients", d.parameters("clipped") or d.parameters("grad"))
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     moments = change("moments", d.parameters("exp_avg"))
     squares = change("moments", d.parameters("exp_avg_sq"))
-    first_step = change("first step", options["step"])
-    steps = range(first_step, first_step + change.get("times", 1))
     rate = options["learning_rate"]
+    largest_rate = d.about.get("schedule", {}).get("learning_rate", rate)
     weight_decay = options["weight_decay"]
     answer = {}
     for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
-        names = {"key": name, "weight_decay": weight_decay, "learning_rate": rate}
-        largest_rate = d.about.get("schedule", {}).get("learning_rate", rate)
-        decay = change("decay", decay, largest_rate=largest_rate, **names)
+        theirs = weights_after.get(name, weight)
+        names = {
+            "key": name,
+            "theirs": theirs,
+            "old": weight,
+            "weight_decay": weight_decay,
+            "learning_rate": rate,
+            "largest_rate": largest_rate,
+        }
+        decay = change("decay", decay, **names)
         state = moments.get(name, zero), squares.get(name, zero)
         gradient = gradients.get(name, zero)
-        new_weight = adamw(change, options, steps, weight, gradient, state, decay)
-        theirs = weights_after.get(name, weight)
-        new_weight = change(
-            "weight", new_weight, theirs=theirs, old=weight, decay=decay, learning_rate=rate
-        )
+        new_weight = adamw(change, options, weight, gradient, state, decay)
+        new_weight = change("weight", new_weight, decay=decay, **names)
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
         unit = (new_weight - weight).abs().max() + rounding + 1e-30
         answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)
     return answer
 
 
-def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -> Tensor:
+def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     """Move a weight by AdamW's steps; `state` is its first and second moment."""
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
+    first_step = change("first step", options["step"])
+    is_coupled = change("coupled", False)
     m, v = state
-    for t in steps:
+    for t in range(first_step, first_step + change("times", 1)):
         # Adam with L2: the decay goes through the moments
-        slope = gradient + decay * weight * bool(change.get("coupled"))
-        weight = weight * (1 - rate * decay * (not change.get("coupled")))
+        slope = gradient + decay * weight * is_coupled
+        weight = weight * (1 - rate * decay * (not is_coupled))
         of_first = change.inside("the first moment")
         of_second = change.inside("the second moment")
-        m = of_first("moment", beta1 * m + (1 - beta1) * of_first("slope", slope))
-        v = of_second("moment", beta2 * v + (1 - beta2) * of_second("slope", slope).square())
+        m = of_first("moment", m.lerp(of_first("slope", slope), 1 - beta1))
+        v = of_second("moment", v.lerp(of_second("slope", slope).square(), 1 - beta2))
         correction1, correction2 = change("correction", (1 - beta1**t, 1 - beta2**t))
         variance = v / correction2
         root = variance.sqrt() + eps
@@ -330,9 +301,8 @@ def adamw(change, options: dict, steps: range, weight, gradient, state, decay) -
 def schedule(d: Dump, change: Change) -> Answer:
     """Compute the learning rates of the steps so far, the last of which is this one."""
     options = d.about.get("schedule")
-    if not options or "learning_rate" not in d.optimizer:
-        return None
-    if options["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
+    known_types = ("linear", "cosine", "constant", "constant_with_warmup")
+    if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
         return None
     their_rates = [*options.get("rates", []), d.optimizer["learning_rate"]]
     steps = range(options["step"] + 1 - len(their_rates), options["step"] + 1)
@@ -343,7 +313,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 def rate_at(step: int, options: dict, change: Change) -> float:
     """Compute the learning rate of step 0, 1, ... as transformers' schedules give it."""
-    kind = change.get("type", options["type"])
+    kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
@@ -351,5 +321,5 @@ def rate_at(step: int, options: dict, change: Change) -> float:
     progress = (t - warmup) / max(1, max_steps - warmup)
     done_share = min(1.0, change("progress", progress, t=t, warmup=warmup, max_steps=max_steps))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
-    rate_share = t / max(1, warmup) if t < warmup else shares.get(kind, 1.0)
+    rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
     return options["learning_rate"] * change("rate", rate_share)
