@@ -20,13 +20,12 @@ OPTIONS = {
         "loss_type": "bnpo",
         "epsilon_high": None,
         "use_adaptive_entropy": False,
+        "entropy_coef": 0.0,
     },
 }
 ATTRIBUTES = {
     "completion_only_loss": False,
-    "entropy_coef": 0.0,
     "tools": None,
-    "_has_async_funcs": False,
     "_image_pad_token_id": None,
 }
 SCALES = {True: "group", False: "none"}  # up to 0.21
@@ -119,7 +118,7 @@ class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
     def generated(self, result: dict, examples: list):
         """Keep a rollout, and rewards where no method of their own computes them."""
         if not hasattr(self.trainer, "_calculate_rewards"):
-            self.judged(torch.stack(list(self.given_rewards.values()), 1))
+            self.judged(torch.zeros(len(examples), len(self.given_rewards)))
         super().generated(result, examples)
 
     def scored(self, result, model, input_ids, attention_mask, *_):

@@ -61,10 +61,8 @@ class Dump:
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        ends = (prompt_tokens * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
-        self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
-        self.completion = torch.arange(self.width) >= ends
+        self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
     # what mistakes are composed of in this step: see moves.py
@@ -116,7 +114,7 @@ class Dump:
         """Order numbers of the rows as the rollout's completions (N,); 1 where they are not known."""
         order = self.get("row", self.all_rows).argsort()
         if not self.has(name, "group") or len(order) != len(self["group"]):
-            return torch.ones(len(self.get("group", order)), dtype=torch.float64)
+            return torch.ones_like(self.get("group", order)).double()
         return self[name][order].double()
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,13 +144,13 @@ class Dump:
         if text:
             regions = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
             region = regions.get(unit, region)
-        laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
-        for i, begin in enumerate(self.starts):
+        rows = []
+        for i, begin in enumerate((~self.completion).sum(1).tolist()):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
-            edited_lists = moves.edited(*lists, text, again=self.again)
-            values = torch.tensor(edited_lists)[:, : laid.shape[2] - begin]
-            laid[:, i, begin : begin + values.shape[1]] = values
-        return laid
+            values = torch.tensor(moves.edited(*lists, text, again=self.again)).long()
+            end = self.width + ids.shape[1] - begin - values.shape[1]
+            rows.append(pad(values, (begin, end), value=-1))  # or cut
+        return torch.stack(rows, 1)
 
     def again(self, ids: list[int]) -> list[int]:
         """Decode ids to text and encode it again."""
