@@ -147,6 +147,7 @@ def dpo_steps(trainer, folder, steps: int = 1):
     with patch.object(trl_steps, "Steps", OlderSteps):
         result = trl_steps.dpo_steps(trainer, folder, steps)
     rows = result.rows
+    result.about["loss"]["loss_type"] = list(trainer.loss_types)
     result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
     result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}  # of enumerations
 

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
+from minivlmrl_audit.options import OPTIONS
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
@@ -81,9 +82,7 @@ class Dump:
         ids = self["input_ids"]
         counted_mask = self["completion_mask"]
         attended = self["attention_mask"]
-        is_text = (
-            attended.bool() & ~self.completion & (ids != (self.about.get("image_token_id") or -1))
-        )
+        is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
         self.tensors["lengths"] = counted_mask.sum(1)
         self.tensors["row_lengths"] = attended.sum(1)
@@ -168,7 +167,7 @@ class Dump:
 def check_step(about: dict, tensors: dict[str, Tensor]):
     """Check that a step has what each needs, in one shape (ValueError: what is wrong)."""
     missing = [f"{name} is missing" for name in NEEDED if name not in tensors]
-    if about.get("kind") not in ("grpo", "dpo", "sft"):
+    if about.get("kind") not in OPTIONS:
         missing.append(f"kind is {about.get('kind')!r}")
     if missing:
         raise ValueError(

@@ -58,8 +58,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
     loss = options_of("dpo", vars(trainer.args))
-    loss["loss_type"] = list(trainer.loss_types)
-    if not set(dump.NAMES["smoothed losses"]) & set(trainer.loss_types):
+    if not set(dump.NAMES["smoothed losses"]) & set(loss["loss_type"]):
         loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
@@ -86,7 +85,7 @@ def grpo_options(trainer) -> dict:
     config["epsilon_low"] = config["epsilon"]
     if config["epsilon_high"] is None:
         config["epsilon_high"] = config["epsilon"]
-    about = {
+    return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
         # those of the step that drew a row
@@ -95,8 +94,8 @@ def grpo_options(trainer) -> dict:
         "stop_token_ids": list(trainer.eos_token_ids),
         "pad_token_id": tokenizer_of(trainer).pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
+        **{name: config.get(name) for name in dump.NAMES["options of a rollout"]},
     }
-    return about | {name: config.get(name) for name in dump.NAMES["options of a rollout"]}
 
 
 def tokenizer_of(trainer):
@@ -369,10 +368,9 @@ def keep_outputs(part: dict, output, mask=1):
     """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
     for output_name, (name, slope_name) in dump.NAMES["outputs"].items():
         x = output.get(output_name)
-        if x is None:
-            continue
-        part[name] = x.detach().clone()
-        if x.requires_grad:
+        if x is not None:
+            part[name] = x.detach().clone()
+        if x is not None and x.requires_grad:
             part[slope_name] = torch.zeros_like(part[name])
             x.register_hook(partial(keep_slope, part, slope_name, mask))
 
