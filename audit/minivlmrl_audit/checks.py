@@ -53,11 +53,11 @@ def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float =
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 
 
-def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
+def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
     """Assert that log-probabilities (n, T), nats, are equal where the mask is 1."""
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()
-    is_counted = torch.as_tensor(1 if mask is None else mask) > 0
+    is_counted = torch.as_tensor(mask) > 0
     assert is_counted.any(), "the mask counts no token: nothing is compared"
     errors = gaps(a, b, 1.0).where(is_counted, 0.0)
     row, token = divmod(int(errors.argmax()), a.shape[1])

@@ -133,7 +133,7 @@ class Dump:
         if change is None or not self.has("sampler_ids"):
             return None
         kind, unit, text = change.get("ids", ("", "", None))
-        row = self.get("row", torch.arange(len(self["sampler_ids"])))
+        row = self.get("row", self.all_rows)
         if kind == "rows":
             row = row[self.rows[unit]]
         ids = self["sampler_ids"][row]

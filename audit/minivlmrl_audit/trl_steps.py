@@ -18,7 +18,6 @@ from operator import eq
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy
 import torch
 from torch.nn import Module
 from torch.nn.functional import pad
@@ -196,7 +195,7 @@ class Steps(ExitStack, TrainerCallback):
         if not self.parts or logps is None:
             return
         part = self.parts[-1]
-        if self.about["kind"] == "dpo" and not logps.requires_grad:
+        if "pair" in part and not logps.requires_grad:
             part.setdefault("ref_per_token_logps", logps.clone())
         if "per_token_logps" not in part and logps.requires_grad:
             part["input_ids"] = options["input_ids"]
@@ -302,7 +301,7 @@ class GRPOSteps(Steps):
             known = [x.num_known(given_ids) for x in conversations]
             row = max(range(row + 1, len(known)), key=known.__getitem__)
             conversations[row].pictures = shown or []
-            conversations[row].add(given_ids, drawn_ids, self.trainer)
+            conversations[row].add(given_ids, drawn_ids, tokenizer_of(self.trainer))
 
     def generated(self, result: dict, examples: list):
         """Keep a rollout: groups, advantages, and what the sampler had."""
@@ -333,7 +332,7 @@ class GRPOSteps(Steps):
         """Keep rewards (N, K) as the functions gave them; None is NaN."""
         self.rewards = result.clone().double()
         for number, rewards in self.given_rewards.items():
-            self.rewards[:, number] = torch.from_numpy(numpy.array(rewards, dtype=float))
+            self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
         """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
@@ -347,8 +346,7 @@ class GRPOSteps(Steps):
         # the last step of an epoch may have fewer parts
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
-            conversations = self.conversations[begin:]
-            tensors |= conversation_tensors(conversations, self.trainer.processing_class)
+            tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
         return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
@@ -400,21 +398,19 @@ class Conversation:
         """Count the first ids that are those of its last turn."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
-    def add(self, given_ids: list[int], drawn_ids: list[int], trainer):
+    def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
         """Add a turn: what was given, and what was drawn then."""
         new_ids = given_ids[self.num_known(given_ids) :]
-        later_ids = given_ids[len(self.prompt) :]
-        drawn_ids = drawn_ids[: trainer.max_completion_length - len(later_ids)]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
-        later_ids += drawn_ids
-        tokenizer = tokenizer_of(trainer)
+        later_ids = given_ids[len(self.prompt) :] + drawn_ids
         encoded_again = tokenizer.encode(tokenizer.decode(later_ids), add_special_tokens=False)
         self.forms = [self.prompt + later_ids, self.prompt + encoded_again]
 
 
-def conversation_tensors(conversations: list[Conversation], processor) -> dict:
+def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
     """Lay out what the sampler had in a rollout; pictures of prompts, then of tools."""
-    rows = [torch.tensor(x.tokens).view(-1, 2) for x in conversations]
+    longest = trainer.max_completion_length  # what is drawn beyond it is cut
+    rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     tensors = {
         "sampler_ids": tokens[..., 0],
@@ -423,6 +419,6 @@ def conversation_tensors(conversations: list[Conversation], processor) -> dict:
     }
     pictures = [image for x in conversations for image in x.pictures]
     if pictures:
-        fields = processor.image_processor(images=pictures, return_tensors="pt")
+        fields = trainer.processing_class.image_processor(images=pictures, return_tensors="pt")
         tensors |= {f"sampler_{name}": x for name, x in fields.items()}
     return tensors
