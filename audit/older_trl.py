@@ -47,8 +47,10 @@ def prepare(trainer, kind: str):
     for name, value in ATTRIBUTES.items():
         if not hasattr(trainer, name):
             setattr(trainer, name, value)
+    if not hasattr(trainer, "_tokenizer"):
+        trainer._tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if not hasattr(trainer, "eos_token_ids"):
-        trainer.eos_token_ids = [trl_steps.tokenizer_of(trainer).eos_token_id]
+        trainer.eos_token_ids = [trainer._tokenizer.eos_token_id]
     if kind == "dpo" and not hasattr(trainer, "loss_types"):
         types = config.loss_type
         trainer.loss_types = [types] if isinstance(types, str) else types

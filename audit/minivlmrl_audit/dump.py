@@ -110,10 +110,10 @@ class Dump:
         return all(name in self.tensors for name in names)
 
     def of_rollout(self, name: str) -> Tensor:
-        """Order numbers of the rows as the rollout's completions (N,); 1 where they are not known."""
+        """Order numbers of the rows as the rollout's completions (N,); 1 where it has more."""
         order = self.get("row", self.all_rows).argsort()
-        if not self.has(name, "group") or len(order) != len(self["group"]):
-            return torch.ones_like(self.get("group", order)).double()
+        if len(order) != len(self["group"]):
+            return torch.ones_like(self["group"]).double()
         return self[name][order].double()
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,15 +91,10 @@ def grpo_options(trainer) -> dict:
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
-        "pad_token_id": tokenizer_of(trainer).pad_token_id,
+        "pad_token_id": trainer._tokenizer.pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
         **{name: config.get(name) for name in dump.NAMES["options of a rollout"]},
     }
-
-
-def tokenizer_of(trainer):
-    """Return the tokenizer, whatever holds it."""
-    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
@@ -114,7 +109,7 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     generation_prompt = render(add_generation_prompt=True).removeprefix(
         render(add_generation_prompt=False)
     )
-    start_ids = tokenizer_of(trainer).encode(generation_prompt, add_special_tokens=False)
+    start_ids = trainer._tokenizer.encode(generation_prompt, add_special_tokens=False)
     starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
     ends = pad(starts, (len(start_ids) - 1, 0))
     return {"prompt_mask": here_or_later(ends).long()}
@@ -195,13 +190,13 @@ class Steps(ExitStack, TrainerCallback):
         if not self.parts or logps is None:
             return
         part = self.parts[-1]
-        if "pair" in part and not logps.requires_grad:
-            part.setdefault("ref_per_token_logps", logps.clone())
-        if "per_token_logps" not in part and logps.requires_grad:
+        if logps.requires_grad:
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
             # what is masked gets a gradient that goes nowhere
             keep_outputs(part, output, output.label_mask)
+        elif "pair" in part:
+            part.setdefault("ref_per_token_logps", logps.clone())
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
@@ -233,19 +228,19 @@ class Steps(ExitStack, TrainerCallback):
             self.about["old_model"] = None
         for name, model in self.models.items():
             model.save_pretrained(folder / name)
-            tokenizer_of(self.trainer).save_pretrained(folder / name)
+            self.trainer._tokenizer.save_pretrained(folder / name)
 
     def settings(self, args, state) -> dict:
         """Read the settings of AdamW and of its learning rate as a step has them."""
         model = self.trainer.model
-        names = [name for name, _ in model.named_parameters()]
+        parameters = model.named_parameters()
         return {
             "optimizer": {
                 "name": args.optim.value.partition("_")[0],
                 "learning_rate": self.rates[-1],
                 "betas": [args.adam_beta1, args.adam_beta2],
                 "eps": args.adam_epsilon,
-                "no_decay": [name for name in names if NO_DECAY.search(name.lower())],
+                "no_decay": [name for name, _ in parameters if NO_DECAY.search(name.lower())],
                 "weight_decay": args.weight_decay,
                 "max_grad_norm": args.max_grad_norm,
                 "step": state.global_step + 1,
@@ -301,7 +296,7 @@ class GRPOSteps(Steps):
             known = [x.num_known(given_ids) for x in conversations]
             row = max(range(row + 1, len(known)), key=known.__getitem__)
             conversations[row].pictures = shown or []
-            conversations[row].add(given_ids, drawn_ids, tokenizer_of(self.trainer))
+            conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
         """Keep a rollout: groups, advantages, and what the sampler had."""
