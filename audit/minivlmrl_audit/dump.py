@@ -4,6 +4,7 @@ n rows (completions) of S tokens in M micro-batches, out of a rollout of N compl
 rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
+from collections import UserDict
 from functools import cached_property
 from pathlib import Path
 
@@ -28,11 +29,12 @@ BY_TOKEN = NEEDED + NAMES["by token"]
 BY_ROW = BY_TOKEN + NAMES["by row"]
 
 
-class Dump:
+class Dump(UserDict):
     """A step in memory: `about` is step.json; tensors by name, floats in float64."""
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
+        super().__init__()
         self.about = about
         self.optimizer = about.get("optimizer", {})
         # which deviations the forward and the ids of this step are known to have; ids are None
@@ -47,9 +49,11 @@ class Dump:
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
         self.eps = {}  # of the types in which floats were written
-        self.tensors = {"micro_batch": self.all_rows * 0, "attention_mask": ones, "tool_mask": ones}
+        self["micro_batch"] = self.all_rows * 0
+        self["attention_mask"] = ones
+        self["tool_mask"] = ones
         if about.get("rollout_tokens"):
-            self.tensors["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
+            self["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
         for name, x in tensors.items():
             if x.is_floating_point():
                 self.eps[name] = torch.finfo(x.dtype).eps
@@ -57,7 +61,7 @@ class Dump:
             is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
             if is_by_token:  # of the last T tokens: zeros before
                 x = pad(x, (self.width - x.shape[1], 0))
-            self.tensors[name] = x
+            self[name] = x
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
@@ -66,6 +70,7 @@ class Dump:
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
+    tensors = property(lambda self: self.data)
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
@@ -84,30 +89,24 @@ class Dump:
         attended = self["attention_mask"]
         is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
-        self.tensors["lengths"] = counted_mask.sum(1)
-        self.tensors["row_lengths"] = attended.sum(1)
-        self.tensors["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
+        self["lengths"] = counted_mask.sum(1)
+        self["row_lengths"] = attended.sum(1)
+        self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
         if self.has("ref_per_token_logps"):
             policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
             gaps = policy_logps - self["ref_per_token_logps"]
-            self.tensors["row_kl"] = (gaps * counted_mask).sum(1)
+            self["row_kl"] = (gaps * counted_mask).sum(1)
         if self.has("entropies"):
-            self.tensors["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
+            self["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
         if self.about.get("stop_token_ids"):
-            self.tensors["ended"] = (self.is_stop(ids) & self.completion).any(1)
+            self["ended"] = (self.is_stop(ids) & self.completion).any(1)
 
     def is_stop(self, ids: Tensor) -> Tensor:
         """Mark the tokens that end a turn."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def get(self, name: str, other: Tensor | None = None) -> Tensor | None:
-        return self.tensors.get(name, other)
-
     def has(self, *names: str) -> bool:
-        return all(name in self.tensors for name in names)
+        return all(name in self for name in names)
 
     def of_rollout(self, name: str) -> Tensor:
         """Order numbers of the rows as the rollout's completions (N,); 1 where it has more."""
@@ -160,8 +159,7 @@ class Dump:
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Select tensors kind.NAME, by NAME."""
         prefix = f"{kind}."
-        pairs = self.tensors.items()
-        return {name.removeprefix(prefix): x for name, x in pairs if name.startswith(prefix)}
+        return {name.removeprefix(prefix): x for name, x in self.items() if name.startswith(prefix)}
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
