@@ -92,11 +92,11 @@ class Dump(UserDict):
         self["lengths"] = counted_mask.sum(1)
         self["row_lengths"] = attended.sum(1)
         self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
-        if self.has("ref_per_token_logps"):
+        if "ref_per_token_logps" in self:
             policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
             gaps = policy_logps - self["ref_per_token_logps"]
             self["row_kl"] = (gaps * counted_mask).sum(1)
-        if self.has("entropies"):
+        if "entropies" in self:
             self["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
         if self.about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(ids) & self.completion).any(1)
@@ -129,7 +129,7 @@ class Dump(UserDict):
 
         (2, n, S + L): ids, and whether it drew them; -1 where it had none.
         """
-        if change is None or not self.has("sampler_ids"):
+        if change is None or "sampler_ids" not in self:
             return None
         kind, unit, text = change.get("ids", ("", "", None))
         row = self.get("row", self.all_rows)
