@@ -293,8 +293,8 @@ class GRPOSteps(Steps):
         pictures = pictures or [None] * len(prompts)
         row = -1
         for given_ids, shown, drawn_ids in zip(prompts, pictures, result[0], strict=True):
-            known = [x.num_known(given_ids) for x in conversations]
-            row = max(range(row + 1, len(known)), key=known.__getitem__)
+            counts = [x.num_known(given_ids) for x in conversations]
+            row = max(range(row + 1, len(counts)), key=counts.__getitem__)
             conversations[row].pictures = shown or []
             conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
