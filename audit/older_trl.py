@@ -20,13 +20,12 @@ OPTIONS = {
         "loss_type": "bnpo",
         "epsilon_high": None,
         "use_adaptive_entropy": False,
+        "entropy_coef": 0.0,
     },
 }
 ATTRIBUTES = {
     "completion_only_loss": False,
-    "entropy_coef": 0.0,
     "tools": None,
-    "_has_async_funcs": False,
     "_image_pad_token_id": None,
 }
 SCALES = {True: "group", False: "none"}  # up to 0.21
@@ -48,8 +47,10 @@ def prepare(trainer, kind: str):
     for name, value in ATTRIBUTES.items():
         if not hasattr(trainer, name):
             setattr(trainer, name, value)
+    if not hasattr(trainer, "_tokenizer"):
+        trainer._tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if not hasattr(trainer, "eos_token_ids"):
-        trainer.eos_token_ids = [trl_steps.tokenizer_of(trainer).eos_token_id]
+        trainer.eos_token_ids = [trainer._tokenizer.eos_token_id]
     if kind == "dpo" and not hasattr(trainer, "loss_types"):
         types = config.loss_type
         trainer.loss_types = [types] if isinstance(types, str) else types
@@ -119,7 +120,7 @@ class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
     def generated(self, result: dict, examples: list):
         """Keep a rollout, and rewards where no method of their own computes them."""
         if not hasattr(self.trainer, "_calculate_rewards"):
-            self.judged(torch.stack(list(self.given_rewards.values()), 1))
+            self.judged(torch.zeros(len(examples), len(self.given_rewards)))
         super().generated(result, examples)
 
     def scored(self, result, model, input_ids, attention_mask, *_):
@@ -148,6 +149,7 @@ def dpo_steps(trainer, folder, steps: int = 1):
     with patch.object(trl_steps, "Steps", OlderSteps):
         result = trl_steps.dpo_steps(trainer, folder, steps)
     rows = result.rows
+    result.about["loss"]["loss_type"] = list(trainer.loss_types)
     result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
     result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}  # of enumerations
 

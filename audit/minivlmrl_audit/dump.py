@@ -4,6 +4,7 @@ n rows (completions) of S tokens in M micro-batches, out of a rollout of N compl
 rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
+from collections import UserDict
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minivlmrl.hub.folder import read_json, save_tensors, write_json
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl_audit import moves
+from minivlmrl_audit.options import OPTIONS
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
@@ -27,11 +29,12 @@ BY_TOKEN = NEEDED + NAMES["by token"]
 BY_ROW = BY_TOKEN + NAMES["by row"]
 
 
-class Dump:
+class Dump(UserDict):
     """A step in memory: `about` is step.json; tensors by name, floats in float64."""
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
+        super().__init__()
         self.about = about
         self.optimizer = about.get("optimizer", {})
         # which deviations the forward and the ids of this step are known to have; ids are None
@@ -46,9 +49,11 @@ class Dump:
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
         self.eps = {}  # of the types in which floats were written
-        self.tensors = {"micro_batch": self.all_rows * 0, "attention_mask": ones, "tool_mask": ones}
+        self["micro_batch"] = self.all_rows * 0
+        self["attention_mask"] = ones
+        self["tool_mask"] = ones
         if about.get("rollout_tokens"):
-            self.tensors["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
+            self["rollout_tokens"] = self.all_rows * 0 + about["rollout_tokens"]
         for name, x in tensors.items():
             if x.is_floating_point():
                 self.eps[name] = torch.finfo(x.dtype).eps
@@ -56,17 +61,16 @@ class Dump:
             is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
             if is_by_token:  # of the last T tokens: zeros before
                 x = pad(x, (self.width - x.shape[1], 0))
-            self.tensors[name] = x
+            self[name] = x
         numbers = self["micro_batch"]
         self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        ends = (prompt_tokens * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
-        self.starts = ends[:, 0].tolist()
         # (n, S): the columns after the prompt, padding too
-        self.completion = torch.arange(self.width) >= ends
+        self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
+    tensors = property(lambda self: self.data)
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
@@ -83,40 +87,32 @@ class Dump:
         ids = self["input_ids"]
         counted_mask = self["completion_mask"]
         attended = self["attention_mask"]
-        is_text = (
-            attended.bool() & ~self.completion & (ids != (self.about.get("image_token_id") or -1))
-        )
+        is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
-        self.tensors["lengths"] = counted_mask.sum(1)
-        self.tensors["row_lengths"] = attended.sum(1)
-        self.tensors["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
-        if self.has("ref_per_token_logps"):
+        self["lengths"] = counted_mask.sum(1)
+        self["row_lengths"] = attended.sum(1)
+        self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
+        if "ref_per_token_logps" in self:
             policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
             gaps = policy_logps - self["ref_per_token_logps"]
-            self.tensors["row_kl"] = (gaps * counted_mask).sum(1)
-        if self.has("entropies"):
-            self.tensors["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
+            self["row_kl"] = (gaps * counted_mask).sum(1)
+        if "entropies" in self:
+            self["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
         if self.about.get("stop_token_ids"):
-            self.tensors["ended"] = (self.is_stop(ids) & self.completion).any(1)
+            self["ended"] = (self.is_stop(ids) & self.completion).any(1)
 
     def is_stop(self, ids: Tensor) -> Tensor:
         """Mark the tokens that end a turn."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def get(self, name: str, other: Tensor | None = None) -> Tensor | None:
-        return self.tensors.get(name, other)
-
     def has(self, *names: str) -> bool:
-        return all(name in self.tensors for name in names)
+        return all(name in self for name in names)
 
     def of_rollout(self, name: str) -> Tensor:
-        """Order numbers of the rows as the rollout's completions (N,); 1 where they are not known."""
+        """Order numbers of the rows as the rollout's completions (N,); 1 where it has more."""
         order = self.get("row", self.all_rows).argsort()
-        if not self.has(name, "group") or len(order) != len(self["group"]):
-            return torch.ones(len(self.get("group", order)), dtype=torch.float64)
+        if len(order) != len(self["group"]):
+            return torch.ones_like(self["group"]).double()
         return self[name][order].double()
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,10 +129,10 @@ class Dump:
 
         (2, n, S + L): ids, and whether it drew them; -1 where it had none.
         """
-        if change is None or not self.has("sampler_ids"):
+        if change is None or "sampler_ids" not in self:
             return None
         kind, unit, text = change.get("ids", ("", "", None))
-        row = self.get("row", torch.arange(len(self["sampler_ids"])))
+        row = self.get("row", self.all_rows)
         if kind == "rows":
             row = row[self.rows[unit]]
         ids = self["sampler_ids"][row]
@@ -146,13 +142,13 @@ class Dump:
         if text:
             regions = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
             region = regions.get(unit, region)
-        laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
-        for i, begin in enumerate(self.starts):
+        rows = []
+        for i, begin in enumerate((~self.completion).sum(1).tolist()):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
-            edited_lists = moves.edited(*lists, text, again=self.again)
-            values = torch.tensor(edited_lists)[:, : laid.shape[2] - begin]
-            laid[:, i, begin : begin + values.shape[1]] = values
-        return laid
+            values = torch.tensor(moves.edited(*lists, text, again=self.again)).long()
+            end = self.width + ids.shape[1] - begin - values.shape[1]
+            rows.append(pad(values, (begin, end), value=-1))  # or cut
+        return torch.stack(rows, 1)
 
     def again(self, ids: list[int]) -> list[int]:
         """Decode ids to text and encode it again."""
@@ -163,14 +159,13 @@ class Dump:
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Select tensors kind.NAME, by NAME."""
         prefix = f"{kind}."
-        pairs = self.tensors.items()
-        return {name.removeprefix(prefix): x for name, x in pairs if name.startswith(prefix)}
+        return {name.removeprefix(prefix): x for name, x in self.items() if name.startswith(prefix)}
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
     """Check that a step has what each needs, in one shape (ValueError: what is wrong)."""
     missing = [f"{name} is missing" for name in NEEDED if name not in tensors]
-    if about.get("kind") not in ("grpo", "dpo", "sft"):
+    if about.get("kind") not in OPTIONS:
         missing.append(f"kind is {about.get('kind')!r}")
     if missing:
         raise ValueError(

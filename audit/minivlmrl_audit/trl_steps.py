@@ -8,6 +8,7 @@ gradient where it arrives there, the loss as training_step returns it, rewards a
 them, the weights around optimizer.step.
 """
 
+import pickle
 import re
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -17,7 +18,6 @@ from operator import eq
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy
 import torch
 from torch.nn import Module
 from torch.nn.functional import pad
@@ -57,8 +57,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
     loss = options_of("dpo", vars(trainer.args))
-    loss["loss_type"] = list(trainer.loss_types)
-    if not set(dump.NAMES["smoothed losses"]) & set(trainer.loss_types):
+    if not set(dump.NAMES["smoothed losses"]) & set(loss["loss_type"]):
         loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
@@ -85,22 +84,17 @@ def grpo_options(trainer) -> dict:
     config["epsilon_low"] = config["epsilon"]
     if config["epsilon_high"] is None:
         config["epsilon_high"] = config["epsilon"]
-    about = {
+    return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
         # those of the step that drew a row
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
-        "pad_token_id": tokenizer_of(trainer).pad_token_id,
+        "pad_token_id": trainer._tokenizer.pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
+        **{name: config.get(name) for name in dump.NAMES["options of a rollout"]},
     }
-    return about | {name: config.get(name) for name in dump.NAMES["options of a rollout"]}
-
-
-def tokenizer_of(trainer):
-    """Return the tokenizer, whatever holds it."""
-    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
@@ -115,7 +109,7 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     generation_prompt = render(add_generation_prompt=True).removeprefix(
         render(add_generation_prompt=False)
     )
-    start_ids = tokenizer_of(trainer).encode(generation_prompt, add_special_tokens=False)
+    start_ids = trainer._tokenizer.encode(generation_prompt, add_special_tokens=False)
     starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
     ends = pad(starts, (len(start_ids) - 1, 0))
     return {"prompt_mask": here_or_later(ends).long()}
@@ -190,19 +184,19 @@ class Steps(ExitStack, TrainerCallback):
 
     def forward(self, model, arguments, options, output):
         """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
-        if model is not self.trainer.model and model.training and any(dropouts(model)):
+        if model is not self.trainer.model and model.training and any(noises(model)):
             self.about["training"] = ["ref_model"]
         logps = getattr(output, "log_probs", None)
         if not self.parts or logps is None:
             return
         part = self.parts[-1]
-        if self.about["kind"] == "dpo" and not logps.requires_grad:
-            part.setdefault("ref_per_token_logps", logps.clone())
-        if "per_token_logps" not in part and logps.requires_grad:
+        if logps.requires_grad:
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
             # what is masked gets a gradient that goes nowhere
             keep_outputs(part, output, output.label_mask)
+        elif "pair" in part:
+            part.setdefault("ref_per_token_logps", logps.clone())
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
@@ -219,45 +213,47 @@ class Steps(ExitStack, TrainerCallback):
         self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
         self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
-        self.save_models(args, self.folder / str(state.global_step))
-        self.about["optimizer"] = self.optimizer_settings(args, state)
-        self.about["schedule"] = {
-            "type": args.lr_scheduler_type.value,
-            "learning_rate": args.learning_rate,
-            "warmup_steps": args.get_warmup_steps(state.max_steps),
-            "max_steps": state.max_steps,
-            "step": state.global_step,
-            "rates": self.rates[:-1],
-        }
-        self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
+        self.save_models(self.folder / str(state.global_step))
+        self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
         """Return the tensors of a step's rows, and of what they were taken from."""
         return tensors
 
-    def save_models(self, args, folder: Path):
+    def save_models(self, folder: Path):
         """Save the models whose forwards can be computed again, and their tokenizer."""
-        models = dict(self.models)
-        if args.neftune_noise_alpha or any(dropouts(self.trainer.model)):  # drawn once
-            del models["model"]
+        if any(noises(self.trainer.model)):  # drawn once
+            self.models.pop("model", None)
             self.about["model"] = None
             self.about["old_model"] = None
-        for name, model in models.items():
+        for name, model in self.models.items():
             model.save_pretrained(folder / name)
-            tokenizer_of(self.trainer).save_pretrained(folder / name)
+            self.trainer._tokenizer.save_pretrained(folder / name)
 
-    def optimizer_settings(self, args, state) -> dict:
-        """Read the settings of AdamW as a step has them."""
-        parameters = self.trainer.model.named_parameters()
+    def settings(self, args, state) -> dict:
+        """Read the settings of AdamW and of its learning rate as a step has them."""
+        model = self.trainer.model
+        parameters = model.named_parameters()
         return {
-            "name": args.optim.value.partition("_")[0],
-            "learning_rate": self.rates[-1],
-            "betas": [args.adam_beta1, args.adam_beta2],
-            "eps": args.adam_epsilon,
-            "no_decay": [name for name, _ in parameters if NO_DECAY.search(name.lower())],
-            "weight_decay": args.weight_decay,
-            "max_grad_norm": args.max_grad_norm,
-            "step": state.global_step + 1,
+            "optimizer": {
+                "name": args.optim.value.partition("_")[0],
+                "learning_rate": self.rates[-1],
+                "betas": [args.adam_beta1, args.adam_beta2],
+                "eps": args.adam_epsilon,
+                "no_decay": [name for name, _ in parameters if NO_DECAY.search(name.lower())],
+                "weight_decay": args.weight_decay,
+                "max_grad_norm": args.max_grad_norm,
+                "step": state.global_step + 1,
+            },
+            "schedule": {
+                "type": args.lr_scheduler_type.value,
+                "learning_rate": args.learning_rate,
+                "warmup_steps": args.get_warmup_steps(state.max_steps),
+                "max_steps": state.max_steps,
+                "step": state.global_step,
+                "rates": self.rates[:-1],
+            },
+            "dtype": str(model.dtype).removeprefix("torch."),
         }
 
     def on_optimizer_step(self, args, state, control, **_):
@@ -276,39 +272,35 @@ class GRPOSteps(Steps):
         self.rollouts = []  # tensors of each so far
         self.num_rows = 0  # of these rollouts
         self.conversations = []  # of all rows so far, where completions call tools
-        self.given_rewards = {}  # (N,) of a rollout, by the number of their function
+        self.given_rewards = {}  # of a rollout, by the number of their function
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
-        if trainer.tools and not trainer._has_async_funcs:
+        if trainer.tools:
             self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
             # what a model gives is taken from the trainer
             if not (isinstance(function, Module) or iscoroutinefunction(function)):
-                functions[number] = self.looked(function, partial(self.gave, number))
+                keep = partial(self.given_rewards.__setitem__, number)
+                functions[number] = self.looked(function, keep)
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
         """Keep a turn of some rows, in their order: what the sampler was given, what it drew."""
+        if len(self.conversations) == self.num_rows:  # the first turn
+            self.conversations += map(Conversation, prompts)
         conversations = self.conversations[self.num_rows :]
-        if not conversations:
-            pictures = pictures or [[]] * len(prompts)
-            rows = zip(prompts, pictures, strict=True)
-            conversations = [Conversation(*row) for row in rows]
-            self.conversations += conversations
-            # each row has its own dictionary of tools
-            for row, tools in enumerate(self.trainer._sync_tool_dicts):
-                for name, tool in tools.items():
-                    tools[name] = partial(conversations[row].call, tool)
+        pictures = pictures or [None] * len(prompts)
         row = -1
-        for given_ids, drawn_ids in zip(prompts, result[0], strict=True):
-            agreements = [x.agreement(given_ids) for x in conversations]
-            row = max(range(row + 1, len(agreements)), key=agreements.__getitem__)
-            conversations[row].add(given_ids, drawn_ids, self.trainer)
+        for given_ids, shown, drawn_ids in zip(prompts, pictures, result[0], strict=True):
+            counts = [x.num_known(given_ids) for x in conversations]
+            row = max(range(row + 1, len(counts)), key=counts.__getitem__)
+            conversations[row].pictures = shown or []
+            conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
         """Keep a rollout: groups, advantages, and what the sampler had."""
-        keys = [prompt_key(example) for example in examples]
+        keys = [pickle.dumps(example) for example in examples]  # texts and pictures
         # a prompt may return
         groups = [
             (key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)
@@ -331,15 +323,11 @@ class GRPOSteps(Steps):
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
         result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
 
-    def gave(self, number: int, rewards, *_):
-        """Keep what a function of rewards gave; None is NaN."""
-        self.given_rewards[number] = torch.from_numpy(numpy.array(rewards, dtype=float))
-
     def judged(self, result, *_):
-        """Keep rewards (N, K) as the functions gave them."""
+        """Keep rewards (N, K) as the functions gave them; None is NaN."""
         self.rewards = result.clone().double()
         for number, rewards in self.given_rewards.items():
-            self.rewards[:, number] = rewards
+            self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
         """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
@@ -353,21 +341,19 @@ class GRPOSteps(Steps):
         # the last step of an epoch may have fewer parts
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
-            conversations = self.conversations[begin:]
-            tensors |= conversation_tensors(conversations, self.trainer.processing_class)
+            tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
         return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
         """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
-        args = self.trainer.args
-        is_off = (
-            args.use_adaptive_entropy and self.trainer._last_world_entropy > args.entropy_target
-        )
-        self.about["loss"]["entropy_coef"] = 0.0 if is_off else self.trainer.entropy_coef
-        completion_length = inputs["completion_ids"].shape[1]
+        trainer = self.trainer
+        if trainer.args.use_adaptive_entropy:
+            is_on = trainer._last_world_entropy <= trainer.args.entropy_target
+            self.about["loss"]["entropy_coef"] = trainer.entropy_coef * is_on
+        completion_mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         return {
-            "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
-            "prompt_mask": pad(inputs["prompt_mask"], (0, completion_length)),
+            "completion_mask": completion_mask,
+            "prompt_mask": pad(inputs["prompt_mask"], (0, completion_mask.shape[1])),
         }
 
 
@@ -375,10 +361,9 @@ def keep_outputs(part: dict, output, mask=1):
     """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
     for output_name, (name, slope_name) in dump.NAMES["outputs"].items():
         x = output.get(output_name)
-        if x is None:
-            continue
-        part[name] = x.detach().clone()
-        if x.requires_grad:
+        if x is not None:
+            part[name] = x.detach().clone()
+        if x is not None and x.requires_grad:
             part[slope_name] = torch.zeros_like(part[name])
             x.register_hook(partial(keep_slope, part, slope_name, mask))
 
@@ -387,60 +372,40 @@ def keep_slope(part: dict, name: str, mask, gradient):
     part[name] = gradient * mask
 
 
-def dropouts(model):
-    """Yield the shares that the modules of a model drop, as some keep theirs as numbers."""
+def noises(model):
+    """Yield the sizes of the noise that a model draws in training, as its modules keep them."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if (name == "p" or "drop" in name) and isinstance(value, float):
+            # of dropout, of attention, of NEFTune
+            if re.search("^p$|drop|noise", name) and isinstance(value, float):
                 yield value
-
-
-def prompt_key(example: dict) -> tuple:
-    """Tell prompts apart, by their texts and pictures."""
-    pictures = example.get("images") or [example.get("image")]
-    return str(example["prompt"]), *(image and image.tobytes() for image in pictures)
 
 
 class Conversation:
     """What the sampler had of a completion."""
 
-    def __init__(self, prompt: list[int], pictures: list | None):
+    def __init__(self, prompt: list[int]):
         self.prompt = prompt
-        self.pictures = list(pictures or [])
-        self.answered = []  # pictures of tools since the last turn
         self.tokens = []  # (id, 1: drawn or 0: given) of each after the prompt
-        self.forms = [[]]  # what the last turn had after the prompt, and that encoded again
+        self.forms = [prompt]  # what the last turn had, and that encoded again
 
-    def call(self, tool, **arguments):
-        """Call a tool for this row, and keep the pictures that it answers."""
-        answer = tool(**arguments)
-        if isinstance(answer, list):
-            self.answered += [part["image"] for part in answer if part.get("type") == "image"]
-        return answer
+    def num_known(self, given_ids: list[int]) -> int:
+        """Count the first ids that are those of its last turn."""
+        return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
-    def agreement(self, given_ids: list[int]) -> tuple[int, int]:
-        """Count the first ids that are those of its prompt, and after that of its last turn."""
-        later_ids = given_ids[len(self.prompt) :]
-        return shared(self.prompt, given_ids), max(shared(form, later_ids) for form in self.forms)
-
-    def add(self, given_ids: list[int], drawn_ids: list[int], trainer):
+    def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
         """Add a turn: what was given, and what was drawn then."""
-        _, num_known = self.agreement(given_ids)
-        given_ids = given_ids[len(self.prompt) :]
-        new_ids = given_ids[num_known:]
-        drawn_ids = drawn_ids[: trainer.max_completion_length - len(given_ids)]
+        new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
-        self.pictures += self.answered
-        self.answered = []
-        turn_ids = given_ids + drawn_ids
-        tokenizer = tokenizer_of(trainer)
-        encoded_again = tokenizer.encode(tokenizer.decode(turn_ids), add_special_tokens=False)
-        self.forms = [turn_ids, encoded_again]
+        later_ids = given_ids[len(self.prompt) :] + drawn_ids
+        encoded_again = tokenizer.encode(tokenizer.decode(later_ids), add_special_tokens=False)
+        self.forms = [self.prompt + later_ids, self.prompt + encoded_again]
 
 
-def conversation_tensors(conversations: list[Conversation], processor) -> dict:
+def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
     """Lay out what the sampler had in a rollout; pictures of prompts, then of tools."""
-    rows = [torch.tensor(x.tokens).view(-1, 2) for x in conversations]
+    longest = trainer.max_completion_length  # what is drawn beyond it is cut
+    rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     tensors = {
         "sampler_ids": tokens[..., 0],
@@ -449,13 +414,6 @@ def conversation_tensors(conversations: list[Conversation], processor) -> dict:
     }
     pictures = [image for x in conversations for image in x.pictures]
     if pictures:
-        fields = processor.image_processor(images=pictures, return_tensors="pt")
-        tensors["sampler_pixel_values"] = fields["pixel_values"]
-        tensors["sampler_image_grid_thw"] = fields["image_grid_thw"]
+        fields = trainer.processing_class.image_processor(images=pictures, return_tensors="pt")
+        tensors |= {f"sampler_{name}": x for name, x in fields.items()}
     return tensors
-
-
-def shared(x: list, y: list) -> int:
-    """Count how many first tokens are the same."""
-    same = takewhile(bool, map(eq, x, y))
-    return len(list(same))

@@ -6,7 +6,6 @@ Nothing that a log says of itself is believed. docs/audit.md says what this prov
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -43,17 +42,17 @@ def main(arguments: list[str]) -> int:
     skipped = [*DERIVED, "config.yaml"] if overrides else DERIVED
     differences = {}  # of each file or state: "" where both runs say the same
 
-    def compare(paths: Iterable[Path]):
-        for path in paths:
-            name = path.relative_to(again_folder)
-            if name not in differences and str(name) not in skipped:
-                differences[name] = difference(path, folder / name, bool(overrides))
+    def compare(path: Path):
+        name = path.relative_to(again_folder)
+        if name not in differences and str(name) not in skipped:
+            differences[name] = difference(path, folder / name, bool(overrides))
 
     def see(*_):  # a run keeps its last states alone
         for path in states:
             again_state = again_folder / "states" / path.name
             if is_first() and again_state.is_dir():
-                compare([again_state, again_state / RUN])
+                compare(again_state)
+                compare(again_state / RUN)
 
     config = run_config(folder, options.recipe, overrides)
     state_steps = math.gcd(*(int(path.name) for path in states))
@@ -61,8 +60,9 @@ def main(arguments: list[str]) -> int:
     if code or not is_first():
         return code
     see()
-    paths = again_folder.rglob("*")
-    compare(x for x in paths if x.is_file() and again_folder / "states" not in x.parents)
+    for path in again_folder.rglob("*"):
+        if path.is_file() and again_folder / "states" not in path.parents:
+            compare(path)
     differences |= not_compared(folder, differences, first_step)
     return verdict(folder, again_folder, differences, first_step)
 

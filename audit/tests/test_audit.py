@@ -174,7 +174,7 @@ def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
     own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
     own[:, :2] = True
     d.tensors["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
-    d.tensors |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
+    d |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
     assert not [cause.name for causes, _ in explain("mask", d) for cause in causes]
 
 
