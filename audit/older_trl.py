@@ -23,11 +23,7 @@ OPTIONS = {
         "entropy_coef": 0.0,
     },
 }
-ATTRIBUTES = {
-    "completion_only_loss": False,
-    "tools": None,
-    "_image_pad_token_id": None,
-}
+ATTRIBUTES = {"completion_only_loss": False, "tools": None, "_image_pad_token_id": None}
 SCALES = {True: "group", False: "none"}  # up to 0.21
 # of a trainer, the newest first: what gives log-probabilities
 SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")

@@ -377,7 +377,7 @@ def noises(model):
     for module in model.modules():
         for name, value in vars(module).items():
             # of dropout, of attention, of NEFTune
-            if re.search("^p$|drop|noise", name) and isinstance(value, float):
+            if re.search("^p$|drop|noise", name) and type(value) in (int, float):
                 yield value
 
 
