@@ -154,7 +154,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
         names.add("logps")
     result = [cause for cause in CAUSES if names & set(cause.stages)]
     for thing in TABLE["things"]:
-        if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d.tensors:
+        if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d:
             result += composed(thing, d, "mask" in names)
     # what is of this kind of loss or model before what is of all
     result.sort(key=lambda cause: not (names - {"loss", "logps"}) & set(cause.stages))

@@ -70,7 +70,6 @@ class Dump(UserDict):
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
-    tensors = property(lambda self: self.data)
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
@@ -90,6 +89,7 @@ class Dump(UserDict):
         is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
         self["lengths"] = counted_mask.sum(1)
+        self["num_turns"] = moves.first(self.turns()[1]).sum(1)
         self["row_lengths"] = attended.sum(1)
         self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
         if "ref_per_token_logps" in self:

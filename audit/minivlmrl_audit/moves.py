@@ -217,7 +217,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 def row_sets(d) -> dict[str, Tensor]:
     """Name rows (n,) to which a mistake may be confined."""
-    names = dict(d.tensors)
+    names = dict(d)
     if d.has("group", "row"):
         group = d["group"][d["row"]]
         same = group == group[:, None]

@@ -72,8 +72,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
         rewards = torch.stack(parts, 1)
         centre = scale = "batch"
     weighted = rewards * weights
-    lengths = d.of_rollout("lengths")
-    total = change("total", weighted.nansum(1), weighted=weighted, lengths=lengths)
+    total = change("total", weighted.nansum(1), weighted=weighted)
     total = total.masked_fill(is_unjudged, torch.nan)
     return total, *moments(change, total, group, centre, scale)
 
@@ -87,21 +86,20 @@ def moments(
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
-    lengths = change.d.of_rollout("lengths")
     rollout = change.d.get("rollout", torch.zeros_like(group))
     is_judged = ~x.isnan()
     for number in group[is_judged].unique():
         is_member = group == number
         in_group = is_judged & is_member
         in_rollout = is_judged & (rollout == rollout[in_group][0])
-        judged = change("judged", x[in_group])
+        judged = change("judged", x[in_group], rewards=x[is_member])
         all_judged = x[in_rollout]
         names = {
             "rewards": x[is_member],
             "judged": judged,
             "all_judged": all_judged,
-            "lengths": lengths[in_group],
-            "all_lengths": lengths[in_rollout],
+            "in_group": in_group,
+            "in_rollout": in_rollout,
             "centre": centre,
         }
         choices = {"group": judged, "batch": all_judged}

@@ -173,7 +173,7 @@ def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
     d.about["stop_token_ids"] = [7]
     own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
     own[:, :2] = True
-    d.tensors["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
+    d["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
     d |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
     assert not [cause.name for causes, _ in explain("mask", d) for cause in causes]
 
@@ -193,7 +193,7 @@ def test_a_step_of_which_nothing_is_compared_does_not_pass(tensors, why, tmp_pat
 def test_what_a_repository_asks_in_its_tests(right, tmp_path, capsys):
     """One object with the fields that the page names; a function that fails with the report."""
     d = step(gradient=lambda x: x if right else x.sin())
-    write(tmp_path, d.about, d.tensors)
+    write(tmp_path, d.about, dict(d))
     assert main([str(tmp_path), "--json"]) == int(not right)
     said = json.loads(capsys.readouterr().out)
     [loss] = said["stages"]
@@ -236,7 +236,7 @@ def test_a_loss_that_has_such_a_mistake_is_named(name):
     clip = 0.5 if "clamped" in name else 0.2
     about = {"loss_type": "grpo", "beta": 0.1, "epsilon_low": clip, "epsilon_high": clip}
     about["use_bias_correction_kl"] = name.startswith("KL")
-    given |= {name: x for name, x in d.tensors.items() if name not in {*given, "group", "row"}}
+    given |= {name: x for name, x in d.items() if name not in {*given, "group", "row"}}
     wrong = Dump({"kind": "grpo", "loss": about}, given | {"micro_batch": torch.zeros(6).long()})
     assert name in [causes[0].name for causes, _ in explain("loss", wrong) if len(causes) == 1]
 
@@ -339,7 +339,7 @@ def test_a_cause_is_composed_of_a_quantity_and_an_operator_or_a_use(name):
 def test_a_factor_says_each_count_that_it_may_be():
     d = rollout(lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4) / 2)
     d.about["num_generations"] = 2  # as many as rewards
-    d.tensors["group"] = torch.arange(8) // 4
+    d["group"] = torch.arange(8) // 4
     [([cause], _)] = explain("advantages", d)
     assert cause.says == "all of it is 0.5 times as large: 1 over the 2 completions of a group or rewards"
 

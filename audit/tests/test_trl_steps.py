@@ -286,7 +286,7 @@ HEALTHY = {  # tests/parity has every loss
     ],
     "sft": [
         {}, {"loss_type": "dft", "weight_decay": 0.1, "gradient_accumulation_steps": 1},
-        {"neftune_noise_alpha": 5.0}, {"completion_only_loss": False},
+        {"neftune_noise_alpha": 5}, {"completion_only_loss": False},
     ],
     "turns": [
         {}, {"calls": 0.0}, {"calls": 1.0, "max_tool_calling_iterations": 1}, {"max_completion_length": 75},
