@@ -145,13 +145,14 @@ CAUSES = causes_of_table()
 FACTOR = Cause(**TABLE["factor"])  # of all numbers of a stage
 
 
+def names_of(name: str, d: Dump) -> set[str]:
+    """Tell what causes.yaml calls a stage of this step."""
+    return {name, d.about["kind"] if name == "loss" else name, "logps" if name in LOGPS else name}
+
+
 def possible_causes(name: str, d: Dump) -> list[Cause]:
     """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
-    names = {name}
-    if name == "loss":
-        names.add(d.about["kind"])
-    if name in LOGPS:
-        names.add("logps")
+    names = names_of(name, d)
     result = [cause for cause in CAUSES if names & set(cause.stages)]
     for thing in TABLE["things"]:
         if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d:
@@ -218,12 +219,16 @@ def audit(d: Dump) -> list[Finding]:
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
     """Explain a stage that differs, and let the stages after it know."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
+    names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # what explains both stages is the mistake; of one forward nothing else is
-        both = [fit for fit in earlier.explained if fits(finding.stage, d, fit[0])]
+        both = []  # what explains both stages is the mistake; of one forward nothing else is
+        for causes, _ in earlier.explained:
+            if all(names & {*cause.stages} or not cause.change for cause in causes):
+                both += fits(finding.stage, d, causes)
         if both or (of_one_forward and earlier.stage == "logps"):
-            earlier.explained = both
-            finding.explained = [again for fit in both for again in fits(finding.stage, d, fit[0])]
+            finding.explained = both
+            shared = [causes for causes, _ in both]
+            earlier.explained = [fit for fit in earlier.explained if fit[0] in shared]
     finding.again = bool(finding.explained)
     if not (finding.again or of_one_forward):
         finding.explained = explain(finding.stage, d)

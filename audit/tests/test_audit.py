@@ -301,6 +301,18 @@ def rollout(advantages):
     return Dump({"kind": "grpo"}, tensors)
 
 
+def test_a_mistake_is_not_looked_for_in_a_stage_that_is_not_its():
+    """A baseline and an average of the loss are both a mean, which formulas of the other do not fit."""
+    d = step(gradient=lambda x: x / 2)
+    rewards = torch.rand(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    centred = rewards - rewards.median(1, keepdim=True).values
+    d["rewards"] = rewards.view(6, 1)
+    d["rollout_advantages"] = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    said = {finding.stage: finding.explained for finding in audit(d)}
+    assert said["advantages"][0][0][0].name == "mean: the baseline is the median of the group"
+    assert said["loss"] and "mean: the baseline" not in str(said["loss"])
+
+
 UNKNOWN = {
     "ranks": lambda r: r.argsort(1).argsort(1) / 1.5 - 1,
     "half of another baseline": lambda r: (r - (r.mean(1, keepdim=True) + r.mean()) / 2) / r.std(1, keepdim=True),
