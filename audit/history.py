@@ -55,7 +55,7 @@ def verdict(folder: Path, cause: str) -> str:
     wrong = [finding for finding in findings if not (finding.ok or finding.again)]
     if not wrong:
         return "silent"
-    named = [each for finding in wrong for causes, _ in finding.explained[:4] for each in causes]
+    named = [each for finding in wrong for each in finding.explained[:4]]
     if cause and len(wrong) == 1 and any(cause in f"{each.name} {each.says}" for each in named):
         return "named"
     return f"located: {', '.join(finding.stage for finding in wrong)}"

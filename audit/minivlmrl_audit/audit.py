@@ -71,6 +71,11 @@ class Cause:
     source: str = ""
     costs: str = ""
     about: str = ""  # what a step needs to show it
+    error: float = 0.0  # that it leaves, where it explains a stage
+    parts: int = 1  # causes of which it is joined
+
+    def __str__(self) -> str:
+        return f"{self.name} (to {self.error:.0e})"
 
     def is_fitted(self) -> bool:
         """Tell whether it has a number that is fitted."""
@@ -106,13 +111,10 @@ class Cause:
         return replace(self, name=self.name.replace("{c}", text), says=says, change=change)
 
 
-Fit = tuple[list[Cause], float]  # causes, and the error that is left
-
-
 class Place(NamedTuple):
     """All numbers of a stage, or those of some rows or of a part of the model."""
 
-    causes: list[Cause]  # what says which
+    says: str  # which; "": all
     inside: dict[str, Tensor]  # of each tensor: which numbers
     rows: Tensor | None = None
 
@@ -125,7 +127,7 @@ class Finding:
     error: float
     numbers: int
     where: Sequence[str] = ()  # which differ; the first of these, and how
-    explained: Sequence[Fit] = ()  # by the fewest causes; empty: no known cause explains it
+    explained: Sequence[Cause] = ()  # of the fewest parts; empty: no known cause explains it
     again: bool = False  # an earlier stage says so already
 
     @property
@@ -221,21 +223,20 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        both = []  # what explains both stages is the mistake; of one forward nothing else is
-        for causes, _ in earlier.explained:
-            if all(names & {*cause.stages} or not cause.change for cause in causes):
-                both += fits(finding.stage, d, causes)
+        both = {}  # what explains both stages is the mistake; of one forward nothing else is
+        for cause in earlier.explained:
+            if names & {*cause.stages} and fits(finding.stage, d, cause):
+                both[cause.name] = fits(finding.stage, d, cause)[0]
         if both or (of_one_forward and earlier.stage == "logps"):
-            finding.explained = both
-            shared = [causes for causes, _ in both]
-            earlier.explained = [fit for fit in earlier.explained if fit[0] in shared]
+            finding.explained = list(both.values())
+            earlier.explained = [cause for cause in earlier.explained if cause.name in both]
     finding.again = bool(finding.explained)
     if not (finding.again or of_one_forward):
         finding.explained = explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # it is of these ids
         finding.explained = differing["tokens"].explained
-    change = merged(finding.explained[0][0]) if finding.explained else None
+    change = finding.explained[0].change if finding.explained else None
     if finding.stage == "logps" or of_one_forward:  # gradients are those of the forward
         d.forward = change or None
     if finding.stage == "tokens":  # as masks are of the ids
@@ -260,20 +261,19 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
-def merged(causes: list[Cause]) -> dict | None:
-    """Join the deviations of several causes; None: two values for one."""
-    change = {}
-    for cause in causes:
-        if change.keys() & cause.change.keys():
-            return None
-        change |= cause.change
-    return change
+def joined(first: Cause, second: Cause) -> Cause:
+    """Make one cause of two."""
+    return replace(
+        first,
+        name=f"{first.name} and {second.name}",
+        says=f"{first.says}; {second.says}",
+        change=first.change | second.change,
+        parts=2,
+    )
 
 
-def computed(name: str, d: Dump, change: dict | None) -> dict | None:
+def computed(name: str, d: Dump, change: dict) -> dict | None:
     """Compute a stage with a deviation; None: with it the step has no answer."""
-    if change is None:
-        return None
     factor = Change(d, change)("factor", 1.0)
     if "factor" in change:  # of what comes out, which is computed once
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
@@ -303,8 +303,8 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
             yield cause.about, error(pairs) <= TOLERANCE
 
 
-def explain(name: str, d: Dump) -> list[Fit]:
-    """Search the simplest sets of causes that give the trainer's numbers."""
+def explain(name: str, d: Dump) -> list[Cause]:
+    """Search the simplest causes that give the trainer's numbers."""
     answer = computed(name, d, {})
     # one id or rate is met by chance
     if name in (*IDS, "schedule") and count_wrong(answer) < 2:
@@ -317,25 +317,25 @@ def explain(name: str, d: Dump) -> list[Fit]:
     explanations = search(name, d)
     d.part = None
     if name in LOGPS:
-        explanations = [fit for causes, _ in explanations for fit in fits(name, d, causes)]
-    smallest_error = min((error_left for _, error_left in explanations), default=0.0)
+        explanations = [again for cause in explanations for again in fits(name, d, cause)]
+    smallest_error = min((cause.error for cause in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
-    return [fit for fit in explanations if fit[1] <= limit]
+    return [cause for cause in explanations if cause.error <= limit]
 
 
-def search(name: str, d: Dump) -> list[Fit]:
+def search(name: str, d: Dump) -> list[Cause]:
     """Find single causes that give a stage's numbers, or else those of a place, or pairs.
 
     A factor is a cause by itself; it is fitted, so with another one it proves nothing.
     """
     base_answer = computed(name, d, {})
     suspects = find_suspects(name, base_answer, d)
-    factor_fits = [] if name in IDS else fitted(name, d, FACTOR, suspects)
+    factors = [] if name in IDS else fitted(name, d, FACTOR, suspects)
     explanations = []
-    by_distance = {distance(base_answer): []}  # causes that do the same are one
+    by_distance = {distance(base_answer): None}  # causes that do the same are one
     all_causes = sorted(possible_causes(name, d), key=Cause.rank)
     for _, causes in groupby(searched(all_causes, f"{name}: known causes"), Cause.rank):
-        if any(len(explained) == 1 for explained, _ in explanations):
+        if any(cause.parts == 1 for cause in explanations):
             break
         for cause in causes:
             if cause.is_fitted():
@@ -348,25 +348,25 @@ def search(name: str, d: Dump) -> list[Fit]:
             for place in suspects[: 1 if key in by_distance else None]:
                 explanations += confined(answer, cause, place, d)
             if not cause.rank():
-                by_distance.setdefault(key, [cause])
-    explanations += factor_fits
+                by_distance.setdefault(key, cause)
+    explanations += factors
     if explanations:
-        fewest = min(len(causes) for causes, _ in explanations)
-        return [fit for fit in explanations if len(fit[0]) == fewest]
+        fewest = min(cause.parts for cause in explanations)
+        return [cause for cause in explanations if cause.parts == fewest]
     if name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS:
         return []  # some pair would give so few by chance
-    ranked_causes = [by_distance[key] for key in sorted(by_distance)][:PAIRED]
-    if name in THROUGH_A_MODEL:
-        ranked_causes = ranked_causes[:MODEL_CAUSES]
+    ranked = filter(None, (by_distance[key] for key in sorted(by_distance)))
+    ranked_causes = list(ranked)[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
     pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
     for first_cause, second_cause in searched(pairs, f"{name}: pairs of causes"):
-        explanations += fits(name, d, first_cause + second_cause)
+        if first_cause.change.keys().isdisjoint(second_cause.change):
+            explanations += fits(name, d, joined(first_cause, second_cause))
     return explanations
 
 
 def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
     """Find rows or parts of the model outside which a stage's numbers agree; first everything."""
-    suspects = [Place([], {key: torch.tensor(True) for key in answer})]
+    suspects = [Place("", {key: torch.tensor(True) for key in answer})]
     sets = d.parts if name in BY_PARAMETER else d.row_sets
     if name == "advantages":
         sets = d.rollout_sets
@@ -380,8 +380,7 @@ def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
         outside = {key: ~mask for key, mask in inside.items()}
         differs = error(seen(answer, inside)) > TOLERANCE
         if differs and error(seen(answer, outside)) <= TOLERANCE:
-            place = Cause(f"only {says}", f"for {says} alone")
-            suspects.append(Place([place], inside, chosen))
+            suspects.append(Place(says, inside, chosen))
     return suspects
 
 
@@ -400,32 +399,34 @@ def distance(answer: dict) -> tuple[float, float]:
     return float(differences.sum()), float(differences.cumsum(0).sum())
 
 
-def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Fit]:
+def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Cause]:
     """Explain a stage by a cause in a place alone."""
-    causes = [cause, *place.causes]
-    explanations = fit(answer and seen(answer, place.inside), causes, d)
-    if explanations and place.causes and "loss" in answer and d.about["kind"] != "dpo":
+    if place.says:
+        name = f"{cause.name}, only {place.says}"
+        cause = replace(cause, name=name, says=f"{cause.says}, for {place.says} alone", parts=2)
+    explanations = fit(answer and seen(answer, place.inside), cause, d)
+    if explanations and place.says and "loss" in answer and d.about["kind"] != "dpo":
         rows = place.rows[:, None]
         inside = computed("loss", d, cause.change | {"weights": rows})
         outside = computed("loss", d, {"weights": ~rows})
         theirs, ours, unit = inside["loss"]
         _, others, other_unit = outside["loss"]
-        return fit({"loss": (theirs, ours + others, unit + other_unit)}, causes, d)
+        return fit({"loss": (theirs, ours + others, unit + other_unit)}, cause, d)
     return explanations
 
 
-def fits(name: str, d: Dump, causes: list[Cause]) -> list[Fit]:
-    """List the causes and what they leave if they explain the stage."""
-    return fit(computed(name, d, merged(causes)), causes, d)
+def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
+    """List the cause, with the error that it leaves, if it explains the stage."""
+    return fit(computed(name, d, cause.change), cause, d)
 
 
-def fit(answer: dict | None, causes: list[Cause], d: Dump) -> list[Fit]:
+def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
     """Compare an answer as `fits` does."""
     error_left = error(answer) if answer else math.inf
-    return [(causes, error_left)] if error_left <= d.tolerance else []
+    return [replace(cause, error=error_left)] if error_left <= d.tolerance else []
 
 
-def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Fit]:
+def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Cause]:
     """Explain a stage by a cause with the number that fits best, in any of these suspects."""
 
     def answer_with(number: float) -> dict | None:
@@ -551,22 +552,16 @@ def finding_lines(finding: Finding) -> list[str]:
         lines.append(f"{'':12}no known cause explains it")
         return lines + [f"{'':16}{text}" for text in finding.where[1:]]
     if finding.again:
-        return lines + [f"{'':12}again: {fit_line(*fit)}" for fit in finding.explained[:1]]
+        return [*lines, f"{'':12}again: {finding.explained[0]}"]
     word = "explained by"
-    for causes, error_left in finding.explained[:SHOWN]:
-        lines.append(f"{'':12}{word}: {fit_line(causes, error_left)}")
+    for cause in finding.explained[:SHOWN]:
+        lines.append(f"{'':12}{word}: {cause}")
         word = "or"
-        for cause in causes:
-            about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
-            lines.append(f"{'':16}{'; '.join(filter(None, about))}")
+        about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
+        lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     if len(finding.explained) > SHOWN:
         lines.append(f"{'':12}and {len(finding.explained) - SHOWN} more that give the same numbers")
     return lines
-
-
-def fit_line(causes: list[Cause], error_left: float) -> str:
-    """Name causes and the error that they leave."""
-    return f"{' and '.join(cause.name for cause in causes)} (to {error_left:.0e})"
 
 
 def not_in_step(findings: list[Finding]) -> list[str]:
@@ -600,9 +595,9 @@ def as_json(findings: list[Finding]) -> dict:
 def stage_json(finding: Finding) -> dict:
     """Return what is known of a stage as an object."""
     explained = []
-    for causes, error_left in finding.explained:
-        named = [{"name": cause.name, "says": cause.says} for cause in causes]
-        explained.append({"error": error_left, "causes": named})
+    for cause in finding.explained:
+        named = {"name": cause.name, "says": cause.says}
+        explained.append({"error": cause.error, "causes": [named]})
     return {
         "stage": finding.stage,
         "numbers": finding.numbers,

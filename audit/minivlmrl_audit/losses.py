@@ -42,18 +42,16 @@ def mistakes(cases: list[tuple]) -> list[str]:
     steps = [as_step(*case) for case in cases]
     lines = []
     while steps and len(lines) < SEARCHES:
-        explanations = []  # causes, and the steps that they do not explain
-        for causes, _ in explain("loss", steps[0]) or [([], 0.0)]:
-            left = [step for step in steps[1:] if not fits("loss", step, causes)]
-            explanations.append((causes, left))
-        other_steps = min((left for _, left in explanations), key=len)
-        tied_causes = [causes for causes, left in explanations if len(left) == len(other_steps)]
-        cause_names = []
-        for causes in tied_causes[:TIED]:
-            cause_names.append(" and ".join(f"{cause.says} ({cause.name})" for cause in causes))
-        says = "; or ".join(dict.fromkeys(cause_names)) or "no known mistake"
-        lines.append(f"{len(steps) - len(other_steps)} of them: {says}")
-        if not tied_causes[0]:  # where it differs first
-            lines += [f"  {line}" for line in where(computed("loss", steps[0], {}), steps[0])]
+        left = {}  # of each mistake: the steps that it does not explain
+        for cause in explain("loss", steps[0]):
+            name = f"{cause.says} ({cause.name})"
+            left[name] = [step for step in steps[1:] if not fits("loss", step, cause)]
+        if not left:
+            left["no known mistake"] = steps[1:]
+        other_steps = min(left.values(), key=len)
+        tied_names = [name for name, others in left.items() if len(others) == len(other_steps)]
+        lines.append(f"{len(steps) - len(other_steps)} of them: {'; or '.join(tied_names[:TIED])}")
+        if "no known mistake" in left:  # where it differs first
+            lines += [f"  {line}" for line in where(computed("loss", steps[0], {}))]
         steps = other_steps
     return lines

@@ -1,5 +1,6 @@
 """Whole training steps equal TRL's, and its trainers' steps, healthy or with a bug put into them, are told apart."""
 
+import copy
 from contextlib import suppress
 
 import pytest
@@ -193,7 +194,7 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
 
 
 def is_named(bug, finding):
-    said = [" ".join(f"{cause.name} {cause.says}" for cause in causes) for causes, _ in finding.explained[:4]]
+    said = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
     return any(all(part in one for part in bug.cause.split(", ")) for one in said)
 
 
@@ -228,7 +229,7 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
-    monkeypatch.setattr("minivlmrl_audit.updates.load_model", lambda *_: model)
+    monkeypatch.setattr("minivlmrl_audit.updates.load_model", lambda *_: copy.deepcopy(model))  # some change it
     monkeypatch.setattr(type(model), "__call__", lambda self, batch, select: torch.zeros(
         len(select), self.lm_head.in_features, dtype=torch.float64))  # fmt: skip
     for kind, options in steps:
