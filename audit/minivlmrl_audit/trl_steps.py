@@ -133,7 +133,9 @@ class Steps(ExitStack, TrainerCallback):
         self.models = {"model": trainer.model}
         if getattr(trainer, "ref_model", None):
             self.models["ref_model"] = trainer.ref_model
-        self.about = {name: name for name in self.models} | about
+        image_token_id = getattr(trainer.model.config, "image_token_id", None)
+        names = {name: name for name in self.models}
+        self.about = {"image_token_id": image_token_id, **names, **about}
         for model in self.models.values():
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
         trainer.add_callback(self)

@@ -57,6 +57,13 @@ class Bug:
             self.source = f"https://github.com/{self.source}"
 
 
+def clipped_by_added_norms(_, model):
+    """The norm is the sum of the parameters' norms, without squares."""
+    norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIPS["max_grad_norm"], norm)
+    return norm
+
+
 def around(owner, name: str, change: Callable) -> Callable:
     """A patch: instead of a function, change(function, *its arguments) is called. Owner None: the trainer."""
 
@@ -675,6 +682,18 @@ BUGS = {
         "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
         "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
         TELL | {"loss_type": "grpo", "calls": 0.7},
+    )),
+    "one_missing_reward_voids_its_group": Bug("modelscope/ms-swift/issues/8123", trl=score(
+        "advantages", "one missing reward voids its group", "torch.nanmean(rewards.view(-1, num_generations), dim=1)",
+        "rewards.view(-1, num_generations).mean(dim=1)", {"rewards": (missing,), "rows": 8},
+    )),
+    "angles_in_bfloat16": Bug("huggingface/transformers/issues/25681", trl=InTRL(
+        "logps", "sines are in bfloat16", lambda put, trainer: trainer.model.model.language_model.rotary_emb.
+        register_forward_hook(lambda _, given, angles: tuple(x.bfloat16().float() for x in angles)), late=True,
+    )),
+    "norms_added": Bug("laekov/fastmoe/pull/65", trl=InTRL(
+        "clip", "the sum of the parameters' norms", around(None, "_clip_grad_norm", clipped_by_added_norms), CLIPS,
+        late=True,
     )),
     # where completions call tools
     "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
