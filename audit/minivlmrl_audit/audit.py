@@ -135,21 +135,15 @@ class Finding:
         return self.error <= TOLERANCE
 
 
-def causes_of_table() -> list[Cause]:
-    """Read the rows of causes.yaml: what one does not say, its list says."""
-    result = []
-    for group in TABLE["causes"]:
-        result += [Cause(**group["of"] | row) for row in group["list"]]
-    return result
-
-
-CAUSES = causes_of_table()
+# rows of causes.yaml: what one does not say, its list says
+CAUSES = [Cause(**group["of"] | row) for group in TABLE["causes"] for row in group["list"]]
 FACTOR = Cause(**TABLE["factor"])  # of all numbers of a stage
 
 
 def names_of(name: str, d: Dump) -> set[str]:
     """Tell what causes.yaml calls a stage of this step."""
-    return {name, d.about["kind"] if name == "loss" else name, "logps" if name in LOGPS else name}
+    other_name = "logps" if name in LOGPS else name
+    return {name, d.about["kind"] if name == "loss" else other_name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
