@@ -356,6 +356,14 @@ def test_a_factor_says_each_count_that_it_may_be():
     assert cause.says == "all of it is 0.5 times as large: 1 over the 2 completions of a group or rewards"
 
 
+def test_a_factor_is_one_count_rather_than_two_over_another():
+    """The 15 tokens that count are half of the 30 columns, and there are two micro-batches."""
+    d = step(lengths=(5, 3, 2, 2, 2, 1), gradient=lambda x: x / 2)
+    d["loss"] = d["loss"] / 2
+    says = [cause.says for cause in explain("loss", d)]
+    assert any("1 over the 2 micro-batches" in one for one in says), says
+
+
 @pytest.mark.parametrize("rates, rate, name", [
     ([], 0.5, None), ([1.0, 0.75, 0.5], 0.5, None),
     ([1.0, 1.0, 0.75], 0.5, "step: the rate is that of the step before"),
