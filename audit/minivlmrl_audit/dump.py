@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +22,7 @@ from minivlmrl_audit.options import OPTIONS
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-NAMES = yaml.safe_load((Path(__file__).parent / "step.yaml").read_text(encoding="utf-8"))
+NAMES = moves.TABLE
 NEEDED = NAMES["needed"]
 BY_TOKEN = NEEDED + NAMES["by token"]
 BY_ROW = BY_TOKEN + NAMES["by row"]

@@ -54,6 +54,6 @@ def mistakes(cases: list[tuple]) -> list[str]:
         says = "; or ".join(dict.fromkeys(cause_names)) or "no known mistake"
         lines.append(f"{len(steps) - len(other_steps)} of them: {says}")
         if not tied_causes[0]:  # where it differs first
-            lines += [f"  {line}" for line in where(computed("loss", steps[0], {}), steps[0])]
+            lines += [f"  {line}" for line in where(computed("loss", steps[0], {}))]
         steps = other_steps
     return lines
