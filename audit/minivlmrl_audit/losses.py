@@ -17,7 +17,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
     for name, x in {**batch, "logps_gradient": gradient}.items():
         rows[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
     mask = rows.pop("mask")
-    zeros = torch.zeros_like(mask, dtype=torch.long)
+    zeros = mask.long() * 0
     number = torch.arange(len(mask))
     tensors = {
         **rows,

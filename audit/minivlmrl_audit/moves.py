@@ -5,7 +5,7 @@ what belongs to another: "the next row in its group". Where tools answer, a form
 tokens alone: "the first turn". Mistakes that are the same in a step are one.
 """
 
-import math  # noqa: F401 what formulas may name
+import math  # noqa: F401 (formulas name it)
 import re
 from collections.abc import Callable
 from dataclasses import replace  # noqa: F401
@@ -21,7 +21,7 @@ from minivlmrl.hub.recipe_values import parse_yaml
 from minivlmrl.losses import kl_term  # noqa: F401
 from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens  # noqa: F401
 
-TABLE = {}
+TABLE = {}  # of causes, of units, and of the names of a step's tensors
 for name in ("causes.yaml", "units.yaml", "step.yaml"):
     TABLE |= parse_yaml((Path(__file__).parent / name).read_bytes())
 
@@ -96,8 +96,8 @@ def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list
         items = [item for _, _, item in run]
         if inside:
             items = formula(text, x=items, **names)
-        new_items.extend(items)
-        new_flags.extend([flag] * len(items))
+        new_items += items
+        new_flags += [flag] * len(items)
     return new_items, new_flags
 
 
@@ -107,9 +107,10 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
     if kind != "pictures":
         return pictures
     count = len(pictures)
-    names = {"number": torch.arange(count), "num_pictures": count, "num_given": num_given}
-    region = formula(TABLE["pictures"][unit], **names).tolist()
-    return edited(pictures, [0] * count, region, text)[0]
+    region = formula(
+        TABLE["pictures"][unit], number=torch.arange(count), num_pictures=count, num_given=num_given
+    )
+    return edited(pictures, [0] * count, region.tolist(), text)[0]
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,8 +142,8 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
-    if torch.equal(row.sort().values, all_rows):  # the step is the rollout
-        rollout_order = row.argsort()
+    sorted_rows, rollout_order = row.sort()
+    if torch.equal(sorted_rows, all_rows):  # the step is the rollout
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [rollout_order[group == number] for number in group.unique()]
         units["the rollout"] = [rollout_order]
@@ -194,7 +195,7 @@ def row_sets(d) -> dict[str, Tensor]:
         group = d["group"][d["row"]]
         same = group == group[:, None]
         names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # in its group
-        if d.has("rewards"):
+        if "rewards" in d:
             total = d["rewards"].view(len(d["group"]), -1).nansum(1)[d["row"]]
             is_other = (total - total[:, None]).abs() > 1e-6
             names["others"] = (same & is_other).sum(1)  # of its group, with another reward
@@ -217,7 +218,7 @@ def spans(d) -> dict[str, Tensor]:
         spans["its turn"] = row * d.width + turn
     if d.has("group", "row"):
         spans["its group"] = d["group"][d["row"]][:, None].expand_as(row)
-    if d.has("pair"):
+    if "pair" in d:
         spans["its pair"] = d["pair"][:, None].expand_as(row)
     return different(spans, row)
 
@@ -251,7 +252,7 @@ def rollout_sets(d) -> dict[str, Tensor]:
 
 def parts_of_model(d) -> dict[str, Callable]:
     """Name parts of the model, as functions that tell a parameter's name: as names are made."""
-    names = list(d.parameters("before") or d.parameters("grad"))
+    names = d.parameters("before") or d.parameters("grad")
     patterns = dict(TABLE["parts"])
     for name in names:
         for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
