@@ -4,12 +4,10 @@ n rows (completions) of S tokens in M micro-batches, out of a rollout of N compl
 rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
-from collections import UserDict
 from functools import cached_property
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,18 +21,17 @@ from minivlmrl_audit.options import OPTIONS
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-NAMES = yaml.safe_load((Path(__file__).parent / "step.yaml").read_text(encoding="utf-8"))
+NAMES = moves.TABLE
 NEEDED = NAMES["needed"]
 BY_TOKEN = NEEDED + NAMES["by token"]
 BY_ROW = BY_TOKEN + NAMES["by row"]
 
 
-class Dump(UserDict):
+class Dump(dict):
     """A step in memory: `about` is step.json; tensors by name, floats in float64."""
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
-        super().__init__()
         self.about = about
         self.optimizer = about.get("optimizer", {})
         # which deviations the forward and the ids of this step are known to have; ids are None
@@ -63,7 +60,7 @@ class Dump(UserDict):
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         numbers = self["micro_batch"]
-        self.micro_batches = [(numbers == m).nonzero()[:, 0] for m in numbers.unique()]
+        self.micro_batches = [self.all_rows[numbers == m] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
         # (n, S): the columns after the prompt, padding too
@@ -112,7 +109,7 @@ class Dump(UserDict):
         """Order numbers of the rows as the rollout's completions (N,); 1 where it has more."""
         order = self.get("row", self.all_rows).argsort()
         if len(order) != len(self["group"]):
-            return torch.ones_like(self["group"]).double()
+            return torch.ones(len(self["group"]))
         return self[name][order].double()
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,10 +135,10 @@ class Dump(UserDict):
         ids = self["sampler_ids"][row]
         drawn_flags = self["sampler_mask"][row]
         is_real = ids >= 0
-        region = torch.zeros_like(is_real)
+        regions = {}
         if text:
             regions = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
-            region = regions.get(unit, region)
+        region = regions.get(unit, ids * 0)
         rows = []
         for i, begin in enumerate((~self.completion).sum(1).tolist()):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]

@@ -5,25 +5,25 @@ what belongs to another: "the next row in its group". Where tools answer, a form
 tokens alone: "the first turn". Mistakes that are the same in a step are one.
 """
 
-import math
+import math  # noqa: F401 (formulas name it)
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import replace  # noqa: F401
 from itertools import groupby
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.losses import kl_term
-from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens
+from minivlmrl.hub.recipe_values import parse_yaml
+from minivlmrl.losses import kl_term  # noqa: F401
+from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens  # noqa: F401
 
-TABLE = {}  # of causes.yaml and units.yaml
-for name in ("causes.yaml", "units.yaml"):
-    TABLE |= yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
+TABLE = {}  # of causes, of units, and of the names of a step's tensors
+for name in ("causes.yaml", "units.yaml", "step.yaml"):
+    TABLE |= parse_yaml((Path(__file__).parent / name).read_bytes())
 
 
 class FormulaError(Exception):
@@ -31,26 +31,9 @@ class FormulaError(Exception):
 
 
 def formula(text: str, **names):
-    """Compute a formula of causes.yaml: Python, of torch and these names."""
+    """Compute a formula of causes.yaml: Python, of what this file knows and of these names."""
     try:
-        return eval(
-            text,
-            {
-                "math": math,
-                "torch": torch,
-                "rounded": rounded,
-                "between": between,
-                "first": first,
-                "last": last,
-                "total_by": total_by,
-                "replace": replace,
-                "importance_ratio": importance_ratio,
-                "kl_term": kl_term,
-                "kept_tokens": kept_tokens,
-                "clipped": clipped,
-                **names,
-            },
-        )
+        return eval(text, globals() | names)
     except (RuntimeError, ValueError):
         raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:
@@ -72,19 +55,17 @@ class Change(dict):
         the tokens or pictures of the unit, at the indices `selection` of which x is, or tells by a
         parameter's name whether it is of a part.
         """
-        deviation = self.get(name)
-        if deviation is None:
+        if name not in self:
             return x
+        deviation = self[name]
         if isinstance(deviation, tuple):
             kind, unit, deviation = deviation
             region = getattr(self.d, kind)[unit]
             if deviation is None:
-                return pad(x, (0, 1)).gather(1, region) if kind == "columns" else x[region]
+                return pad(x.flatten(), (0, 1))[region] if kind == "columns" else x[region]
             if kind == "pictures":
                 region = formula(region, **names)
-            for index in selection:
-                region = region[index]
-            names["region"] = region
+            names["region"] = region[selection] if selection else region
         if not isinstance(deviation, str):
             return deviation
         return formula(deviation, x=x, c=self.get("c", 1.0), step=self.d, **names)
@@ -94,12 +75,11 @@ class Change(dict):
 
         Uses are those of causes.yaml, in lists of which one excludes the others.
         """
-        excluded_uses = set()
+        other_uses = {*self.get("inside", ())} - {use}
         for scope in TABLE["scopes"]:
-            if use in scope["uses"]:
-                excluded_uses = {*scope["uses"]} - {use}
-        is_other = not excluded_uses.isdisjoint(self.get("inside", ()))
-        return Change(self.d, {}) if is_other else self
+            if use in scope["uses"] and not other_uses.isdisjoint(scope["uses"]):
+                return Change(self.d, {})
+        return self
 
     def picture_rows(self) -> Tensor:
         """Name the row (n,) whose pictures each row shows."""
@@ -116,8 +96,8 @@ def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list
         items = [item for _, _, item in run]
         if inside:
             items = formula(text, x=items, **names)
-        new_items.extend(items)
-        new_flags.extend([flag] * len(items))
+        new_items += items
+        new_flags += [flag] * len(items)
     return new_items, new_flags
 
 
@@ -127,9 +107,10 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
     if kind != "pictures":
         return pictures
     count = len(pictures)
-    names = {"number": torch.arange(count), "num_pictures": count, "num_given": num_given}
-    region = formula(TABLE["pictures"][unit], **names).tolist()
-    return edited(pictures, [0] * count, region, text)[0]
+    region = formula(
+        TABLE["pictures"][unit], number=torch.arange(count), num_pictures=count, num_given=num_given
+    )
+    return edited(pictures, [0] * count, region.tolist(), text)[0]
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,11 +129,10 @@ def between(starts: Tensor, ends: Tensor) -> Tensor:
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
     """Find orders (..., n) or regions that change something, each once; `same` does not."""
-    kept = {"": same}
+    kept = {}
     for name, order in orders.items():
-        if not any(torch.equal(order, other.expand_as(order)) for other in kept.values()):
+        if not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values())):
             kept[name] = order
-    del kept[""]
     return kept
 
 
@@ -162,8 +142,8 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
-    if torch.equal(row.sort().values, all_rows):  # the step is the rollout
-        rollout_order = row.argsort()
+    sorted_rows, rollout_order = row.sort()
+    if torch.equal(sorted_rows, all_rows):  # the step is the rollout
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [rollout_order[group == number] for number in group.unique()]
         units["the rollout"] = [rollout_order]
@@ -173,46 +153,39 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         units["its micro-batch"] = d.micro_batches
         units["the step"] = [all_rows]
     for unit, blocks in units.items():
-        orders |= orders_in_unit(unit, blocks, all_rows)
+        orders |= ordered("rows", unit, blocks, all_rows)
+        if len(set(map(len, blocks))) == 1:  # of one size
+            orders |= ordered("blocks", unit.split()[-1], [torch.stack(blocks)], all_rows)
     return different(orders, all_rows)
 
 
-def orders_in_unit(unit: str, blocks: list[Tensor], all_rows: Tensor) -> dict[str, Tensor]:
-    """Name orders of all rows in which each block, such as a group, is ordered alike."""
+def ordered(
+    table: str, unit: str, blocks: list[Tensor], same: Tensor, **names
+) -> dict[str, Tensor]:
+    """Name orders like `same` in which each block of indices, such as a group, is ordered alike."""
     indices = torch.cat(blocks)
     orders = {}
-    for text, order in TABLE["rows"].items():
-        sources = torch.cat([formula(order, x=block) for block in blocks])
-        orders[f"{text} in {unit}"] = all_rows.index_copy(0, indices, sources)
-    if len(set(map(len, blocks))) == 1:
-        block_name = unit.split()[-1]
-        for text, order in TABLE["blocks"].items():
-            sources = formula(order, x=torch.stack(blocks)).flatten()
-            orders[text.format(block_name)] = all_rows.index_copy(0, indices, sources)
+    for text, order in TABLE[table].items():
+        sources = [formula(order, x=block, **names) for block in blocks]
+        orders[text.format(unit)] = same.put(indices, torch.cat(sources))
     return orders
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Name columns (n, S) from which each token takes, S: from none."""
+    """Number the token (n, S) of the step from which each takes; -1: from none."""
     counted_mask = d["completion_mask"].bool()
-    all_columns = torch.arange(d.width).expand_as(counted_mask)
-    no_token = torch.tensor([d.width])
+    numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
     units = {
         "its row": torch.ones_like(counted_mask),
         "its completion": d.completion,
         "its counted tokens": counted_mask,
     }
+    attended = d["attention_mask"].bool().flatten()
     orders = {}
     for unit, mask in units.items():
-        blocks = [row_mask.nonzero()[:, 0] for row_mask in mask]
-        paddings = (mask & ~d["attention_mask"].bool()).sum(1).tolist()
-        for text, order in TABLE["tokens"].items():
-            sources = []
-            for block, padding in zip(blocks, paddings, strict=True):
-                sources.append(formula(order, x=block, no_token=no_token, padding=padding))
-            columns = all_columns.masked_scatter(mask, torch.cat(sources))
-            orders[f"{text} in {unit}"] = columns
-    return different(orders, all_columns)
+        blocks = [numbers[row][mask[row]] for row in d.all_rows]
+        orders |= ordered("tokens", unit, blocks, numbers, attended=attended)
+    return different(orders, numbers)
 
 
 def row_sets(d) -> dict[str, Tensor]:
@@ -222,7 +195,7 @@ def row_sets(d) -> dict[str, Tensor]:
         group = d["group"][d["row"]]
         same = group == group[:, None]
         names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # in its group
-        if d.has("rewards"):
+        if "rewards" in d:
             total = d["rewards"].view(len(d["group"]), -1).nansum(1)[d["row"]]
             is_other = (total - total[:, None]).abs() > 1e-6
             names["others"] = (same & is_other).sum(1)  # of its group, with another reward
@@ -245,7 +218,7 @@ def spans(d) -> dict[str, Tensor]:
         spans["its turn"] = row * d.width + turn
     if d.has("group", "row"):
         spans["its group"] = d["group"][d["row"]][:, None].expand_as(row)
-    if d.has("pair"):
+    if "pair" in d:
         spans["its pair"] = d["pair"][:, None].expand_as(row)
     return different(spans, row)
 
@@ -262,25 +235,24 @@ def clipped(
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
     """Add up x over the tokens of each span, all of one shape."""
-    totals = torch.zeros(int(span.max()) + 1, dtype=x.dtype)
+    totals = x.new_zeros(int(span.max()) + 1)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
     """Name completions (N,) of the rollout as `row_sets` names rows."""
     order = d.get("row", d.all_rows).argsort()
-    is_whole = d.has("group") and len(order) == len(d["group"])
     sets = {}
     for says, rows in d.row_sets.items():
         # advantages are made of rewards
-        if is_whole and TABLE["row sets"][says][0] != "advantages":
+        if len(order) == len(d["group"]) and TABLE["row sets"][says][0] != "advantages":
             sets[says] = rows[order]
     return sets
 
 
 def parts_of_model(d) -> dict[str, Callable]:
     """Name parts of the model, as functions that tell a parameter's name: as names are made."""
-    names = list(d.parameters("before") or d.parameters("grad"))
+    names = d.parameters("before") or d.parameters("grad")
     patterns = dict(TABLE["parts"])
     for name in names:
         for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
@@ -288,7 +260,7 @@ def parts_of_model(d) -> dict[str, Callable]:
     regions = {}
     for says, pattern in patterns.items():
         regions[says] = torch.tensor([bool(re.search(pattern, name)) for name in names])
-    parts = different(regions, torch.ones(len(names), dtype=torch.bool))
+    parts = different(regions, torch.tensor(True))
     return {says: re.compile(patterns[says]).search for says in parts}
 
 
@@ -307,8 +279,6 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
     names = {
         "drawn": drawn,
         "forced": forced,
-        "first": first,
-        "last": last,
         "turn": first(drawn).cumsum(1),
         "answer": first(forced).cumsum(1),
         "stop": d.is_stop(ids),
@@ -322,9 +292,9 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
 
 def first(x: Tensor, k: int = 1) -> Tensor:
     """Mark the first k of each run of a mask (..., S)."""
-    begin = x & ~pad(x, (1, -1))
-    shifted = [pad(begin, (i, -i)) for i in range(min(k, x.shape[-1]))]
-    return x & torch.stack(shifted).any(0)
+    count = x.cumsum(-1)
+    earlier_runs = (count * ~x).cummax(-1).values
+    return x & (count - earlier_runs <= k)
 
 
 def last(x: Tensor, k: int = 1) -> Tensor:
