@@ -484,7 +484,9 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
 
     key: of the numbers that it explains, which tells the counts that may be theirs.
     """
-    known = [(formula(text, about=d.about), says) for says, text in TABLE["factors"].items()]
+    named_numbers = [
+        (formula(text, about=d.about), says) for says, text in TABLE["factors"].items()
+    ]
     units = defaultdict(list)  # of each count that may be theirs
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
@@ -492,12 +494,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
             units[count].append(unit)
     counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
     for count, says in counts.items():
-        known.append((count, says))
-        known.append((1 / count, f"1 over {says}"))
+        named_numbers.append((count, says))
+        named_numbers.append((1 / count, f"1 over {says}"))
     for count, other in permutations(counts, 2):
         if min(count, other) > 10:  # ratios of few are met by chance
-            known.append((count / other, f"{counts[count]} over {counts[other]}"))
-    return {number: f": {says}" for number, says in reversed(known)}  # what comes first is said
+            named_numbers.append((count / other, f"{counts[count]} over {counts[other]}"))
+    return {
+        number: f": {says}" for number, says in reversed(named_numbers)
+    }  # what comes first is said
 
 
 def where(answer: dict) -> list[str]:

@@ -304,13 +304,13 @@ def rollout(advantages):
 def test_a_mistake_is_not_looked_for_in_a_stage_that_is_not_its():
     """A baseline and an average of the loss are both a mean, which formulas of the other do not fit."""
     d = step(gradient=lambda x: x / 2)
-    rewards = torch.rand(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards = torch.tensor([[0.1, 0.9, 0.2], [0.7, 0.3, 0.4]]).double()
     centred = rewards - rewards.median(1, keepdim=True).values
-    d["rewards"] = rewards.view(6, 1)
+    d["rewards"] = rewards.flatten()
     d["rollout_advantages"] = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
     said = {finding.stage: finding.explained for finding in audit(d)}
     assert said["advantages"][0].name == "mean: the baseline is the median of the group"
-    assert said["loss"] and "mean: the baseline" not in str(said["loss"])
+    assert said["loss"] and "the baseline" not in str(said["loss"])
 
 
 UNKNOWN = {
@@ -360,8 +360,7 @@ def test_a_factor_is_one_count_rather_than_two_over_another():
     """The 15 tokens that count are half of the 30 columns, and there are two micro-batches."""
     d = step(lengths=(5, 3, 2, 2, 2, 1), gradient=lambda x: x / 2)
     d["loss"] = d["loss"] / 2
-    says = [cause.says for cause in explain("loss", d)]
-    assert any("1 over the 2 micro-batches" in one for one in says), says
+    assert "1 over the 2 micro-batches" in explain("loss", d)[-1].says
 
 
 @pytest.mark.parametrize("rates, rate, name", [
