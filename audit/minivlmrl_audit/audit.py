@@ -219,8 +219,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
     for earlier in differing.values():
         both = {}  # what explains both stages is the mistake; of one forward nothing else is
         for cause in earlier.explained:
-            if names & {*cause.stages} and fits(finding.stage, d, cause):
-                both[cause.name] = fits(finding.stage, d, cause)[0]
+            if names & {*cause.stages}:
+                both |= {again.name: again for again in fits(finding.stage, d, cause)}
         if both or (of_one_forward and earlier.stage == "logps"):
             finding.explained = list(both.values())
             earlier.explained = [cause for cause in earlier.explained if cause.name in both]
@@ -430,8 +430,9 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
         return distance_in(place, answer_with(number))
 
     base_answer = computed(name, d, {})
-    is_share = "times as large" in cause.says
-    sources = known_numbers(d, next(iter(base_answer))) if is_share else {}
+    # what multiplies may be a count or one over it
+    multiplies = cause is FACTOR or "c * x" in cause.change.values()
+    sources = known_numbers(d, next(iter(base_answer))) if multiplies else {}
     distances = {}  # of each number: in each suspect
     for number in [*NUMBERS, *sources]:
         answer = answer_with(number)
