@@ -1,0 +1,15 @@
+"""The files that README tells a newcomer to read, in its order."""
+
+import re
+from pathlib import Path
+
+from links import ROOT
+
+SECTION = "## The book"
+
+
+def reading_list() -> dict[Path, str]:
+    """Return {file: the name where its reader begins} of README's table."""
+    section = (ROOT / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \[[\w./]+\]\(([\w./]+)\).*\| `([\w.]+)` \|$", section, re.MULTILINE)
+    return {ROOT / file: name for file, name in rows}
