@@ -132,8 +132,8 @@ class Result:
 
 def train_once(name: str, seed: int, folder: Path):
     """Train one arm, from its start's checkpoint, and answer held-out pictures: folder/result.json."""
-    from minivlmrl import train  # torch takes seconds, and the page needs none
-    from minivlmrl.run.config import load_config
+    from minivlmrl.config.loading import load_config
+    from minivlmrl.run import loop  # torch takes seconds, and the page needs none
 
     arm = ARMS[name]
     options = ["--stages=[sft]"]
@@ -151,7 +151,7 @@ def train_once(name: str, seed: int, folder: Path):
         if change:
             change(algorithm, step, number)
 
-    train.start(config, see)
+    loop.start(config, see)
     right, unseen, lengths = answer_pictures(algorithms[0], config)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     times = os.times()
@@ -171,8 +171,8 @@ def answer_pictures(algorithm, config) -> tuple[list[int], list[bool], list[int]
     """Of each held-out picture the number of right answers and whether it is unseen; of each answer its tokens."""
     from dataclasses import replace
 
-    from minivlmrl.environments.trajectories import build_sampler
-    from minivlmrl.reward_functions.names import get_reward
+    from minivlmrl.agents.trajectories import build_sampler
+    from minivlmrl.rewards.registry import get_reward
     from minivlmrl.run.evaluate import draw
     from minivlmrl.tasks.shapes import Shapes
 
@@ -228,7 +228,7 @@ def length_slopes(random: dict) -> dict[str, float]:
     import torch
 
     from docs import bias
-    from minivlmrl.objectives.policy_losses import FamilyLoss
+    from minivlmrl.losses.grpo_variants import FamilyLoss
 
     lengths = bias.MASK.sum(1)
     logits = torch.randn(bias.POLICY.shape, **random)
@@ -250,7 +250,7 @@ def expected_weight(p: float, scale: str, G: int = 8) -> float:
     """The expected gradient of a prompt that is solved with chance p, in multiples of the gradient of p."""
     import torch
 
-    from minivlmrl.advantages import group_advantages
+    from minivlmrl.losses.advantages import group_advantages
 
     total = 0.0
     for k in range(G + 1):

@@ -1,6 +1,6 @@
 """What the runs of claims.py change that is no option of a recipe: tasks, a reward, and changes of a step.
 
-A change is called before each step, as `minivlmrl.train.start` does: change(algorithm, step, number). It may replace
+A change is called before each step, as `minivlmrl.run.loop.start` does: change(algorithm, step, number). It may replace
 micro-batches of the step, or how the next rollouts are drawn; the loop itself is the one of every run.
 """
 
@@ -13,10 +13,10 @@ from itertools import groupby
 
 import torch
 
-from minivlmrl.rewards import normalize
-from minivlmrl.rows import Dataset, Row
+from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.rewards.text import normalize
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
 from minivlmrl.tasks.shapes import CHANCE, Shapes, datasets, tokenizer
-from minivlmrl.tasks.task import FRESH_ROWS, Task
 
 UNSEEN = ("green triangle", "blue square", "black triangle")  # of COMBINATIONS: their words are seen in others
 

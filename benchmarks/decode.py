@@ -20,9 +20,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as 
 import torch
 from gpu_step import CARD, Case, build, make_case, take_turns, twin, write_numbers
 
-from minivlmrl.generate import Decode, SamplingConfig, draw_by, generate, make_choose
-from minivlmrl.sampling.captured import CapturedDecode
-from minivlmrl.scale.checkpoint import random_model
+from minivlmrl.generation.cuda_graphs import CapturedDecode
+from minivlmrl.generation.generate import Decode, SamplingConfig, draw_by, generate, make_choose
+from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from minivlmrl import train
-from minivlmrl.run.config import RunConfig, load_config, recipes_folder
-from minivlmrl.tools.process import run_rank
+from minivlmrl.commands.process import run_rank
+from minivlmrl.config.loading import RunConfig, load_config, recipes_folder
+from minivlmrl.run import loop
 
 FILE = "expected.json"
 # fields of a recipe that change no number of the summary; seed and threads are columns of the file
@@ -47,7 +47,7 @@ def main(arguments: list[str]):
         sys.exit(str(error))
 
     def train_and_report(words: list[str]) -> int:
-        code = train.main(words)
+        code = loop.main(words)
         if code == 0 and int(os.environ.get("RANK", 0)) == 0:
             code = report(config, runs)
         return code

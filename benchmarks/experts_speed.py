@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from minivlmrl.hub.experts import Experts, ExpertsConfig, choose_experts
-from minivlmrl.run.config import load_config
-from minivlmrl.train import start
-from minivlmrl.vision import MLP
+from minivlmrl.config.loading import load_config
+from minivlmrl.model.families.experts import Experts, ExpertsConfig, choose_experts
+from minivlmrl.model.vision import MLP
+from minivlmrl.run.loop import start
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 

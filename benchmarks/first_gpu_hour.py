@@ -41,7 +41,7 @@ PARTS = {
     "step": Part(6, "benchmarks/gpu_step.py --repeats=3 --json={out}/step.json", "--toy --repeats=1"),
     "grpo": Part(3, "benchmarks/gpu_grpo.py --json={out}/grpo.json", "--toy --steps=1"),
     "decode": Part(5, "benchmarks/decode.py --json={out}/decode.json", "--toy --repeats=1"),
-    "vllm_tests": Part(5, "-m pytest -m slow tests/test_vllm_sampler.py", "--collect-only"),
+    "vllm_tests": Part(5, "-m pytest -m slow tests/generation/test_vllm.py", "--collect-only"),
     "vllm_run": Part(
         2, f"{RUN}vllm --model.compute_dtype=bfloat16 --sampling.engine=vllm", f"{SHORT} --sampling.engine=own"
     ),

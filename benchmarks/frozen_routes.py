@@ -5,8 +5,8 @@ python benchmarks/frozen_routes.py recipes/shapes.yaml --model.config=recipes/sh
 
 import sys
 
-from minivlmrl.run.config import load_config
-from minivlmrl.train import start
+from minivlmrl.config.loading import load_config
+from minivlmrl.run.loop import start
 
 
 def freeze_routers(algorithm, *_):

@@ -17,8 +17,8 @@ from gpu_step import CARD, build, read_options, seconds_of, write_numbers
 from grpo_step import make_rows, our_side
 from sizes import HUB, small_model
 
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.run.memory import RESERVE, Costs, peak_bytes, plan
+from minivlmrl.diagnostics.memory import RESERVE, Costs, peak_bytes, plan
+from minivlmrl.model.config import ModelConfig
 
 WARMUP = 1  # steps that are not counted
 

@@ -24,11 +24,11 @@ import torch
 from gpu_step import CARD, about, peak_gib, read_options, seconds_of, write_numbers
 from torch import Tensor
 
-from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
+from minivlmrl.generation.cuda_graphs import StaticDecodeAttention
 from minivlmrl.kernels.backend import triton
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
-from minivlmrl.sampling.captured import StaticDecodeAttention
+from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 
 TEMPERATURE = 0.9
 CHUNK = 1024  # rows whose logits fit in float32

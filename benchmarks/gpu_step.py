@@ -36,15 +36,15 @@ import torch.nn.functional as F
 from sizes import config_of
 from torch import Tensor
 
-from minivlmrl.batch import pack
-from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, draw_by, generate, make_choose
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import Counts, grpo_loss
-from minivlmrl.rows import Completion, Prompt
-from minivlmrl.sampling.captured import CapturedDecode
-from minivlmrl.scale.checkpoint import initialize
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.generation.cuda_graphs import CapturedDecode
+from minivlmrl.generation.generate import SamplingConfig, draw_by, generate, make_choose
+from minivlmrl.losses.grpo import Counts, grpo_loss
+from minivlmrl.model.checkpoint import initialize
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEER_ROWS = 4  # rows of a peer's step that go through at once

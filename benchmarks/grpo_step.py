@@ -28,19 +28,19 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl sets it for runs
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.batch import pack
-from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Completion, Processor, Row
-from minivlmrl.run.batches import Batches
-from minivlmrl.run.config import GRPOSection, RunConfig
+from minivlmrl.config.loading import GRPOSection, RunConfig
+from minivlmrl.data.loader import Batches
+from minivlmrl.data.rows import Completion, Processor, Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.scale.checkpoint import random_model, save_model
-from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
-from minivlmrl.train import optimizer_step
+from minivlmrl.trainers.grpo_stage import GRPOStage
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 QUESTION = "What is it? Name it."  # with the template 32 tokens: 48, 96 and 288 with those of the image

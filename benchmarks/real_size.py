@@ -24,12 +24,12 @@ import PIL.Image
 import torch
 from sizes import HUB, small_model
 
-from minivlmrl.hub.folder import INDEX, read_json, read_lines, save_tensors, write_json
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.run.completions import Logged
-from minivlmrl.run.config import load_config
-from minivlmrl.run.memory import RESERVE, Costs, peak_bytes, plan
-from minivlmrl.scale.checkpoint import plain_weights, save_model
+from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics.memory import RESERVE, Costs, peak_bytes, plan
+from minivlmrl.files import INDEX, read_json, read_lines, save_tensors, write_json
+from minivlmrl.model.checkpoint import plain_weights, save_model
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.run.rollout_log import Logged
 
 SHARD = 5 * 10**8  # weights of one file, about
 # pixels; of a prompt's text and picture

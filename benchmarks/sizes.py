@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.scale.checkpoint import random_model
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.tasks import shapes
 
 TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}

@@ -4,11 +4,11 @@ import timeit
 from functools import partial
 from importlib.util import find_spec
 
-from minivlmrl.environments.trajectories import build_sampler
-from minivlmrl.hub.code_names import load_name
-from minivlmrl.sampling.filters import ENGINES, SamplingOptions
-from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.scale.ranks import World, find_device
+from minivlmrl.agents.trajectories import build_sampler
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.distributed.process_group import World, find_device
+from minivlmrl.generation.filters import ENGINES, SamplingOptions
+from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 world = World(device=find_device())

@@ -9,13 +9,13 @@ from pathlib import Path
 import PIL.Image
 import torch
 
-from minivlmrl.environments import tool_sampler
-from minivlmrl.environments.trajectories import build_sampler, packed_length
-from minivlmrl.generate import Decode
-from minivlmrl.rows import Row
-from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.scale.ranks import World
+from minivlmrl.agents import tool_sampler
+from minivlmrl.agents.trajectories import build_sampler, packed_length
+from minivlmrl.data.rows import Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.generation.generate import Decode
+from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 ROUNDS = (2, 4, 8, 16, 32)

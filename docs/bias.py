@@ -12,11 +12,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from minivlmrl.advantages import EPSILON, group_advantages
-from minivlmrl.losses import Counts
-from minivlmrl.objectives.baselines import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards
-from minivlmrl.objectives.policy_losses import FamilyLoss, LossType, policy_loss
-from minivlmrl.objectives.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss
+from minivlmrl.losses.advantages import EPSILON, group_advantages
+from minivlmrl.losses.grpo import Counts
+from minivlmrl.losses.grpo_variants import FamilyLoss, LossType, policy_loss
+from minivlmrl.losses.ppo import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards
+from minivlmrl.losses.preference import DPO_LOSSES, DPOLoss, dpo_loss
 
 END, T = 2, 3  # the token that ends a completion; tokens of the longest
 PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...

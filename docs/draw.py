@@ -19,13 +19,13 @@ from types import SimpleNamespace
 
 import torch
 
-from minivlmrl.attention import GroupAttention, GroupLayout, visible
-from minivlmrl.hub import qwen3_5
-from minivlmrl.hub.model_config import VisionConfig
-from minivlmrl.losses import PolicyLoss, clipped
-from minivlmrl.objectives.baselines import gae
-from minivlmrl.rope import get_rope_index
-from minivlmrl.vision import window_order
+from minivlmrl.losses.grpo import PolicyLoss, clipped
+from minivlmrl.losses.ppo import gae
+from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
+from minivlmrl.model.config import VisionConfig
+from minivlmrl.model.families import qwen3_5
+from minivlmrl.model.rope import get_rope_index
+from minivlmrl.model.vision import window_order
 
 INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")

@@ -13,9 +13,9 @@ import PIL.Image
 import PIL.ImageDraw
 import torch
 
-from minivlmrl.batch import pack
-from minivlmrl.hub.experts import chosen_experts
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.families.experts import chosen_experts
+from minivlmrl.model.packing import pack
 from minivlmrl.tasks.shapes import Shapes
 
 PICTURES, SHOWN, SCALE, GAP = 256, 8, 2, 8

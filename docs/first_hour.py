@@ -1,6 +1,6 @@
 """docs/first_hour.ipynb: a notebook for the first hour, made of the cells below. `python -m docs.make_pages` writes it.
 
-tests/test_wheel.py runs its cells in order, with fewer rows and steps.
+tests/repository/test_wheel.py runs its cells in order, with fewer rows and steps.
 """
 
 import json
@@ -48,8 +48,8 @@ rows[0]["image"].resize((168, 168))
 ---
 **A prompt is tensors.** The image becomes rows of patches, the text ids; the image has an id for each 2 x 2 patches.
 ---
-from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.run.config import recipes_folder
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.config.loading import recipes_folder
 from minivlmrl.tasks import shapes
 
 model, processor = random_model(recipes_folder() / "shapes_model.json", shapes.tokenizer(), seed=0)
@@ -60,7 +60,7 @@ processor.tokenizer.decode(prompt.input_ids.tolist())
 ---
 **A group of answers.** Sampling reads the prompt once and decodes all answers together. Random weights say noise.
 ---
-from minivlmrl.generate import Sampler, SamplingConfig
+from minivlmrl.generation.generate import Sampler, SamplingConfig
 
 [answers] = Sampler(model, processor, SamplingConfig(max_new_tokens=12))([prompt], 4, keys=["first"])
 [processor.decode(answer.ids) for answer in answers]
@@ -69,14 +69,14 @@ from minivlmrl.generate import Sampler, SamplingConfig
 advantage is how much better it is than its group.
 ---
 LOSS
-from minivlmrl.advantages import group_advantages
+from minivlmrl.losses.advantages import group_advantages
 
 print(loss.item(), group_advantages(torch.tensor([1.5, 0.5, 0.5, 0.0]), 4))
 ---
 **Train.** SFT on the demonstrations teaches the form and a vague idea of the task; GRPO goes on with a reward for the
 form and the truth of the answer. `runs/first/page.html` shows curves and answers: open it in a browser.
 ---
-from minivlmrl.tools.notebook import train
+from minivlmrl.commands.notebook import train
 
 train("shapes.yaml", rows, held_out, output_dir="runs/sft", resume="never", stages=["sft"])
 start = {"path": "runs/sft/checkpoint", "config": None}

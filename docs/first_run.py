@@ -14,11 +14,11 @@ from pathlib import Path
 
 from docs.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
 from docs.held_out import column, moving, png
-from minivlmrl import train
-from minivlmrl.generate import Sampler
-from minivlmrl.rewards import find_answer
-from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.generation.generate import Sampler
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.rewards.text import find_answer
+from minivlmrl.run import loop
 from minivlmrl.tasks.shapes import CHANCE, Shapes
 
 SHOWN = 4  # pictures
@@ -57,7 +57,7 @@ def record(options: list[str]):
     config = load_config(recipes_folder() / "shapes.yaml", options)
     folder = Path(config.output_dir)
     recorder = Recorder(config.sampling)
-    train.start(config, recorder)
+    loop.start(config, recorder)
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     kept = {

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from docs.draw import FAINT, FONT, INK, SOFT, Picture
-from minivlmrl import train
+from minivlmrl.config.loading import load_config, recipes_folder
 from minivlmrl.data.boxes import parse_boxes
-from minivlmrl.generate import Sampler
-from minivlmrl.reward_functions.box_rewards import iou
-from minivlmrl.rewards import find_answer
-from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.generation.generate import Sampler
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.rewards.boxes import iou
+from minivlmrl.rewards.text import find_answer
+from minivlmrl.run import loop
 from recipes.localisation import GRID, UNIT, Localisation, constant_box
 
 SHOWN, DRAWN, HELD_OUT, EVERY = 8, 8, 256, 4
@@ -77,7 +77,7 @@ def record(options: list[str], folder: Path):
     """Train, and write held_out.json."""
     config = load_config(recipes_folder() / "localisation.yaml", [*options, f"--output_dir={folder}"])
     recorder = Recorder(config.sampling)
-    train.start(config, recorder)
+    loop.start(config, recorder)
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -14,16 +14,16 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl import train
-from minivlmrl.batch import pack
-from minivlmrl.generate import Sampler, SamplingConfig
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.rewards import accuracy
-from minivlmrl.run.config import recipes_folder
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.config.loading import recipes_folder
+from minivlmrl.diagnostics.trace import looked
+from minivlmrl.generation.generate import Sampler, SamplingConfig
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.rewards.text import accuracy
+from minivlmrl.run import loop
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.tools.lines import looked
 
 PICTURES, SHOWN, SCALE, GAP = 24, 6, 2, 8
 SHUFFLED = "--rewards={format: 0.5, shuffled: 1.0}"
@@ -42,7 +42,7 @@ def train_all(folder: Path):
     for name, options in RUNS.items():
         out = folder / name.replace(" ", "_")
         if not (out / "checkpoint").is_dir():
-            train.main([str(recipes_folder() / "shapes.yaml"), f"--output_dir={out}", *QUICK, *options])
+            loop.main([str(recipes_folder() / "shapes.yaml"), f"--output_dir={out}", *QUICK, *options])
 
 
 def answer_of(policy, processor, prompt):

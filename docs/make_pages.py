@@ -1,6 +1,6 @@
 """Write every page and picture of docs/ that code prints: python -m docs.make_pages
 
-tests/test_docs.py compares them with the files, test_exercises.py that of exercises.md, test_lines.py step.html's code.
+tests/repository/test_docs.py compares them with the files, test_exercises.py that of exercises.md.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """docs/photographs.ipynb: from a folder of photographs to a model and its page. `python -m docs.make_pages` writes it.
 
-tests/test_wheel.py runs its cells in order, with fewer pictures and steps.
+tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps.
 """
 
 from docs import first_hour
@@ -60,8 +60,8 @@ plan.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
 **Train.** A toy has to learn to speak before it can be rewarded: a few steps of SFT. Qwen2-VL-2B can speak.
 ---
 import torch
-from minivlmrl.run.config import recipes_folder
-from minivlmrl.tools.notebook import train
+from minivlmrl.config.loading import recipes_folder
+from minivlmrl.commands.notebook import train
 
 how = {"adapter": LORA, "output_dir": "runs/photographs", "resume": "never"}
 if torch.cuda.is_available():

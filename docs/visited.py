@@ -12,8 +12,8 @@ from pathlib import Path
 import PIL.Image
 from draw import INK, SOFT, Picture
 
-from minivlmrl.hub.folder import read_lines
-from minivlmrl.run.completions import COMPLETIONS, Logged
+from minivlmrl.files import read_lines
+from minivlmrl.run.rollout_log import COMPLETIONS, Logged
 
 COLUMN = 138  # pixels wide
 SIDE = 112  # of a screen

@@ -25,13 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from docs.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
-from minivlmrl import attention, image, logprobs, losses, rewards, rope, train, vision
-from minivlmrl.advantages import EPSILON, group_advantages
-from minivlmrl.rows import Processor
-from minivlmrl.run.completions import groups
+from minivlmrl.data import image
+from minivlmrl.data.rows import Processor
+from minivlmrl.diagnostics.replay import go_to, run_config
+from minivlmrl.diagnostics.trace import Film
+from minivlmrl.losses import grpo
+from minivlmrl.losses.advantages import EPSILON, group_advantages
+from minivlmrl.model import attention, logprobs, rope, vision
+from minivlmrl.rewards import text as rewards
+from minivlmrl.run import loop
 from minivlmrl.run.optimizer import finish_gradients
-from minivlmrl.tools.lines import Film
-from minivlmrl.tools.replay import go_to, run_config
+from minivlmrl.run.rollout_log import groups
 
 DOCS = Path(__file__).parent
 RECIPE = DOCS.parent / "recipes" / "shapes.yaml"
@@ -203,16 +207,16 @@ class Walk:
         with torch.no_grad():
             share = self.algorithm.loss(self.batch)[0].item()
         self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))
-        metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, 0)
+        metrics = loop.optimizer_step(self.algorithm, self.step, self.optimizer, 0)
         text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
-        yield Stop("Loss", losses.grpo_loss, [text])
+        yield Stop("Loss", grpo.grpo_loss, [text])
         lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
         lines.append(f"all: {clean(metrics['grad_norm'])} before it was cut to at most {limit:g}")
         yield Stop("Gradient", finish_gradients, lines, {"norms": norms})
         change = ((self.logps() - before) * self.batch.loss_mask).sum(1).tolist()
         lines = [f"learning rate {metrics['learning_rate']:.3g}; the completions' log-probabilities change by"]
         data = {"change": change, "metrics": metrics}
-        yield Stop("Update", train.optimizer_step, [*lines, "  ".join(map(clean, change))], data)
+        yield Stop("Update", loop.optimizer_step, [*lines, "  ".join(map(clean, change))], data)
 
     @torch.no_grad()
     def logps(self) -> Tensor:
@@ -259,7 +263,7 @@ def write_film():
     config, film = run_config(RECIPE, None, [*OPTIONS, *FILMED]), Film([], "grpo", 0)
     algorithm, optimizer, step, _ = go_to(config, "grpo", 0, film)
     with film:
-        train.optimizer_step(algorithm, step, optimizer, 0)
+        loop.optimizer_step(algorithm, step, optimizer, 0)
     film.write(DOCS / "step.html", "The first GRPO step of recipes/shapes.yaml")
 
 

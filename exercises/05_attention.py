@@ -31,7 +31,7 @@ WRONG = {
 
 
 def tries(visible):
-    from minivlmrl.attention import GroupLayout
+    from minivlmrl.model.attention import GroupLayout
 
     for prompts, completions in (([2], [[3, 2]]), ([2, 3], [[3, 2], [2, 2]]), ([3], [[]])):
         asked = f"prompts of {prompts} tokens with completions of {completions}"

@@ -58,7 +58,7 @@ def tries(lay_group):
 
     import torch
 
-    from minivlmrl.rows import Completion, Prompt
+    from minivlmrl.data.rows import Completion, Prompt
 
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     config = SimpleNamespace(image_token_id=1, video_token_id=2, vision_config=vision)

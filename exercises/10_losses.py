@@ -100,7 +100,7 @@ WRONG = {
 def tries(grpo_loss):
     import torch
 
-    from minivlmrl.losses import Counts, PolicyLoss
+    from minivlmrl.losses.grpo import Counts, PolicyLoss
 
     logps = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]])
     old = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])

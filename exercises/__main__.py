@@ -62,7 +62,7 @@ class Exercise:
                 "# ---- end of your lines"
             )
         docstring = (
-            f'"""Exercise {self.number}: {self.function.name} of minivlmrl/{self.path.name}, with a hole.\n'
+            f'"""Exercise {self.number}: {self.function.name} of {self.path.parent.name}/{self.path.name}, with a hole.\n'
             f"{self.own['TASK']}\n"
             f"python -m exercises {self.number} --check    # or --hint\n"
             '"""\n'
@@ -151,7 +151,7 @@ def load(number: int, book: Path = BOOK) -> Exercise:
         number=number,
         path=path,
         function=function,
-        imports=needed(tree, function, path.stem),
+        imports=needed(tree, function, ".".join(path.relative_to(book).with_suffix("").parts)),
         lines=(first.lineno, last.end_lineno),
         margin=" " * first.col_offset,
         own=runpy.run_path(str(FOLDER / f"{number:02}_{hole['name']}.py")),
@@ -161,7 +161,7 @@ def load(number: int, book: Path = BOOK) -> Exercise:
 def find_function(hole: dict, number: int, book: Path) -> tuple[Path, ast.Module, ast.FunctionDef]:
     """Find the function of a hole in the book by its name, else by how its docstring begins; with its file."""
     by_docstring = []
-    for path in sorted(book.glob("*.py")):
+    for path in sorted(book.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if hole["function"] not in text and hole["does"] not in text:
             continue

@@ -228,7 +228,7 @@ def cut(k: Tensor, queries: int) -> Cut:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own_k: Tensor, own_v: Tensor, unseen: Tensor
 ) -> Tensor:
-    """Compute DecodeAttention of minivlmrl/attention.py, where `fits` says so: (R, H, D).
+    """Compute DecodeAttention of minivlmrl/model/attention.py, where `fits` says so: (R, H, D).
 
     Args:
         q: (R, H, D), R / B rows of each prompt, one prompt after the other.

@@ -170,7 +170,7 @@ def differentiate(
             grad_weight[tile].copy_(total)
 
 
-# Operators, not an autograd.Function: the plan of run/memory.py counts their results alone, as the
+# Operators, not an autograd.Function: the plan of diagnostics/memory.py counts their results alone, as the
 # fakes give them, and adds piece_bytes.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _op(

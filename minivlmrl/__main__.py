@@ -5,18 +5,18 @@ import importlib.util
 import os
 import sys
 
-from minivlmrl.hub.recipe_values import did_you_mean, shortened
+from minivlmrl.config.parsing import did_you_mean, shortened
 
 TOOLS = {  # name: (module:function, what it does)
-    "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
-    "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
-    "merge": ("minivlmrl.tools.merge:main", "add an adapter to its base, as one plain folder"),
-    "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two"),
-    "evaluate": ("minivlmrl.tools.answer_rows:main", "answer the rows of a file, and score them"),
-    "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),
-    "check": ("minivlmrl.tools.check:main", "say what of a recipe will go wrong"),
-    "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
-    "replay": ("minivlmrl.tools.replay:main", "train a step of a run again, and show it"),
+    "train": ("minivlmrl.commands.help:start", "train by a recipe, as torchrun train.py does"),
+    "ask": ("minivlmrl.commands.chat:main", "ask a model one question"),
+    "merge": ("minivlmrl.commands.merge:main", "add an adapter to its base, as one plain folder"),
+    "page": ("minivlmrl.commands.report:main", "write one HTML file of a run, or of two"),
+    "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file, and score them"),
+    "generate": ("minivlmrl.commands.evaluate:generate", "answer the rows of a file"),
+    "check": ("minivlmrl.diagnostics.check:main", "say what of a recipe will go wrong"),
+    "plan": ("minivlmrl.commands.memory:main", "print what a run needs of each GPU's memory"),
+    "replay": ("minivlmrl.diagnostics.replay:main", "train a step of a run again, and show it"),
     "verify": ("minivlmrl_audit.verify:main", "train a run again, and compare every file"),
     "audit": ("minivlmrl_audit.audit:main", "check a step of any trainer, and name its bugs"),
 }

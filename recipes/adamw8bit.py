@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from minivlmrl.adapters.nf4 import dequantize, dynamic_code, quantize
 from minivlmrl.kernels.nf4_unpack import GROUP
+from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
 SMALLEST = 4096  # moments of a tensor with fewer values, and of a vector, stay in float32
 PIECE = 2**24  # values that are in float32 at a time

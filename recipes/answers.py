@@ -14,8 +14,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from minivlmrl.hub.recipe_values import extra
-from minivlmrl.rewards import find_answer, normalize
+from minivlmrl.config.parsing import extra
+from minivlmrl.rewards.text import find_answer, normalize
 
 LONGEST = 2000  # characters of an answer; one that is longer earns 0
 WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from minivlmrl.rewards import accuracy
+from minivlmrl.rewards.text import accuracy
 
 
 def reward(answer: dict, solution) -> float | None:

@@ -24,22 +24,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import ParameterCopy
-from minivlmrl.advantages import combine
-from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.reference import computing, load_frozen
-from minivlmrl.batch import MicroBatch, pack
-from minivlmrl.grpo import Rollout
-from minivlmrl.hub.code_names import load_name
-from minivlmrl.hub.folder import find_folder
-from minivlmrl.hub.recipe_values import Code, FilePath, require
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.config.parsing import Code, FilePath, require
+from minivlmrl.data.rows import Processor, Prompt, Row
+from minivlmrl.distributed.micro_batching import PiecesConfig
+from minivlmrl.files import find_folder
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
-from minivlmrl.logprobs import completion_states
-from minivlmrl.reward_functions.names import guarded
-from minivlmrl.rows import Processor, Prompt, Row
-from minivlmrl.sampling.pieces import PiecesConfig
+from minivlmrl.losses.advantages import combine
+from minivlmrl.model.logprobs import completion_states
+from minivlmrl.model.lora import ParameterCopy
+from minivlmrl.model.packing import MicroBatch, pack
+from minivlmrl.rewards.registry import guarded
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.grpo import Rollout
+from minivlmrl.trainers.grpo_stage import GRPOStage
+from minivlmrl.trainers.reference import computing, load_frozen
 
 
 @dataclass

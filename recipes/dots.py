@@ -10,9 +10,9 @@ import PIL.Image
 import PIL.ImageDraw
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import train_tokenizer
-from minivlmrl.rows import Row
-from minivlmrl.tasks.task import FRESH_ROWS, Task
+from minivlmrl.data.rows import Row
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 PROBLEM = "How many dots?"
 ANSWER = "<think>dots</think><answer>{}</answer>"

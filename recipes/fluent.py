@@ -9,10 +9,10 @@ from functools import cache
 
 import torch
 
-from minivlmrl.batch import pack
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Completion, Row
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.data.rows import Completion, Row
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

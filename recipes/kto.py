@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch
-from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.batch import Step
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.objectives.preference_losses import KTOLoss, kto_kl, kto_loss
-from minivlmrl.rows import Prompt, Row
+from minivlmrl.data.rows import Prompt, Row
+from minivlmrl.losses.preference import KTOLoss, kto_kl, kto_loss
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import Step
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.offline import AnswerAlgorithm, AnswerBatch
 
 
 @dataclass

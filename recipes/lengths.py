@@ -7,7 +7,7 @@ Source: arXiv 2502.03373, appendix C, and TRL's rewards.
 
 import math
 
-from minivlmrl.reward_functions.names import get_reward
+from minivlmrl.rewards.registry import get_reward
 
 
 def cosine(

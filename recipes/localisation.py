@@ -16,10 +16,10 @@ import numpy as np
 import PIL.Image
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
-from minivlmrl.rows import Dataset, Row
+from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
 from minivlmrl.tasks.shapes import COLORS, SIZE, fill
-from minivlmrl.tasks.task import FRESH_ROWS, Task
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and bottom are the first ones outside
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections import defaultdict
 
-from minivlmrl.rewards import accuracy, normalize
+from minivlmrl.rewards.text import accuracy, normalize
 
 
 def judge(answer: dict, solution) -> float | None:

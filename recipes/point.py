@@ -9,8 +9,8 @@ import re
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import COMMA, NUMBER, PAIR, Box
-from minivlmrl.reward_functions.box_rewards import NEEDED, ObjectForm, Objects, judge_boxes, mean_similarity, read_boxes
-from minivlmrl.rewards import find_answer
+from minivlmrl.rewards.boxes import NEEDED, ObjectForm, Objects, judge_boxes, mean_similarity, read_boxes
+from minivlmrl.rewards.text import find_answer
 
 POINT = rf"(?:\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]|{PAIR})"
 POINTS = re.compile(rf"{NUMBER}{COMMA}{NUMBER}|{POINT}(?:\s*(?:,\s*)?{POINT})*", re.ASCII)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from minivlmrl.data.boxes import NUMBER, SPACES, Box, extent
 from minivlmrl.data.fetch import fetch_image
-from minivlmrl.image import smart_resize
+from minivlmrl.data.image import smart_resize
 
 BETWEEN = r"\)?[\s,]+\(?"
 CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)

@@ -8,7 +8,7 @@ A run that learns from it has another source than its rewards. Each of several r
 import math
 import random
 
-from minivlmrl.reward_functions.names import get_reward
+from minivlmrl.rewards.registry import get_reward
 
 
 def shuffled(completions, reward="accuracy", **columns):

@@ -16,9 +16,9 @@ import PIL.Image
 import PIL.ImageDraw
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import train_tokenizer
-from minivlmrl.rows import Row
-from minivlmrl.tasks.task import FRESH_ROWS, Task
+from minivlmrl.data.rows import Row
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 COLORS = {"red": (220, 20, 20), "green": (20, 160, 20), "blue": (20, 20, 220)}
 HABIT = "red"  # what the other demonstrations press

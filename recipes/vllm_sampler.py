@@ -26,17 +26,17 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it binds th
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from minivlmrl.adapters.lora import full
-from minivlmrl.batch import pack
-from minivlmrl.generate import Choose, collect
-from minivlmrl.hub.code_names import load_name
-from minivlmrl.hub.folder import find_folder, read_json
-from minivlmrl.hub.recipe_values import naming
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Completion, Prompt
-from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.sample import RunSampler
-from minivlmrl.scale.checkpoint import DTYPES, file_weights, write_settings
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.config.parsing import naming
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.files import find_folder, read_json
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.generation.generate import Choose, collect
+from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import full
+from minivlmrl.model.packing import pack
 
 # what the options of a recipe cannot change
 FIXED_OPTIONS = {

@@ -11,7 +11,7 @@ from itertools import product
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.reward_functions.box_rewards import ObjectForm, Objects, judge_boxes, mean_similarity, overlap
+from minivlmrl.rewards.boxes import ObjectForm, Objects, judge_boxes, mean_similarity, overlap
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:

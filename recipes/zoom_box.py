@@ -17,7 +17,7 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.rows import Row
+from minivlmrl.data.rows import Row
 
 sys.path.append(str(Path(__file__).parent))  # zoom.py is beside this file
 

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.rows import Row
+from minivlmrl.data.rows import Row
 
 sys.path.append(str(Path(__file__).parent))  # zoom.py is beside this file
 

@@ -20,7 +20,7 @@ from runs import checkpoint, home, own, plain, rows, run, whole_run  # noqa: F40
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (fixtures)
 
-SLOW_FILES = {}  # of slow tests that are left out: {"tests/test_bias.py::test_x": "test_bias.py"}
+SLOW_FILES = {}  # of slow tests that are left out: {"tests/repository/test_bias.py::test_x": "test_bias.py"}
 # so that no process of two is left alone with one of them at the end
 LONGEST_FILES = (
     "test_plan", "test_trl_steps", "test_rehearsal", "test_ranks", "test_resume", "test_options", "test_backend",

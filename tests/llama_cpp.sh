@@ -11,6 +11,6 @@ if [ ! -e "$folder/ready" ]; then
     touch "$folder/ready"
 fi
 export PYTHONPATH="$PWD:$folder/packages" OMP_NUM_THREADS=1
-python -m pytest -n 0 tests/test_llama_cpp.py
+python -m pytest -n 0 tests/repository/test_llama_cpp.py
 shift
 python tests/helpers/on_llama_cpp.py "$folder/models" "$@" 2> "$folder/log"

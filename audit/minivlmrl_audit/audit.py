@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.hub.recipe_values import naming
+from minivlmrl.config.parsing import naming
 from minivlmrl_audit import stages, updates
 from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.moves import TABLE, Change, formula

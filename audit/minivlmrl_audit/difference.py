@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minivlmrl.hub.folder import digest, json_text, parse_json, read_json
-from minivlmrl.hub.recipe_values import parse_yaml, require
-from minivlmrl.run.completions import COMPLETIONS
+from minivlmrl.config.parsing import parse_yaml, require
+from minivlmrl.files import digest, json_text, parse_json, read_json
+from minivlmrl.run.checkpoint_files import find_pieces, read_rows
+from minivlmrl.run.checkpoints import COMPLETE, RUN
 from minivlmrl.run.metrics import TIMINGS
-from minivlmrl.run.resume import COMPLETE, RUN
-from minivlmrl.run.state_files import find_pieces, read_rows
+from minivlmrl.run.rollout_log import COMPLETIONS
 
 # of a recipe, what a resumption may say otherwise
 OPTIONS = {

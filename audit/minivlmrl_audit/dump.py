@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.hub.folder import read_json, save_tensors, write_json
-from minivlmrl.hub.tokenizer import load_tokenizer
+from minivlmrl.data.tokenizer import load_tokenizer
+from minivlmrl.files import read_json, save_tensors, write_json
 from minivlmrl_audit import moves
 from minivlmrl_audit.options import OPTIONS
 

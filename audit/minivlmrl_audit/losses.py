@@ -1,4 +1,4 @@
-"""Name the mistake of a loss function that `minivlmrl.objectives.parity.check` found to differ."""
+"""Name the mistake of a loss function that `minivlmrl.losses.parity.check` found to differ."""
 
 import torch
 from torch import Tensor

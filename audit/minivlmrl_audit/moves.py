@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.hub.recipe_values import parse_yaml
-from minivlmrl.losses import kl_term  # noqa: F401
-from minivlmrl.objectives.policy_losses import importance_ratio, kept_tokens  # noqa: F401
+from minivlmrl.config.parsing import parse_yaml
+from minivlmrl.losses.grpo import kl_term  # noqa: F401
+from minivlmrl.losses.grpo_variants import importance_ratio, kept_tokens  # noqa: F401
 
 TABLE = {}  # of causes, of units, and of the names of a step's tensors
 for name in ("causes.yaml", "units.yaml", "step.yaml"):

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from minivlmrl.objectives.policy_losses import FamilyLoss
-from minivlmrl.objectives.preference_losses import DPOLoss
+from minivlmrl.losses.grpo_variants import FamilyLoss
+from minivlmrl.losses.preference import DPOLoss
 
 
 @dataclass

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.advantages import nanstd
-from minivlmrl.losses import Counts, correct_kl, kl_term
-from minivlmrl.objectives.policy_losses import (
+from minivlmrl.losses.advantages import nanstd
+from minivlmrl.losses.grpo import Counts, correct_kl, kl_term
+from minivlmrl.losses.grpo_variants import (
     AVERAGES,
     family_kl,
     importance_ratio,
@@ -24,7 +24,7 @@ from minivlmrl.objectives.policy_losses import (
     mean_entropy,
     policy_terms,
 )
-from minivlmrl.objectives.preference_losses import answer_logps, dpo_loss
+from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments

@@ -10,12 +10,12 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from minivlmrl.hub.folder import digest, json_text, read_lines
-from minivlmrl.run.completions import COMPLETIONS, Logged
+from minivlmrl.commands.process import is_first
+from minivlmrl.diagnostics.replay import run_config, train_again
+from minivlmrl.files import digest, json_text, read_lines
+from minivlmrl.run.checkpoints import RUN, state_folders
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.resume import RUN, state_folders
-from minivlmrl.tools.process import is_first
-from minivlmrl.tools.replay import run_config, train_again
+from minivlmrl.run.rollout_log import COMPLETIONS, Logged
 from minivlmrl_audit.difference import DAMAGED, content, difference, distance
 
 DERIVED = [".lock", "page.html"]  # the page is made of the other files

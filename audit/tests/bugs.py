@@ -16,11 +16,14 @@ from unittest.mock import patch
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from minivlmrl import advantages, generate, grpo, losses, train
-from minivlmrl.algorithms import grpo_stage, sft
-from minivlmrl.algorithms.reference import Reference
-from minivlmrl.environments import trajectories
-from minivlmrl.sampling import sample
+from minivlmrl.agents import trajectories
+from minivlmrl.generation import generate
+from minivlmrl.generation import sampler as sample
+from minivlmrl.losses import advantages
+from minivlmrl.losses import grpo as losses
+from minivlmrl.run import loop as train
+from minivlmrl.trainers import grpo, grpo_stage, sft
+from minivlmrl.trainers.reference import Reference
 
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
@@ -117,7 +120,7 @@ def text_positions(pack, *arguments):
     def as_text(input_ids, *_):
         return torch.arange(len(input_ids)).expand(3, -1)
 
-    with patch("minivlmrl.batch.get_rope_index", as_text):
+    with patch("minivlmrl.model.packing.get_rope_index", as_text):
         return pack(*arguments)
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_parity import DAPO, usual
 
-from minivlmrl.objectives import parity
+from minivlmrl.losses import parity
 from minivlmrl_audit import audit as module
 from minivlmrl_audit.audit import (
     CAUSES,
@@ -30,6 +29,7 @@ from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
 from minivlmrl_audit.moves import TABLE, Change, FormulaError, edited, first
 from minivlmrl_audit.updates import schedule
+from tests.losses.test_parity import DAPO, usual
 
 ROOT = Path(__file__).parents[2]
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split

@@ -9,16 +9,16 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from minivlmrl.batch import pack
-from minivlmrl.hub.family import FAMILIES
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.image import ImageProcessor
-from minivlmrl.objectives.parity import FIXTURES
-from minivlmrl.objectives.policy_losses import policy_terms
-from minivlmrl.objectives.preference_losses import dpo_loss
-from minivlmrl.rope import get_rope_index
-from minivlmrl.rows import Prompt
-from minivlmrl.vision import window_order
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Prompt
+from minivlmrl.losses.grpo_variants import policy_terms
+from minivlmrl.losses.parity import FIXTURES
+from minivlmrl.losses.preference import dpo_loss
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.packing import pack
+from minivlmrl.model.rope import get_rope_index
+from minivlmrl.model.vision import window_order
 from minivlmrl_audit.checks import assert_rank_invariant, assert_same_logps, assert_split_invariant
 from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minivlmrl.hub.folder import digest
+from minivlmrl.files import digest
 from minivlmrl_audit.difference import difference, distance
 
 

@@ -14,19 +14,19 @@ import trl
 from oracle import in_float64
 from patients import STEPS_OF
 
-from minivlmrl.algorithms.dpo import DPO
-from minivlmrl.algorithms.grpo_stage import GRPOStage
-from minivlmrl.algorithms.sft import SFT
-from minivlmrl.algorithms.table import find_algorithm
-from minivlmrl.batch import Step
-from minivlmrl.grpo import Rollout
-from minivlmrl.hub.family import hub_name
-from minivlmrl.rows import Completion, Prompt, Row
-from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.families.registry import hub_name
+from minivlmrl.model.packing import Step
+from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.scale.checkpoint import load_model, load_processor
-from minivlmrl.scale.ranks import World
-from minivlmrl.train import optimizer_step
+from minivlmrl.trainers.dpo import DPO
+from minivlmrl.trainers.grpo import Rollout
+from minivlmrl.trainers.grpo_stage import GRPOStage
+from minivlmrl.trainers.registry import find_algorithm
+from minivlmrl.trainers.sft import SFT
 from minivlmrl_audit.audit import LOGPS, STAGES, audit, main, possible_causes, report
 from minivlmrl_audit.dump import read
 from minivlmrl_audit.moves import Change

@@ -15,11 +15,11 @@ from children import exit_code, fork
 from runs import leave_out
 from safetensors.torch import load_file, save_file
 
-from minivlmrl import train
 from minivlmrl.__main__ import main
-from minivlmrl.hub.folder import digest
-from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.rows import Processor
+from minivlmrl.data.rows import Processor
+from minivlmrl.files import digest
+from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.run import loop
 
 import tiny
 from stages import write_recipe
@@ -52,7 +52,7 @@ def recipe(tmp_path_factory):
 
 
 def run(recipe, folder, *options):
-    train.main([str(recipe), f"--output_dir={folder}", *options])
+    loop.main([str(recipe), f"--output_dir={folder}", *options])
     return folder
 
 
@@ -245,7 +245,7 @@ def instant(trained_again, monkeypatch):
         shutil.copytree(trained_again, config.output_dir, dirs_exist_ok=True)
         return 0
 
-    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(loop, "start", start)
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -344,7 +344,7 @@ def on_two_ranks(work):
 @pytest.mark.slow
 def test_two_ranks_are_verified_by_two_and_nearly_by_one(recipe, tmp_path, verify):
     folder = tmp_path / "run"
-    assert on_two_ranks(lambda: train.main([str(recipe), f"--output_dir={folder}", "--state_steps=3"])) == [0, 0]
+    assert on_two_ranks(lambda: loop.main([str(recipe), f"--output_dir={folder}", "--state_steps=3"])) == [0, 0]
     assert on_two_ranks(lambda: main(["verify", str(folder)])) == [0, 0]
     code, lines = verify(folder)
     assert code == 3 and re.match(

@@ -81,7 +81,7 @@ def menu_words(name: str) -> str:
 
 
 def book() -> dict[str, str]:
-    """What each file of the book does, of README's table, in its order: {"minivlmrl/image.py": "image file -> ..."}."""
+    """What each file of the book does, of README's table, in its order: {"path": "image file -> ..."}."""
     table = re.findall(r"^\| \[\w+\.py\]\((\S+)\) \| (.+?) \|", (ROOT / START).read_text(), re.MULTILINE)
     return dict(table)
 

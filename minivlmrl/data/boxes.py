@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivlmrl.hub.recipe_values import extra
+from minivlmrl.config.parsing import extra
 
 SPACES = ("original", "resized", "thousandths", "unit")
 LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow

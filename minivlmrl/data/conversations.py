@@ -4,11 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from types import UnionType
 
-from minivlmrl.chat import content_parts, part_kind, render
-from minivlmrl.data.forms import QUESTION_FORMS, ROLES
+from minivlmrl.config.parsing import naming
+from minivlmrl.data.chat_template import content_parts, part_kind, render
+from minivlmrl.data.formats import QUESTION_FORMS, ROLES
 from minivlmrl.data.media import MARK, Media, place_media
-from minivlmrl.data.turns import as_turns, check_ends, check_messages, shown_parts_of, text_of
-from minivlmrl.hub.recipe_values import naming
+from minivlmrl.data.tokenize_completions import (
+    as_turns,
+    check_ends,
+    check_messages,
+    shown_parts_of,
+    text_of,
+)
 
 # a column with text, and the types that it may have; of PROMPTS a row has one, or none: see _split
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}

@@ -12,8 +12,8 @@ from urllib.request import url2pathname
 import PIL.Image
 from PIL.Image import Image
 
-from minivlmrl.hub.recipe_values import naming
-from minivlmrl.image import load_image
+from minivlmrl.config.parsing import naming
+from minivlmrl.data.image import load_image
 
 # Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
 PROGRAMS = "EPS", "IPTC", "WMF"

@@ -11,17 +11,17 @@ from os.path import getsize, isfile, normpath
 from pathlib import Path
 from typing import Annotated, Literal
 
+from minivlmrl.config.parsing import FilePath, did_you_mean, naming, read_value, require
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.fetch import fetch_image
-from minivlmrl.data.forms import to_columns
+from minivlmrl.data.formats import to_columns
 from minivlmrl.data.media import Media, check_unread, files_of, load_media, read_media
+from minivlmrl.data.media_options import VideoOptions, check_options
+from minivlmrl.data.processor import Count
 from minivlmrl.data.row_files import open_rows
-from minivlmrl.data.sizes import VideoOptions, check_options
-from minivlmrl.data.turns import shown_parts_of
-from minivlmrl.hub.folder import digest
-from minivlmrl.hub.preprocessor import Count
-from minivlmrl.hub.recipe_values import FilePath, did_you_mean, naming, read_value, require
-from minivlmrl.rows import Row
+from minivlmrl.data.rows import Row
+from minivlmrl.data.tokenize_completions import shown_parts_of
+from minivlmrl.files import digest
 
 
 @dataclass
@@ -38,7 +38,7 @@ class RowOptions:
     # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
     # to this size, rounded to tokens, all images of files that have no options of their own
     resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
-    # options of videos that do not say them, such as {fps: 1}: see data/sizes.py
+    # options of videos that do not say them, such as {fps: 1}: see data/media_options.py
     video: dict = field(default_factory=dict)
 
     def __post_init__(self):

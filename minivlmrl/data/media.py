@@ -9,13 +9,13 @@ from pathlib import Path
 
 import PIL.Image
 
-from minivlmrl.chat import content_parts, part_kind
+from minivlmrl.config.parsing import naming
+from minivlmrl.data.chat_template import content_parts, part_kind
 from minivlmrl.data.fetch import fetch_image, open_source
-from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
-from minivlmrl.data.turns import shown_parts_of
+from minivlmrl.data.media_options import OPTIONS, SAMPLING_OPTIONS, check_options
+from minivlmrl.data.rows import check_counts
+from minivlmrl.data.tokenize_completions import shown_parts_of
 from minivlmrl.data.video import VideoFile, load_video
-from minivlmrl.hub.recipe_values import naming
-from minivlmrl.rows import check_counts
 
 # what people call the column of an image or a video, and what such a column says
 MEDIA_NAME = re.compile(

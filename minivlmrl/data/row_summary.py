@@ -8,9 +8,9 @@ import torch
 
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import Picked
-from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import Dataset, Processor, Row
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.mixture import Picked
+from minivlmrl.data.rows import Dataset, Processor, Row
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
 TASK_ROWS = 1000  # of an embedded task, which may have a million: all are alike

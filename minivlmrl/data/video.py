@@ -15,10 +15,10 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from minivlmrl.config.parsing import extra
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, Source, fetch_image, open_source
-from minivlmrl.data.sizes import check_options
-from minivlmrl.hub.recipe_values import extra
-from minivlmrl.image import Grid, ImageProcessor, smart_resize, to_rgb
+from minivlmrl.data.image import Grid, ImageProcessor, smart_resize, to_rgb
+from minivlmrl.data.media_options import check_options
 
 FPS = 2.0  # frames a second that are taken when nothing else is asked
 FRAME_FACTOR = 2  # the number of frames taken is a multiple

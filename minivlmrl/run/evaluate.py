@@ -9,14 +9,14 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import pieces
-from minivlmrl.environments.trajectories import build_sampler
-from minivlmrl.reward_functions.names import columns_of, recipe_columns
-from minivlmrl.rewards import ask_rewards
-from minivlmrl.rows import Row
+from minivlmrl.agents.trajectories import build_sampler
+from minivlmrl.data.rows import Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.rewards.registry import columns_of, recipe_columns
+from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import progress_bar
-from minivlmrl.sampling.sample import RunSampler
-from minivlmrl.scale.ranks import World
+from minivlmrl.trainers.offline import pieces
 
 BATCH_SIZE = 64  # rows that a rank generates together
 

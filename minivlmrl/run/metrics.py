@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.hub.code_names import find_named, with_options
-from minivlmrl.hub.folder import json_text, read_lines
-from minivlmrl.hub.recipe_values import naming
-from minivlmrl.reward_functions.names import guarded
-from minivlmrl.run.alarms import Alarms, check_mismatch, forgets, looks_away
-from minivlmrl.run.completions import CompletionsLog, Logged
-from minivlmrl.scale.ranks import World
+from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.parsing import naming
+from minivlmrl.diagnostics.warnings import Alarms, check_mismatch, forgets, looks_away
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import json_text, read_lines
+from minivlmrl.rewards.registry import guarded
+from minivlmrl.run.rollout_log import CompletionsLog, Logged
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"

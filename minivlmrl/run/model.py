@@ -7,22 +7,22 @@ from pathlib import Path
 
 from torch import nn
 
-from minivlmrl.adapters.lora import draw_adapters
-from minivlmrl.adapters.peft_folder import begin_with
-from minivlmrl.adapters.trained import select_trained
-from minivlmrl.data.template import with_values
-from minivlmrl.data.turns import as_turns, text_of
-from minivlmrl.environments.environment import with_tools
-from minivlmrl.hub.folder import ASKED, read_json
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.hub.preprocessor import RESIZE
-from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
-from minivlmrl.rows import Dataset, Processor
-from minivlmrl.run.config import asked_yaml
-from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
-from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import Sharding, recompute_blocks
-from minivlmrl.tasks.task import get_task
+from minivlmrl.agents.environment import with_tools
+from minivlmrl.config.loading import asked_yaml
+from minivlmrl.data.folder_template import with_values
+from minivlmrl.data.processor import RESIZE
+from minivlmrl.data.rows import Dataset, Processor
+from minivlmrl.data.tokenize_completions import as_turns, text_of
+from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.distributed.fsdp import Sharding, recompute_blocks
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import ASKED, read_json
+from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.lora import draw_adapters
+from minivlmrl.model.peft import begin_with
+from minivlmrl.model.trainable import select_trained
+from minivlmrl.tasks.registry import get_task
 
 
 def build_model(

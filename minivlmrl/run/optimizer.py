@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.adapters.lora import full
-from minivlmrl.adapters.trained import trained_parameters
-from minivlmrl.algorithms.base import TrainingConfig
-from minivlmrl.hub.code_names import find_named, recipes_folder, with_options
-from minivlmrl.hub.recipe_values import Code, naming, require
-from minivlmrl.reward_functions.names import guarded
-from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import is_sharded, reshard
+from minivlmrl.config.import_utils import find_named, recipes_folder, with_options
+from minivlmrl.config.parsing import Code, naming, require
+from minivlmrl.distributed.fsdp import is_sharded, reshard
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.lora import full
+from minivlmrl.model.trainable import trained_parameters
+from minivlmrl.rewards.registry import guarded
+from minivlmrl.trainers.base import TrainingConfig
 
 
 @dataclass

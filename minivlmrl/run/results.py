@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 from time import monotonic as clock
 
-from minivlmrl.hub.folder import write_json
-from minivlmrl.run.config import RunConfig, to_yaml
+from minivlmrl.config.loading import RunConfig, to_yaml
+from minivlmrl.diagnostics.report import write_page
+from minivlmrl.files import write_json
+from minivlmrl.model.checkpoint import save_model
+from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
-from minivlmrl.run.report import write_page
-from minivlmrl.run.resume import check_resume
-from minivlmrl.scale.checkpoint import save_model
-from minivlmrl.tasks.task import get_task
+from minivlmrl.tasks.registry import get_task
 
 SUMMARY, BEST, PAGE = "summary.json", "best", "page.html"
 

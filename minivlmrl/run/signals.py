@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from minivlmrl.scale.ranks import World
+from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code: come again later (EX_TEMPFAIL of sysexits.h)
 # further signals within so many seconds count as one: a scheduler and torchrun may both pass one on

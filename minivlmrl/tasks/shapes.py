@@ -16,9 +16,9 @@ from typing import Annotated
 import PIL.ImageDraw
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
-from minivlmrl.rows import Dataset, Row
-from minivlmrl.tasks.task import FRESH_ROWS, Task
+from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 COLORS = {
     "red": (220, 50, 47),

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from minivlmrl.generate import generate, make_choose
-from minivlmrl.hub.tokenizer import train_tokenizer
-from minivlmrl.sampling.filters import Filters, SamplingOptions
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.generation.filters import Filters, SamplingOptions
+from minivlmrl.generation.generate import generate, make_choose
 
 import tiny
 

@@ -1,7 +1,7 @@
 """What named rewards say of texts."""
 
-from minivlmrl.reward_functions.names import get_reward
-from minivlmrl.rewards import ask_rewards, find_answer
+from minivlmrl.rewards.registry import get_reward
+from minivlmrl.rewards.text import ask_rewards, find_answer
 
 
 def earnings(names, completions, columns, where="tags"):

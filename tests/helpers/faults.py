@@ -138,8 +138,8 @@ FAULTS = {
         check=("4 of 8 rows have an empty solution, which reward accuracy", "write one"),
     ),
     "a reward under two names": Fault(
-        ["--rewards={accuracy: 1, minivlmrl.rewards:accuracy: 1}"],
-        check=("reward minivlmrl.rewards:accuracy is accuracy again", "leave one out"),
+        ["--rewards={accuracy: 1, minivlmrl.rewards.text:accuracy: 1}"],
+        check=("reward minivlmrl.rewards.text:accuracy is accuracy again", "leave one out"),
     ),
     # answers to learn from
     "demonstrations without an end token": Fault(

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
-from minivlmrl.chat import IMAGE, render
-from minivlmrl.generate import Sampler, SamplingConfig
-from minivlmrl.image import smart_resize
-from minivlmrl.rows import Dataset
-from minivlmrl.scale.checkpoint import load_model, load_processor
+from minivlmrl.data.chat_template import IMAGE, render
+from minivlmrl.data.image import smart_resize
+from minivlmrl.data.rows import Dataset
+from minivlmrl.generation.generate import Sampler, SamplingConfig
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.run.loop import main as train
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.task import Task
-from minivlmrl.train import main as train
+from minivlmrl.tasks.registry import Task
 
 ROWS = 64
 LIMIT = 20  # tokens of an answer

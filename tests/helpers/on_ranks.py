@@ -19,26 +19,26 @@ import pytest
 import torch
 from talk import IMAGE_PART, text, user
 
-from minivlmrl import train
-from minivlmrl.algorithms import table
-from minivlmrl.environments import tool_sampler
-from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.rows import Processor, Row
-from minivlmrl.run.batches import Batches, DataSection
-from minivlmrl.run.config import load_config
+from minivlmrl.agents import tool_sampler
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.loader import Batches, DataSection
+from minivlmrl.data.rows import Processor, Row
+from minivlmrl.distributed import process_group
+from minivlmrl.distributed.fsdp import is_sharded, reshard
+from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.run import loop
+from minivlmrl.run.checkpoint_files import local_rows
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.run.state_files import local_rows
-from minivlmrl.scale import ranks
-from minivlmrl.scale.sharding import is_sharded, reshard
 from minivlmrl.tasks import shapes
+from minivlmrl.trainers import registry
 
 from stages import letters  # noqa: F401 (a reward that recipes name)
 
 SECONDS = 300  # most that a collective may take, also on a busy machine, so that a deadlock is a failure
 ROWS, PROMPTS_PER_STEP = 16, 4
-ONE = ranks.World()
+ONE = process_group.World()
 SHARDS_BYTES = torch.__version__ >= "2.13"  # weights in 4 bits
 
 
@@ -72,7 +72,7 @@ class Uneven:
         )  # fmt: skip
 
 
-def sharing(prompts_per_step: int, world: ranks.World, stage: str = "sft") -> SimpleNamespace:
+def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
     """What Batches asks of an algorithm."""
     config = SimpleNamespace(prompts_per_step=prompts_per_step)
     run = SimpleNamespace(seed=0, data=DataSection())
@@ -117,13 +117,13 @@ def eager(text, tools, ended):
     return [("look", "")] if len(text) > 2 and not ended else []
 
 
-def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Result:
+def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World) -> Result:
     """Go through a stage."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
     model, processor = build_model(config, world)
-    algorithm = table.find_algorithm(stage, config)(config, model, processor, world)
+    algorithm = registry.find_algorithm(stage, config)(config, model, processor, world)
     assert is_sharded(algorithm.trained) == config.uses_fsdp
     result = Result()
     settings = getattr(config, stage)
@@ -135,7 +135,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     algorithm.begin(batches, held_out, None)
     steps = algorithm.steps(batches)
     for number in range(settings.max_steps):
-        result.lines.append(train.optimizer_step(algorithm, next(steps), optimizer, number))
+        result.lines.append(loop.optimizer_step(algorithm, next(steps), optimizer, number))
     result.evaluation = algorithm.evaluate(held_out)
     reshard(algorithm.trained)
     for name, parameter in algorithm.trained.named_parameters():
@@ -172,7 +172,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:
-        world = ranks.setup(1, SECONDS, sharded=True)
+        world = process_group.setup(1, SECONDS, sharded=True)
         for name, overrides in cases.items():
             results[name] = function(folder, overrides, world)
         torch.save(results, folder / f"{size}_{rank}.pt")

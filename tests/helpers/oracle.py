@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from minivlmrl.batch import pack
-from minivlmrl.scale.checkpoint import load_model
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.packing import pack
 
 import tiny
 

@@ -6,8 +6,8 @@ from math import log
 import torch
 from by_hand import tensor
 
-from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, counts_of, grpo_loss
-from minivlmrl.objectives.policy_losses import FamilyLoss, policy_loss, policy_terms
+from minivlmrl.losses.grpo import AVERAGES, Counts, PolicyLoss, counts_of, grpo_loss
+from minivlmrl.losses.grpo_variants import FamilyLoss, policy_loss, policy_terms
 
 OPTIONS, BOOK = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss))
 INPUTS = {"entropies", "entropy_threshold", "num_entropy_tokens", *policy_terms.__kwdefaults__}

@@ -7,8 +7,8 @@ import PIL.Image
 import pytest
 import yaml
 
-from minivlmrl import train
 from minivlmrl.__main__ import main
+from minivlmrl.run import loop
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -32,7 +32,7 @@ def run(home, tmp_path):
     """Train by the recipe with some fields changed; returns the run's folder."""
 
     def run(*overrides, name="run", recipe=home / "recipe.yaml"):
-        train.main([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
+        loop.main([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
         return tmp_path / name
 
     return run
@@ -41,7 +41,7 @@ def run(home, tmp_path):
 def leave_out(patch):
     """Leave out the page, the lengths of rows, and the order of a million of them."""
     patch.setattr("minivlmrl.run.results.write_page", lambda *_: None)
-    patch.setattr("minivlmrl.run.start.summary", lambda *_: "")
+    patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
 
 
@@ -54,7 +54,7 @@ def plain(monkeypatch):
 @pytest.fixture(scope="session")
 def checkpoint(home):
     """The recipe's random model as a Hugging Face folder."""
-    train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
+    loop.main([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 
 

@@ -7,19 +7,19 @@ import torch
 import yaml
 from runs import metrics
 
-from minivlmrl import train
-from minivlmrl.adapters.lora import draw_adapters
-from minivlmrl.algorithms import table
-from minivlmrl.grpo import GRPO
-from minivlmrl.reward_functions import names
-from minivlmrl.rows import Processor
-from minivlmrl.run.batches import Batches
-from minivlmrl.run.config import load_config
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.loader import Batches
+from minivlmrl.data.rows import Processor
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.lora import draw_adapters
+from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers import registry
+from minivlmrl.trainers.grpo import GRPO
 
 from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, of_file, recipe
 
@@ -58,7 +58,7 @@ def letters(completions, **columns):
 @pytest.fixture
 def lively(monkeypatch):
     """Let an untrained model earn different rewards at different lengths: a reward for letters, many stop tokens."""
-    monkeypatch.setitem(names.REWARDS, "letters", "stages:letters")
+    monkeypatch.setitem(REWARDS, "letters", "stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
 
@@ -70,7 +70,7 @@ class Stage:
     ):
         named = of_file(stage, STAGE | MORE.get(stage, {})) if stage in FILES else [f"--stages={stage}"]
         config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *named, *overrides])
-        algorithm = table.find_algorithm(stage, config)
+        algorithm = registry.find_algorithm(stage, config)
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
@@ -92,7 +92,7 @@ class Stage:
         return self.step.micro_batches
 
     def update(self):
-        metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, self.number)
+        metrics = loop.optimizer_step(self.algorithm, self.step, self.optimizer, self.number)
         self.number += 1
         return metrics
 
@@ -129,7 +129,7 @@ def script(monkeypatch):
             values = left.pop(0)
             return values if isinstance(values, list) else [values] * len(completions)
 
-        monkeypatch.setitem(names.REWARDS, "letters", reward)
+        monkeypatch.setitem(REWARDS, "letters", reward)
         return left
 
     return script
@@ -202,5 +202,5 @@ def snapshot(module):
 
 def main(folder, tmp_path, name, *overrides):
     """A whole run; returns the lines of its metrics.jsonl."""
-    train.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
+    loop.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
     return metrics(tmp_path / name)

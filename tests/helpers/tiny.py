@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from minivlmrl import batch
-from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.experts import ExpertsConfig
-from minivlmrl.hub.family import FAMILIES
-from minivlmrl.hub.model_config import ModelConfig, VisionConfig
-from minivlmrl.rows import Completion, Prompt
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.model import packing
+from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.experts import ExpertsConfig
+from minivlmrl.model.families.registry import FAMILIES
 
 # config.json of a model for whole runs, as small as its parts allow
 RUN_MODEL = {
@@ -199,5 +199,5 @@ def written(groups: list) -> list[list[Completion]]:
     return [[x if isinstance(x, Completion) else Completion(x.cpu()) for x in group] for group in groups]
 
 
-def pack(prompts: list, groups: list, *rest) -> batch.GroupBatch:
-    return batch.pack(prompts, written(groups), *rest)
+def pack(prompts: list, groups: list, *rest) -> packing.GroupBatch:
+    return packing.pack(prompts, written(groups), *rest)

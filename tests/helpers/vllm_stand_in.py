@@ -7,13 +7,13 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from minivlmrl.batch import pack
-from minivlmrl.hub.code_names import load_name
-from minivlmrl.hub.family import hub_name
-from minivlmrl.logprobs import completion_states
-from minivlmrl.rows import Completion, Prompt
-from minivlmrl.sampling.filters import ENGINES
-from minivlmrl.scale.checkpoint import _make, read_config
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.generation.filters import ENGINES
+from minivlmrl.model.checkpoint import _make, read_config
+from minivlmrl.model.families.registry import hub_name
+from minivlmrl.model.logprobs import completion_states
+from minivlmrl.model.packing import pack
 
 EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "load_format"])
 

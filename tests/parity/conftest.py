@@ -1,6 +1,6 @@
 """`pytest tests/parity` ends with a table: how each loss and option of ours agrees with the TRL that is installed."""
 
-from parity.compare import Row, summary, table
+from tests.parity.compare import Row, summary, table
 
 
 def pytest_terminal_summary(terminalreporter):

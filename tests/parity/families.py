@@ -1,8 +1,8 @@
 """All cells: every loss and option of ours that TRL has too."""
 
-from parity import policy_cells as policy
-from parity import preference_cells as preference
-from parity.compare import Cell, questions
+from tests.parity import policy_cells as policy
+from tests.parity import preference_cells as preference
+from tests.parity.compare import Cell, questions
 
 CELLS = {  # a section of families.yaml: what makes a cell of it
     "policy": policy.grpo_cell, "together": policy.together_cell, "advantages": policy.advantages_cell,

@@ -9,12 +9,11 @@ from dataclasses import fields
 from functools import partial
 
 import torch
-from parity.compare import Cell, Question, Result, loss_cell
 from torch import Tensor
 
-from minivlmrl import advantages, losses
-from minivlmrl.algorithms import grpo_family
-from minivlmrl.objectives import baselines, policy_losses
+from minivlmrl.losses import advantages, grpo, grpo_variants, ppo
+from minivlmrl.trainers import grpo_family
+from tests.parity.compare import Cell, Question, Result, loss_cell
 
 LEVELS = ("token", "sequence")
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
@@ -25,7 +24,7 @@ WEIGHTS = [0.5, 1.0]
 
 def trl(question: str, *arguments, **options):
     """Ask the oracle, which imports TRL only now."""
-    from parity import trl_oracle
+    from tests.parity import trl_oracle
 
     return getattr(trl_oracle, question)(*arguments, **options)
 
@@ -52,16 +51,16 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
     TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
     """
     share = accumulation / (steps_per_generation or accumulation) / processes
-    counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
-    terms = {name: options.pop(name) for name in policy_losses.policy_terms.__kwdefaults__.keys() & options.keys()}
-    family = policy_losses.FamilyLoss(**options)
-    common = {field.name: getattr(family, field.name) for field in fields(losses.PolicyLoss)}
-    in_book = family.loss_type in losses.AVERAGES and family.importance_sampling_level in LEVELS
+    counts = grpo.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
+    terms = {name: options.pop(name) for name in grpo_variants.policy_terms.__kwdefaults__.keys() & options.keys()}
+    family = grpo_variants.FamilyLoss(**options)
+    common = {field.name: getattr(family, field.name) for field in fields(grpo.PolicyLoss)}
+    in_book = family.loss_type in grpo.AVERAGES and family.importance_sampling_level in LEVELS
     in_book = in_book and not any(terms.values()) and "importance_sampling_ratio" not in batch
-    if in_book and family == policy_losses.FamilyLoss(**common):
+    if in_book and family == grpo_variants.FamilyLoss(**common):
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
-        return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**common), counts=counts)
-    return policy_losses.policy_loss(**batch, **terms, options=family, counts=counts)
+        return grpo.grpo_loss(**tensors, options=grpo.PolicyLoss(**common), counts=counts)
+    return grpo_variants.policy_loss(**batch, **terms, options=family, counts=counts)
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
@@ -116,7 +115,7 @@ def advantages_cell(q: Question) -> Cell:
     def ours() -> Result:
         weights, scale = torch.tensor(WEIGHTS), q.options.get("scale_rewards")
         if scale is None:
-            return {"advantages": baselines.normalize_then_sum(rewards, weights, size)}
+            return {"advantages": ppo.normalize_then_sum(rewards, weights, size)}
         combined = advantages.combine(rewards, weights)
         flat = (advantages.group_std(combined, size).abs() < 1e-8).float().mean()
         result = {"advantages": advantages.group_advantages(combined, size, scale)}
@@ -138,7 +137,7 @@ def rloo_advantages_cell(q: Question) -> Cell:
     asked = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
     asked["completions"] = [[5] * int(length) for length in mask.sum(1)]
     theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
-    return Cell(q.family, q.name, lambda: {"advantages": baselines.leave_one_out(total, size, normalize)}, theirs, 1e-6)
+    return Cell(q.family, q.name, lambda: {"advantages": ppo.leave_one_out(total, size, normalize)}, theirs, 1e-6)
 
 
 def correction_cell(q: Question) -> Cell:
@@ -150,7 +149,7 @@ def correction_cell(q: Question) -> Cell:
     asked = {f"vllm_importance_sampling_{name}": value for name, value in q.options.items()} | {"use_vllm": True}
     asked["sampling"] = [row[:length].tolist() for row, length in zip(sampling, lengths, strict=True)]
     asked |= {"completions": [[5] * length for length in lengths], "output": q.family}
-    ratio = partial(policy_losses.rollout_importance_ratio, old, sampling.double() * mask, mask, **q.options)
+    ratio = partial(grpo_variants.rollout_importance_ratio, old, sampling.double() * mask, mask, **q.options)
     theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **asked)
     return Cell(q.family, q.name, lambda: {q.family: ratio()}, theirs)
 

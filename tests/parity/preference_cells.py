@@ -4,11 +4,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from parity.compare import Cell, Question, loss_cell
-from parity.policy_cells import T, policy_batch, trl
 from torch import Tensor
 
-from minivlmrl.objectives import preference_losses as preference
+from minivlmrl.losses import preference
+from tests.parity.compare import Cell, Question, loss_cell
+from tests.parity.policy_cells import T, policy_batch, trl
 
 
 def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

@@ -3,11 +3,11 @@
 from dataclasses import asdict
 
 import pytest
-from parity.compare import ask, judge
-from parity.families import families
 
-from minivlmrl.objectives import preference_losses as preference
-from minivlmrl.objectives.policy_losses import AVERAGES
+from minivlmrl.losses import preference
+from minivlmrl.losses.grpo_variants import AVERAGES
+from tests.parity.compare import ask, judge
+from tests.parity.families import families
 
 FAMILIES = families()
 

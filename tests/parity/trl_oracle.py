@@ -16,10 +16,11 @@ from types import SimpleNamespace
 
 import torch
 import trl
-from parity.compare import FAMILIES
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainingArguments
+
+from tests.parity.compare import FAMILIES
 
 VERSION = trl.__version__
 Loss = tuple[Tensor, dict[str, float]]  # a loss and what TRL logs with it

@@ -1,1 +1,0 @@
-"""Low-rank adapters, frozen weights packed in 4 bits, AdamW with moments of 8 bits."""

@@ -1,1 +1,0 @@
-"""Every algorithm but the book's GRPO: SFT, the GRPO family, preferences, reward model, PPO."""

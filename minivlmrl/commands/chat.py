@@ -1,0 +1,127 @@
+"""Ask a model one question; its answer appears on the terminal while it is generated.
+
+python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
+"""
+
+import argparse
+import codecs
+import sys
+from collections.abc import Collection
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minivlmrl.agents.trajectories import build_sampler
+from minivlmrl.config.loading import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.config.parsing import help_of
+from minivlmrl.data.conversations import conversation
+from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.loader import DataSection
+from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.data.video import VideoFile, load_video
+from minivlmrl.distributed import process_group
+from minivlmrl.files import ASKED, find_folder
+from minivlmrl.generation.filters import ENGINES, SamplingOptions
+from minivlmrl.generation.stop_strings import token_bytes
+from minivlmrl.model.checkpoint import read_config as read_model_config
+from minivlmrl.run.model import build_model
+
+
+def main(arguments: list[str]):
+    """Print the answer of a model."""
+    options, overrides = build_parser().parse_known_args(arguments)
+    config = read_config(options, overrides)
+    row = build_row(options, config.data)  # before the weights: a mistake shows at once
+    world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
+    model, processor = build_model(config, world)
+    prompt = row.prompt(processor)
+    sampling = config.sampling
+    sampling.graph = "never"  # each token is printed when it is there
+    if sampling.stop_token_ids is None:
+        sampling.stop_token_ids = processor.stop_token_ids
+    stream = Stream(processor.tokenizer, sampling.stop_token_ids)
+    print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
+    sampler = build_sampler(model, processor, sampling, world, listen=stream.hear)
+    [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
+    stream.end()
+    if not completion.stopped:
+        print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
+    process_group.shutdown(world)
+
+
+def read_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
+    """Read how the run that trained a model asked it, or take the defaults.
+
+    How completions are drawn is said by the command line alone.
+    """
+    folder = find_folder(options.model)
+    dtype = read_model_config(folder).torch_dtype
+    fields = {"stages": [], "sampling": {}, "model": {"path": options.model, "dtype": dtype}}
+    for name, value in vars(options).items():
+        if name.startswith("sampling.") and value is not None:
+            overrides = [f"--{name}={value}", *overrides]
+    recipe = folder / ASKED
+    if not recipe.is_file():
+        return load_config(
+            recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides]
+        )
+    config = load_config(recipe, [*as_overrides(fields), *overrides])
+    print(f"asked as {recipe} says: {config.data.prompt_template!r:.80}", file=sys.stderr)
+    return config
+
+
+def build_row(options: argparse.Namespace, data: DataSection) -> Row:
+    """Put the question and its pictures into the form of a row."""
+    images = [fetch_image(source) for source in options.image]
+    videos = [VideoFile(partial(load_video, source)) for source in options.video]
+    media_counts = {"image": len(images), "video": len(videos)}
+    template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
+    system_message = data.system_prompt if options.system is None else options.system
+    messages = conversation(options.prompt, media_counts, template, system_message)
+    return Row(messages, images, videos=videos)
+
+
+class Stream:
+    """Prints the tokens of the only row, a character with its last byte."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
+        self.tokenizer, self.hidden = tokenizer, hidden
+        # keeps the first bytes of a character
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def hear(self, rows: Tensor, ids: Tensor):
+        """Print tokens (n,)."""
+        for token_id in ids.tolist():
+            if token_id not in self.hidden:
+                text = token_bytes(self.tokenizer, token_id)
+                print(self.decoder.decode(text), end="", flush=True)
+
+    def end(self):
+        """End the line; an incomplete character is printed as the replacement character."""
+        print(self.decoder.decode(b"", final=True))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: what to ask, and an option for each field of SamplingOptions."""
+    parser = argparse.ArgumentParser(
+        "python -m minivlmrl ask",
+        description=__doc__.splitlines()[0],
+        epilog="--section.name=value changes a recipe's: --model.dtype=bfloat16",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a folder, or an id on the hub")
+    add("--prompt", required=True, help="<image> in it: where each belongs")
+    media_option = {"action": "append", "default": [], "metavar": "FILE"}
+    add("--image", **media_option, help="a picture, again for more")
+    add("--video", **media_option, help="again for more")
+    add("--system", help="instead of the family's system message")
+    add("--seed", type=int, default=0, help="same seed, same answer")
+    group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
+    for name, help_text in help_of(SamplingOptions).items():
+        if name not in ("engine", *ENGINES):  # it draws itself
+            help_text = help_text.replace("%", "%%")
+            group.add_argument(f"--{name}", dest=f"sampling.{name}", help=help_text)
+    return parser

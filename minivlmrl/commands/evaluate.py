@@ -1,0 +1,172 @@
+"""Answer the rows of a file, score the answers, and write a line for each, and a summary.
+
+python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
+python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
+python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
+torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many GPUs
+
+The recipe (default: config.yaml of the run that the model is of, else minivlmrl.yaml beside its
+weights, else recipes/own_data.yaml with a plain {problem}) gives the prompt template, the size of
+images, where completions end, data.answer and data.eval_rewards; --section.name=value changes any.
+Its adapter is not used: checkpoint/ of a run has it in its weights.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from minivlmrl.agents.trajectories import build_sampler
+from minivlmrl.config.loading import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.data.loader import load_datasets
+from minivlmrl.data.rows import Row
+from minivlmrl.distributed import process_group
+from minivlmrl.files import ASKED, find_folder, json_text, write_json
+from minivlmrl.rewards.registry import columns_of
+from minivlmrl.rewards.text import find_answer
+from minivlmrl.run.evaluate import answer_rows
+from minivlmrl.run.model import build_model
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """The command line; what it does not know are fields of the recipe."""
+    p = argparse.ArgumentParser(
+        f"python -m minivlmrl {name}",
+        description=__doc__.partition("\n\n")[0],
+        epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
+        allow_abbrev=False,
+    )
+    p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
+    p.add_argument("--model", required=True, help="a folder, or an id on the hub")
+    p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
+    p.add_argument("--out", help=f"the results file; default: {name}.jsonl beside the model")
+    p.add_argument("--num_generations", type=int, default=1, help="answers to each row")
+    p.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
+    p.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
+    return p
+
+
+def run(tool: str, arguments: list[str]):
+    """Write the results file and its summary, and print the summary; generate judges nothing."""
+    options, overrides = parser(tool).parse_known_args(arguments)
+    if options.num_generations < 1 or options.rows < 1:
+        raise ValueError("--num_generations and --rows must be 1 or more")
+    judges = tool == "evaluate"
+    config = read_config(options, overrides, judges)
+    rewards = config.held_out_rewards if judges else []
+    names = [reward.name for reward in rewards]
+    rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
+    world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    if world.is_main:
+        print(f"recipe: {config.recipe}", flush=True)
+    model, processor = build_model(config, world)
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.num_generations == 1 else 1.0
+    sampling = replace(config.sampling, temperature=temperature)
+    sample = build_sampler(model, processor, sampling, world)
+    key = f"{config.seed}/evaluate"
+    describe = partial(line, processor, names)
+    model_folder = Path(options.model)
+    home = model_folder.resolve().parent if model_folder.is_dir() else Path()
+    out = Path(options.out or home / f"{tool}.jsonl")
+    lines = []
+    for part in answer_rows(sample, rows, options.num_generations, rewards, key, describe):
+        if world.is_main:
+            with out.open("ab" if lines else "wb") as file:
+                file.writelines(f"{json_text(line)}\n".encode() for line in part)
+        lines += part
+    if world.is_main:
+        write_summary({"rows": len(rows), **summarise(lines, names)}, out)
+    process_group.shutdown(world)
+
+
+main = partial(run, "evaluate")
+generate = partial(run, "generate")
+
+
+def read_config(options: argparse.Namespace, overrides: list[str], judges: bool) -> RunConfig:
+    """Read the recipe, with the model, the rows and the rewards that the command line names.
+
+    ValueError: a recipe that was found beside the model names code.
+    """
+    found_recipe = find_recipe(options.model)
+    if not (found_recipe or options.recipe):  # what our recipe says was not said to another's model
+        overrides = ["--data.prompt_template={problem}", *overrides]
+    recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
+    fields = {
+        "model.path": options.model,
+        "data.train_file": options.data,
+        "data.eval_file": options.data,
+        "data.eval_rows": options.rows,
+        # nothing is trained
+        "model.config": None,
+        "data.task": None,
+        "data.train": [],
+        "stages": [],
+    }
+    if not judges:
+        fields["data.eval_rewards"] = ["accuracy", "format"]
+    overridden = ["--adapter={}", "--rewards={}", *overrides, *as_overrides(fields)]
+    config = load_config(recipe, overridden, None if options.recipe else overrides)
+    if config.rewards:
+        config.data.eval_rewards = list(config.rewards)
+    return config
+
+
+def find_recipe(model: str) -> Path | None:
+    """Find config.yaml of the run that a model is of, or minivlmrl.yaml beside its weights."""
+    run_folders = Path(model).absolute().parents[:3]  # of RUN/best/checkpoint
+    recipe_paths = [folder / "config.yaml" for folder in run_folders]
+    recipe_paths.append(find_folder(model) / ASKED)
+    return next(filter(Path.is_file, recipe_paths), None)
+
+
+def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:
+    """Make a row's line of the results file."""
+    answers = []
+    for completion, values in zip(completions, earned, strict=True):
+        text = processor.turn(completion)
+        judged = [None if math.isnan(value) else value for value in values]  # JSON has no NaN
+        answers.append(
+            {
+                "text": text,
+                "answer": find_answer(text, processor.answer),
+                "tokens": len(completion.ids),
+                "stopped": completion.stopped,
+                "rewards": dict(zip(names, judged, strict=True)),
+            }
+        )
+    return {
+        "row": row.index,
+        "where": row.where,
+        "solution": row.columns.get("solution"),
+        "answers": answers,
+    }
+
+
+def summarise(lines: list[dict], names: Sequence[str]) -> dict:
+    """Share of answers that were cut, and the mean of each reward over rows that it could judge."""
+    cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
+    summary = {"cut": sum(cut_flags) / len(cut_flags)}
+    for name in names:
+        means = []
+        for line in lines:
+            values = [answer["rewards"][name] for answer in line["answers"]]
+            judged = [value for value in values if value is not None]
+            if judged:
+                means.append(sum(judged) / len(judged))
+        summary[name] = sum(means) / len(means) if means else None
+    return summary
+
+
+def write_summary(summary: dict, out: Path):
+    """Write the summary beside the results file, and print it."""
+    path = out.with_suffix(".summary.json")
+    write_json(path, summary)
+    for name, value in summary.items():
+        text = f"{value:.3f}" if isinstance(value, float) else value
+        print(f"{name.replace('_', ' '):<28}{text}")
+    print(f"wrote {out} and {path}")

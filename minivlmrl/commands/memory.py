@@ -1,0 +1,96 @@
+"""What a run needs of each GPU's memory, phase by phase.
+
+python -m minivlmrl plan --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
+
+Of the model only config.json is read; diagnostics/memory.py says what is counted.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.diagnostics.memory import (
+    GB,
+    IMAGE_TOKENS,
+    RESERVE,
+    TEXT_TOKENS,
+    Costs,
+    peak_bytes,
+    plan,
+)
+from minivlmrl.files import read_json
+from minivlmrl.model.config import ModelConfig
+
+
+def main(arguments: list[str]):
+    """Print the plan that the command line asks for."""
+    options, overrides = build_parser().parse_known_args(arguments)
+    recipe = recipes_folder() / "own_data.yaml"
+    if overrides and not overrides[0].startswith("--"):
+        recipe = overrides.pop(0)
+    costs = Costs(read_model_config(Path(options.model)))
+    gpu_bytes = options.gpu_memory * GB
+    gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
+    parameters_text = f"{costs.parameters:,} parameters"
+    if costs.active_parameters < costs.parameters:
+        parameters_text += f", {costs.active_parameters:,} active for a token"
+    print(f"{options.model}: {parameters_text}; {gpu_text}")
+    run = load_config(recipe, overrides)
+    for stage in run.stage_names:
+        phases = plan(
+            run,
+            stage,
+            costs,
+            options.gpus,
+            options.text_tokens,
+            options.image_tokens,
+            options.frames,
+        )
+        print(f"\n{stage}\n{table(phases, gpu_bytes)}")
+        if peak_bytes(phases) > gpu_bytes:
+            print("does not fit: docs/memory.md says what saves memory, and what fits one card")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    usage = "%(prog)s --model MODEL [RECIPE] [--section.name=value ...] [options]"
+    parser = argparse.ArgumentParser("python -m minivlmrl plan", usage, __doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", required=True, help="a folder with a config.json, or that file")
+    add("--gpus", type=int, default=1, help="of all nodes together")
+    add("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
+    add("--text_tokens", type=int, default=TEXT_TOKENS, help="a prompt's text")
+    add("--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28 (Qwen3: 32)")
+    add("--frames", type=int, default=1, help="that share image_tokens")
+    return parser
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read a config.json, or that of a folder."""
+    if not path.exists():
+        raise ValueError(
+            f"{path}: no such file or folder; of a repository do: hf download {path} config.json"
+        )
+    return ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
+
+
+def table(phases: dict[str, dict], gpu_bytes: float) -> str:
+    """A Markdown table in GB with one column for each phase."""
+    item_names = dict.fromkeys(name for items in phases.values() for name in items)
+    lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
+    for name in item_names:
+        item_sizes = [items.get(name) for items in phases.values()]
+        cells = ["" if size is None else f"{size / GB:.1f}" for size in item_sizes]
+        lines.append(table_row(name, cells))
+    lines.append(table_row("in reserve", [f"{RESERVE / GB:.1f}"] * len(phases)))
+    totals = []
+    for name in phases:
+        total_bytes = peak_bytes({name: phases[name]})
+        mark = " (too much)" if total_bytes > gpu_bytes else ""
+        totals.append(f"{total_bytes / GB:.1f}{mark}")
+    lines.append(table_row("all", totals))
+    return "\n".join(lines)
+
+
+def table_row(name: str, cells: Iterable[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"

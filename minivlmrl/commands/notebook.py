@@ -1,0 +1,88 @@
+"""Training from Python: rows and rewards of this process, the rest as in train.py."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import PIL.Image
+
+from minivlmrl.config.loading import as_overrides, load_config
+from minivlmrl.data.image import load_image
+from minivlmrl.files import digest, json_text, read_json
+from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.run import loop
+
+MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
+Rows = Sequence[dict]
+Rewards = dict[str | Callable, float]
+
+
+def train(
+    recipe: str | Path,
+    rows: Rows,
+    eval_rows: Rows | None = None,
+    rewards: Rewards | None = None,
+    **options,
+) -> dict:
+    """Train by a recipe; returns the run's summary, {} if a signal ended it.
+
+    Args:
+        recipe: a file, or the name of one in recipes/.
+        rows, eval_rows: columns as in docs/data.md, an image is a path or a PIL image. They are
+            kept in rows/ in the run's folder.
+        rewards: name or function -> weight; None: those of the recipe.
+        options: fields or sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 9}.
+    """
+    fields = {"data.task": None}
+    for name, value in options.items():
+        if isinstance(value, dict) and value:
+            fields.update({f"{name}.{key}": field for key, field in value.items()})
+        else:
+            fields[name] = value
+    if rewards is not None:
+        fields["rewards"] = {_register(reward): weight for reward, weight in rewards.items()}
+    folder = Path(load_config(recipe, as_overrides(fields)).output_dir)
+    for name, given_rows in (("data.train_file", rows), ("data.eval_file", eval_rows)):
+        written = None if given_rows is None else str(write_rows(given_rows, folder / "rows"))
+        fields[name] = written
+    code = loop.main([str(recipe), *as_overrides(fields)])
+    return {} if code else read_json(folder / "summary.json")
+
+
+def write_rows(rows: Rows, folder: Path) -> Path:
+    """Write rows as JSON lines, PIL images as PNG files beside them, named by what they hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json_text(_plain(row, folder)) + "\n" for row in rows)
+    path = folder / f"{digest([text])[:32]}.jsonl"
+    draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
+    draft.write_bytes(text.encode())
+    return draft.replace(path)
+
+
+def _register(reward: str | Callable) -> str:
+    """Add a function to the table of rewards, under its name."""
+    if isinstance(reward, str):
+        return reward
+    if isinstance(REWARDS.get(reward.__name__), str):
+        raise ValueError(
+            f"reward {reward.__name__}: the table has another one of this name; rename the function"
+        )
+    REWARDS[reward.__name__] = reward
+    return reward.__name__
+
+
+def _plain(value, folder: Path, is_path: bool = False):
+    """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
+    if isinstance(value, dict):
+        return {name: _plain(field, folder, name in MEDIA) for name, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, folder, is_path) for item in value]
+    if isinstance(value, PIL.Image.Image):
+        image = load_image(value)  # as it will be read: upright, RGB
+        path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
+        image.save(path)
+        return str(path.resolve())
+    is_url = str(value).startswith(("data:", "http:", "https:", "file:"))
+    if is_path and isinstance(value, str | Path) and not is_url:
+        return str(Path(value).resolve())
+    return value

@@ -1,0 +1,29 @@
+"""One HTML file of a run, or of two beside each other: curves, and what the policy wrote.
+
+python -m minivlmrl page runs/shapes                  # writes runs/shapes/page.html, while it runs too
+python -m minivlmrl page runs/a runs/b --out ab.html
+"""
+
+import argparse
+from pathlib import Path
+
+from minivlmrl.diagnostics.report import write_page
+from minivlmrl.run.metrics import METRICS
+
+
+def main(arguments: list[str]):
+    """Write the page of one or two runs."""
+    title = __doc__.splitlines()[0]
+    p = argparse.ArgumentParser("python -m minivlmrl page", description=title)
+    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or of two")
+    p.add_argument("--out", help="default: page.html in the first run's folder")
+    options = p.parse_args(arguments)
+    if len(options.runs) > 2:
+        raise ValueError("page shows one run or two")
+    folders = [Path(run) for run in options.runs]
+    for folder in folders:
+        if not (folder / METRICS).is_file():
+            raise ValueError(f"{folder}: has no metrics.jsonl; give the output_dir of a run")
+    out = Path(options.out or folders[0] / "page.html")
+    write_page(folders, out)
+    print(f"open {out} in a browser")

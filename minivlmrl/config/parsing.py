@@ -1,0 +1,327 @@
+"""Values of recipes and config files, checked by the annotations of a dataclass; help texts too.
+
+`build` reads a section, `read_value` one value, `help_of` and `type_text` make the text of --help.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Annotated, Any, Literal, NewType
+
+import yaml
+
+# Texts of a recipe that name a file or code. Relative ones begin in the folder where the command
+# runs, if nothing else is said.
+FilePath = NewType("FilePath", str)
+RecipePath = NewType("RecipePath", str)  # beside the recipe
+Code = NewType("Code", str)  # a name, or "file.py:name", which is beside the recipe
+RewardName = NewType("RewardName", str)  # see rewards/registry.py
+# option of another trainer -> its name here
+THEIRS = {
+    "lr": "STAGE.learning_rate",
+    "num_train_epochs": "max_epochs",
+    "overwrite_output_dir": "resume=never",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "reward_funcs": "rewards",
+    "chat_template_kwargs": "data.template",
+    "model_name_or_path": "model.path",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "deepspeed": "sharding.enabled",
+    "epsilon": "grpo.epsilon_low",
+    "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
+    "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
+    "bf16": "model.compute_dtype=bfloat16",
+}
+# quoted texts of 80 characters or more, but no apostrophes of words, and longer words without spaces
+LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
+
+
+class Loader(yaml.SafeLoader):
+    """Reads YAML as safe_load does, but refuses two equal keys in a section."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in keys:
+                problem = f"{key.value!r} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Read YAML (ValueError: it is not YAML, has a key twice, or is nested too deep)."""
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"not YAML ({error})") from error
+
+
+def shortened(error: object) -> str:
+    """Cut what an error quotes at 80 characters: it may be a picture in base64."""
+    return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
+
+
+def require(valid: bool, name: str, value: Any, expected: str):
+    """Refuse a value that is not valid, by its name and by what was expected.
+
+    A dataclass calls this in `__post_init__` for what depends on several of its fields.
+    """
+    if not valid:
+        # a list of YAML's aliases may be endless; reprlib stops
+        shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
+        raise ValueError(f"{name} is {shown:.80}, it must be {expected}")
+
+
+class naming(AbstractContextManager):
+    """Begin the errors of a block with the file, row or field that they are about."""
+
+    # a class is faster than a generator: every one of 200,000 rows enters several
+    def __init__(self, where: object):
+        self.where = where
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, ValueError):
+            raise ValueError(f"{self.where}: {shortened(error)}") from error
+
+
+@contextmanager
+def extra(name: str, needed: str) -> Iterator[None]:
+    """Say which extra to install when the imports of a block fail."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{needed}: pip install 'minivlmrl[{name}]'") from error
+
+
+def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
+    """Make a dataclass of the values in a file; every key, type and bound is checked.
+
+    Field annotations: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
+    tuple[X, X, X], dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"],
+    Annotated[float, "(0, 1]"].
+
+    Args:
+        where, prefix: the file and the section in it: "recipe.yaml: grpo.beta is -1.0, it must be 0
+            or more".
+        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may
+            say "1e-4" (which YAML reads as text) for a float and a single text for a list of texts.
+    """
+    with naming(where):
+        try:
+            return _build_section(cls, values, prefix, json)
+        except UnknownKey as error:
+            section, prefix, key = error.args
+            meant = _suggestion(cls, section, prefix, key)
+            raise ValueError(f"unknown key {prefix}{key}; {meant}") from None
+
+
+class UnknownKey(ValueError):
+    """A section has no such field. Args: its dataclass, its prefix in the file, and the key."""
+
+
+def _suggestion(root, section, prefix: str, key: str) -> str:
+    """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
+    theirs = THEIRS.get(key)
+    if theirs:
+        return f"here it is {theirs}"
+    paths = list(option_paths(root))
+    for words in ([key], key.split("_")):
+        elsewhere = []
+        for path in paths:
+            if key in (path, path.replace(".", "_")) or path.split(".")[-1] in words:
+                elsewhere.append(path.replace(".", ": "))
+        if elsewhere:
+            return f"here it is {' or '.join(elsewhere)}"
+    names = [field.name for field in dataclasses.fields(section)]
+    return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
+
+
+def did_you_mean(
+    name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6
+) -> str:
+    """End a message about a name that does not exist: "; did you mean shapes?", or "".
+
+    Args:
+        prefix: the section of `names`, with its dot.
+        count: how many may be named; cutoff: how like they must be, 0 to 1 (difflib's ratio).
+    """
+    nearest = difflib.get_close_matches(name, names, count, cutoff)
+    if not nearest:
+        return ""
+    return f"; did you mean {' or '.join(prefix + match for match in nearest)}?"
+
+
+def option_paths(cls, prefix: str = "") -> Iterator[str]:
+    """Yield what a file can set: "seed", "grpo.beta"."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from option_paths(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _build_section(cls, values: Any, prefix: str, json: bool):
+    """Make a dataclass, see build; `prefix` is "" or the section with a dot."""
+    section = prefix.rstrip(".") or "the file"
+    require(isinstance(values, dict), section, values, "an object with names and values")
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = [name for name in values if name not in fields]
+    if unknown and not json:
+        raise UnknownKey(cls, prefix, str(unknown[0]))
+    checked = {}
+    for name, field in fields.items():
+        if name in values:
+            checked[name] = read_value(hints[name], values[name], f"{prefix}{name}", json)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{prefix}{name} is missing")
+    try:
+        return cls(**checked)
+    except ValueError as error:  # what a __post_init__ refuses
+        raise ValueError(f"{prefix}{error}") from None
+
+
+def help_of(cls) -> dict[str, str]:
+    """Read the comments on each field in the source of a dataclass; "" where there is none."""
+    comments = {}
+    for part in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(part):
+            comments |= _field_comments(part)
+    return comments
+
+
+def _field_comments(cls) -> dict[str, str]:
+    """Join the comment lines above a field, and those after it, of one dataclass's own source."""
+    comments = {}
+    above = []  # comment lines since the last field
+    name = ""
+    for line in inspect.getsource(cls).partition("\n    def ")[0].splitlines():
+        field_line = re.match(r"    (\w+): ", line)
+        trailing = line.partition("  # ")[2]
+        if line.strip().startswith("# "):
+            above.append(line.strip().removeprefix("# "))
+        elif field_line:
+            name = field_line[1]
+            comments[name] = " ".join([*above, trailing]).strip()
+            above = []
+        elif name and trailing:  # of a default that takes several lines
+            comments[name] = f"{comments[name]} {trailing}".strip()
+    return comments
+
+
+def type_text(hint) -> str:
+    """Say an annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
+    if hint is Code:
+        return "file.py:name"
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
+    if origin is Annotated:
+        return f"{type_text(inside[0])}, {bounds_text(inside[1])}"
+    if origin is Literal:
+        *first, last = map(repr, inside)
+        return f"{', '.join(first)} or {last}" if first else last
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_text, inside))
+    if origin is not None:
+        parts = ["..." if part is ... else type_text(part) for part in inside]
+        return f"{origin.__name__}[{', '.join(parts)}]"
+    return "null" if hint is types.NoneType else hint.__name__
+
+
+def read_value(hint, value, name: str, json: bool):
+    """Check a value against an annotation, and return it as the field holds it."""
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build_section(hint, value, f"{name}.", json)
+    if origin in (typing.Union, types.UnionType):
+        return _read_union(hint, value, name, json)
+    if origin is Annotated:
+        number = read_value(inside[0], value, name, json)
+        require(within_bounds(number, inside[1]), name, number, bounds_text(inside[1]))
+        return number
+    if origin is Literal:
+        valid = any(type(value) is type(choice) and value == choice for choice in inside)
+        if not valid:  # a text for each of a million valid values would take a while
+            require(valid, name, value, type_text(hint))
+        return value
+    if origin is list and isinstance(value, str) and not json:
+        value = [value]  # --dpo.loss_type=ipo
+    if origin in (list, tuple, dict):
+        return _read_container(hint, value, name, json)
+    if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
+        with suppress(ValueError, OverflowError):
+            value = float(value)
+    require(hint is Any or type(value) is hint, name, value, f"of type {type_text(hint)}")
+    return value
+
+
+def _read_union(hint, value, name: str, json: bool):
+    """Read a value of several types by its own if that is one, else by the first that takes it."""
+    choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
+    if type(value) in typing.get_args(hint):  # "7" is text for float | str
+        return value
+    if len(choices) == 1:  # its error says more than that of the union
+        return read_value(choices[0], value, name, json)
+    for choice in choices:
+        if choice is Code and ":" not in str(value):
+            continue  # names that need no file are a Literal beside it
+        with suppress(ValueError):
+            return read_value(choice, value, name, json)
+    require(False, name, value, f"of type {type_text(hint)}")
+
+
+def _read_container(hint, value, name: str, json: bool):
+    """Read the values inside a list, tuple or dict."""
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
+    # JSON and YAML have no tuples
+    allowed = (list, tuple) if origin is tuple else origin
+    require(isinstance(value, allowed), name, value, f"of type {type_text(hint)}")
+    if origin is dict:
+        return {
+            key: read_value(inside[1], item, f"{name}.{key}", json) for key, item in value.items()
+        }
+    if origin is list or ... in inside:
+        return origin(read_value(inside[0], item, name, json) for item in value)
+    require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
+    items = zip(inside, value, strict=True)
+    return tuple(read_value(item_hint, item, name, json) for item_hint, item in items)
+
+
+def within_bounds(number: float, bounds: str) -> bool:
+    """Test a number by ">= 1", "> 0" or an interval, "(0, 1]"; "; a cure" may follow."""
+    interval = bounds.partition("; ")[0]
+    if interval.startswith(">"):
+        low = float(interval.strip(">= "))
+        return number >= low if "=" in interval else number > low
+    low, high = map(float, interval[1:-1].split(","))
+    above_low = number >= low if interval[0] == "[" else number > low
+    below_high = number <= high if interval[-1] == "]" else number < high
+    return above_low and below_high
+
+
+def bounds_text(bounds: str) -> str:
+    """Say bounds as a person reads them: "1 or more", "over 0 (.inf does not clip)"."""
+    interval, _, advice = bounds.partition("; ")
+    number = interval.strip(">= ")
+    words = f"in {interval}"
+    if interval.startswith(">"):
+        words = f"{number} or more" if "=" in interval else f"over {number}"
+    elif interval == "(0, inf)":
+        words = "over 0 and finite"
+    elif interval == "(-inf, inf)":
+        words = "finite"
+    return f"{words} ({advice})" if advice else words

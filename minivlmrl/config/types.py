@@ -1,0 +1,20 @@
+"""Types of options: texts that name files or code, and numbers with bounds.
+
+config/parsing.py reads a value by its type: Annotated[int, ">= 1"] is checked against its bound, and
+a path in a recipe is resolved by what the type says that it is relative to.
+"""
+
+from typing import Annotated, Literal, NewType
+
+# relative to the folder in which the command runs, unless a field says otherwise
+FilePath = NewType("FilePath", str)
+RecipePath = NewType("RecipePath", str)  # relative to the recipe
+Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative to the recipe
+RewardName = NewType("RewardName", str)  # name of a reward, or Code: see rewards/registry.py
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+# parts of a model, see PARTS in model/lora.py; vision is the tower without its merger
+Part = Literal["vision", "merger", "language", "embeddings"]
+Count = Annotated[int, ">= 1"]
+MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
+Weights = dict[RewardName, Annotated[float, "(-inf, inf)"]]

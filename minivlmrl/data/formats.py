@@ -1,0 +1,271 @@
+"""Rows as other projects write them -> the columns that we read.
+
+Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md has examples.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from minivlmrl.config.parsing import naming, require
+from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
+from minivlmrl.files import parse_json
+
+ROLES = ("system", "user", "assistant", "tool")
+SPEAKERS = {  # who says a turn, in the words of all projects: the role
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+}
+
+
+def to_columns(row: dict, renamed: dict[str, str]) -> dict:
+    """Return the row with columns `renamed`, and with those of every form that fits it."""
+    for theirs, ours in renamed.items():
+        if row.get(theirs) is not None:
+            if row.get(ours) is not None:
+                raise ValueError(f"data.columns calls {theirs!r} {ours!r}; leave one of both out")
+            row = {**row, theirs: None, ours: row[theirs]}
+    for form in FORMS:
+        if form.fits(row):
+            with naming(f"form {form.name!r}"):
+                row = row | form.read(row)
+    return row
+
+
+@dataclass
+class Form:
+    """A row has this form if it has all columns `needed` and none of `without`."""
+
+    needed: tuple
+    without: tuple
+    read: Callable[[dict], dict]  # row -> the columns that it adds or replaces
+
+    @property
+    def name(self) -> str:
+        return " and ".join(self.needed)
+
+    def fits(self, row: dict) -> bool:
+        for name in self.needed:
+            if row.get(name) is None:
+                return False
+        return all(row.get(name) is None for name in self.without)
+
+
+def _read_conversations(row: dict) -> dict:
+    """Read turns of `from` and `value`: VLM-R1, LLaVA, sharegpt; the first answer is a solution."""
+    listed = row["conversations"]
+    require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
+    turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(listed)]
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    if not answers or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
+        return {"messages": None, "prompt": turns}
+    solution = answers[0]
+    if len(answers) == 1 and isinstance(solution, str) and not solution.strip():
+        solution = ""  # a question about what is not there
+        columns = {"messages": None, "prompt": turns[:-1]}
+    else:
+        columns = _with_rejected(turns, row)
+    if row.get("solution") is None:
+        columns["solution"] = solution
+    return columns
+
+
+def _with_rejected(turns: list[dict], row: dict) -> dict:
+    """Read a conversation with its answer; ms-swift has a worse one in `rejected_response`."""
+    if row.get("rejected_response") is None:
+        return {"messages": turns}
+    answer_start = [turn.get("role") for turn in turns].index("assistant")
+    answers = {"chosen": turns[answer_start:], "rejected": row["rejected_response"]}
+    return {"messages": None, "prompt": turns[:answer_start], **answers, **_read_pair(answers)}
+
+
+def _read_turn(turn: dict, number: int) -> dict:
+    speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
+    value = turn.get("value", turn.get("content"))
+    if type(value) in (int, float):  # of VLM-R1
+        value = str(value)
+    if speaker in ("function_call", "tool_call"):  # laid out as Qwen writes it
+        with naming(f"the call of turn {number}"):
+            call = parse_json(str(value))
+            require(isinstance(call, dict) and "name" in call, "it", value, 'JSON: {"name": ...}')
+        value = f"<tool_call>\n{value.strip()}\n</tool_call>"
+    return {"role": SPEAKERS[speaker], "content": value}
+
+
+def _system_turns(row: dict) -> list[dict]:
+    """Read the system message of LLaMA-Factory and ms-swift, which is in a column."""
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _read_messages(row: dict) -> dict:
+    """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
+    messages = row["messages"]
+    is_turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
+    if not messages or not is_turns:
+        return {}  # conversations.py says what is wrong
+    turns = []
+    for number, message in enumerate(messages):
+        role = str(message.get("role"))
+        is_renamed = role in SPEAKERS and role not in ROLES
+        turns.append(_read_turn(message, number) if is_renamed else message)
+    if turns[-1].get("role") == "assistant":
+        return _with_rejected(turns, row)
+    return {"messages": None, "prompt": turns}
+
+
+def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
+    """Read a question and its answer in two columns; `history` has earlier pairs."""
+    question_text = row[question_column]
+    answer_text = row.get(answer_column)
+    require(isinstance(question_text, str), f"column {question_column!r}", question_text, "text")
+    if row.get("input"):  # Alpaca's
+        question_text = f"{question_text}\n{row['input']}"
+    turns = _system_turns(row)
+    history = row.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        require(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
+        turns.append({"role": "user", "content": pair[0]})
+        turns.append({"role": "assistant", "content": pair[1]})
+    columns = {"prompt": [*turns, {"role": "user", "content": question_text}]}
+    if answer_text is not None and row.get("solution") is None:
+        columns["solution"] = answer_text
+    if isinstance(answer_text, str) and answer_text.strip() and row.get("chosen") is None:
+        columns["completion"] = answer_text
+    return columns
+
+
+def _read_pair(row: dict) -> dict:
+    """Read answers of LLaMA-Factory, which are turns of `from` and `value`."""
+    names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
+    return {name: [_read_turn(row[name], 0)] for name in names}
+
+
+def _read_reward_model(row: dict) -> dict:
+    """Read verl's {"style": "rule", "ground_truth": ...}."""
+    rule = row["reward_model"]
+    return {"solution": rule.get("ground_truth")} if isinstance(rule, dict) else {}
+
+
+def _read_objects(row: dict) -> dict:
+    """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
+    objects = row["objects"]
+    texts = _texts(row)
+    all_text = json.dumps(texts, default=str)
+    mark_values = {}  # mark: what is to be written for each, in order
+    for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
+        num_marks = all_text.count(mark)
+        if num_marks == 0:
+            continue
+        mark_items = objects.get(key) if isinstance(objects, dict) else None
+        count = len(mark_items) if isinstance(mark_items, list) else 0
+        if count != num_marks:
+            raise ValueError(f"column 'objects' has {count} {key}, the texts {num_marks} {mark}")
+        mark_values[mark] = [
+            item if isinstance(item, str) else json.dumps(item) for item in mark_items
+        ]
+    if not mark_values:
+        return {}
+
+    def fill_mark(mark: re.Match) -> str:
+        return mark_values[mark[0]].pop(0)
+
+    return changed(texts, lambda text: re.sub("|".join(mark_values), fill_mark, text))
+
+
+def _read_choices(row: dict) -> dict:
+    """Write choices, of a list or MMBench's columns A, B, ..., after a question without them."""
+    lettered_choices = [row[letter] for letter in LETTERS if row.get(letter) is not None]
+    choices = row.get("options") or row.get("choices") or lettered_choices
+    question_columns = [name for name in QUESTION_TEXTS if isinstance(row.get(name), str)]
+    if not choices or not question_columns:
+        return {}  # an open question; or turns, whose text is the whole prompt
+    answer = row.get("answer", row.get("solution"))
+    is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
+    require(is_list, "its choices", choices, "a list of texts")
+    is_choice = not isinstance(answer, int) or answer in choices
+    require(is_choice, "the answer beside choices", answer, "a letter or one of them")
+    question_column = question_columns[0]
+    question_text = row[question_column]
+    if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):
+        return {}  # the question has them
+    lines = [row.get("hint") or "", question_text]
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
+    return {question_column: "\n".join(lines).strip()}
+
+
+def _read_img_tags(row: dict) -> dict:
+    """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
+    image_paths = []
+
+    def take_path(tag: re.Match) -> str:
+        image_paths.append(tag[1])
+        return "<image>"
+
+    texts = changed(_texts(row), lambda text: re.sub("<img>(.*?)</img>", take_path, text))
+    return {**texts, "images": image_paths} if image_paths else {}
+
+
+def _texts(row: dict) -> dict:
+    """Return the columns with text that a row has."""
+    return {name: row[name] for name in TEXTS if row.get(name) is not None}
+
+
+def changed(value, change: Callable, kinds=str):
+    """Return the same lists and objects with another text for each, or for values of these types."""
+    if isinstance(value, kinds):
+        return change(value)
+    if isinstance(value, list):
+        return [changed(item, change, kinds) for item in value]
+    if isinstance(value, dict):
+        return {key: changed(item, change, kinds) for key, item in value.items()}
+    return value
+
+
+def renaming(theirs: str, ours: str, without: Iterable[str] = ()) -> Form:
+    """Make the form of rows that have a column under another name."""
+    return Form((theirs,), (ours, *without), lambda row: {ours: row[theirs]})
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
+QUESTION_COLUMNS = ("problem", "prompt", "messages")
+OURS = (*QUESTION_COLUMNS, "completion")  # a row that has one is in our form
+TEXTS = (*OURS, "chosen", "rejected", "solution")
+FORMS = [
+    Form(("A", "B"), (), _read_choices),
+    Form(("options",), (), _read_choices),
+    Form(("choices",), (), _read_choices),
+    Form(("conversations",), QUESTION_COLUMNS, _read_conversations),
+    Form(("messages",), ("problem", "prompt", "completion"), _read_messages),
+    Form(("prefix", "suffix"), OURS, partial(_read_question, "prefix", "suffix")),
+    Form(("query",), OURS, partial(_read_question, "query", "response")),
+    Form(("instruction",), OURS, partial(_read_question, "instruction", "output")),
+    Form(("question",), OURS, partial(_read_question, "question", "answer")),
+    Form(("chosen", "rejected"), (), _read_pair),
+    renaming("kto_tag", "label"),
+    renaming("answer", "solution"),
+    Form(("reward_model",), ("solution",), _read_reward_model),
+    renaming("ground_truth", "solution"),
+    renaming("file_name", "image", MEDIA_COLUMNS),
+    Form(("objects",), (), _read_objects),
+    Form((), MEDIA_COLUMNS, _read_img_tags),
+]
+QUESTION_FORMS = [form.name for form in FORMS if "problem" in form.without]  # these have a question

@@ -1,0 +1,167 @@
+"""Image file -> RGB -> smart_resize -> patches, bit for bit what transformers' processors make."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import PIL.ImageOps
+import torch
+from PIL.Image import Image, Resampling
+from torch import Tensor
+
+Grid = tuple[int, int, int]  # patches in time, height and width
+
+
+def load_image(file: str | Path | Image) -> Image:
+    """Read an image file (data/fetch.py: a URL) as RGB, upright by its EXIF orientation."""
+    image = file if isinstance(file, Image) else PIL.Image.open(file)
+    return to_rgb(PIL.ImageOps.exif_transpose(image))
+
+
+def to_rgb(image: Image) -> Image:
+    """Convert any PIL image to RGB; transparent pixels become white."""
+    if 0 in image.size:
+        raise ValueError(f"image of {image.width} x {image.height} pixels has nothing to show")
+    if image.has_transparency_data:
+        white = PIL.Image.new("RGBA", image.size, "white")
+        image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Choose the height and width nearest to an image's, multiples of `factor`, area in bounds.
+
+    Example: 1092 x 1568 with factor 28 and max_pixels 1003520 gives 812 x 1176.
+    Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(
+            f"image of {width} x {height} pixels: its aspect ratio is over 200; crop or drop it"
+        )
+    if max_pixels < max(min_pixels, factor**2):
+        raise ValueError(
+            f"max_pixels {max_pixels} must be at least min_pixels {min_pixels}, and one token of "
+            f"{factor} x {factor} pixels; give both bounds"
+        )
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def patchify(
+    frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int
+) -> tuple[np.ndarray, Grid]:
+    """Cut frames into patches, in the order in which the vision tower reads them.
+
+    Args:
+        frames (T, 3, H, W): H and W multiples of patch_size * merge_size. The last frame is
+            repeated up to a multiple of temporal_patch_size: an image is one frame shown twice.
+    Returns:
+        patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w):
+        blocks of merge_size x merge_size patches in raster order, in each block its patches in
+        raster order, in a patch (channel, frame, y, x).
+    """
+    missing = -len(frames) % temporal_patch_size
+    frames = np.concatenate([frames] + [frames[-1:]] * missing)
+    t = len(frames) // temporal_patch_size
+    h = frames.shape[2] // patch_size
+    w = frames.shape[3] // patch_size
+    axes = frames.reshape(
+        t, temporal_patch_size, 3,  # axes 0 to 2: time, frame, channel
+        h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in the block, y
+        w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in the block, x
+    )  # fmt: skip
+    # -> time, block row, block column, row in the block, column in the block; channel, frame, y, x
+    patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return patches.reshape(t * h * w, -1), (t, h, w)
+
+
+def resize_frames(
+    frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
+) -> np.ndarray:
+    """Resize RGB frames by Pillow's bicubic filter; normalise to (T, 3, height, width) float32.
+
+    `mean` and `std` (3, 1) are of each channel's values from 0 to 1.
+    """
+    resized = np.stack([frame.resize((width, height), Resampling.BICUBIC) for frame in frames])
+    grey_levels = (np.arange(256) / 255).astype(np.float32)
+    return look_up((grey_levels - mean) / std, resized)
+
+
+def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """Map uint8 pixels (T, H, W, 3) through a table of normalised values (3, 256) per channel.
+
+    Returns (T, 3, H, W).
+    """
+    channels = [normalised[c].take(pixels[..., c]) for c in range(3)]
+    return np.stack(channels, axis=1)
+
+
+@dataclass
+class ImageProcessor:
+    """The image settings of a checkpoint; data/processor.py reads and checks them."""
+
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_pixels: int = 56 * 56  # bounds of an image's area after resizing
+    max_pixels: int = 28 * 28 * 16384
+    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
+    image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    resize: Callable[..., np.ndarray] = resize_frames  # or that of data/processor.py
+    videos: object = None  # hub/qwen3_vl.Videos sizes and lays out frames; None: data/video.py
+
+    @property
+    def factor(self) -> int:
+        """Side of a decoder token in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a patch: 3 * 2 * 14 * 14 = 1176 on the hub."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    def num_tokens(self, image_grid_thw: Grid) -> int:
+        """Decoder tokens of an image: one for each merged block of patches."""
+        return math.prod(image_grid_thw) // self.merge_size**2
+
+    def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
+        """Resize, normalise and cut into patches.
+
+        Args:
+            options: of this image alone: min_pixels and max_pixels instead of the processor's
+                bounds; or resized_height and resized_width, rounded within the processor's bounds.
+        Returns:
+            pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
+        """
+        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        if "resized_height" in options:
+            height = options["resized_height"]
+            width = options["resized_width"]
+        else:
+            width, height = image.size
+            bounds = bounds | options
+        new_height, new_width = smart_resize(height, width, self.factor, **bounds)
+        return self.patches([to_rgb(image)], new_height, new_width)
+
+    def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
+        """Resize RGB frames to one size; return their normalised patches and image_grid_thw."""
+        mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
+        std = np.array(self.image_std, np.float32)[:, None]
+        resized = self.resize(frames, height, width, mean, std)
+        patches, image_grid_thw = patchify(
+            resized, self.patch_size, self.temporal_patch_size, self.merge_size
+        )
+        return torch.from_numpy(patches), image_grid_thw

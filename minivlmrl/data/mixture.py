@@ -1,0 +1,120 @@
+"""Several files of rows as one: which rows of each, how often, who judges them."""
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from minivlmrl.config.parsing import FilePath, RewardName, build, naming, parse_yaml
+from minivlmrl.data.rows import Row
+
+
+@dataclass
+class FileSection:
+    """One file of data.train."""
+
+    file: FilePath  # see row_files.py
+    # how often a pass has each of its rows; 0.5: every second row once
+    weight: Annotated[float, "(0, 1000]"] = 1.0
+    sampling: str = "all"  # or first:N, end:N, random:N of its rows, or N% of them
+    # the folder that paths of its images begin at; None: data.image_root
+    image_root: FilePath | None = None
+    # those of the recipe that judge its rows; none named: all
+    rewards: list[RewardName] = field(default_factory=list)
+    prompt_template: str | None = None  # what their user turns say; None: data.prompt_template
+
+
+class Picked(Sequence):
+    """Rows of one or more datasets, in the order of `picks`: (dataset, row), both as numbers."""
+
+    def __init__(self, parts: Sequence, picks: list[tuple[int, int]]):
+        self.parts = parts
+        self.picks = picks
+        if not picks:
+            raise ValueError("data: no rows are left")
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def find(self, index: int) -> tuple[Sequence, int]:
+        """Find the dataset that a row is from, and its number there."""
+        part, row = self.picks[index]
+        return self.parts[part], row
+
+    def __getitem__(self, index: int) -> Row:
+        rows, number = self.find(index)
+        return rows[number]
+
+    @property
+    def asked(self) -> list[int]:
+        """List what its rows ask, as hashes: see FileDataset."""
+        return [self.parts[part].asked[row] for part, row in self.picks]
+
+    def content(self, index: int) -> str:
+        rows, number = self.find(index)
+        return rows.content(number)
+
+
+def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
+    """Lay files of rows end to end, each row as often as the weight of its file says.
+
+    Example: weight 2.5 has every row twice and every second row once more.
+    """
+    picks = []
+    for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
+        with naming(section.file):
+            chosen = sample(section.sampling, len(rows))
+        repeats = int(section.weight)
+        for row_number in chosen:
+            picks += [(part_number, row_number)] * repeats
+        num_more = round(section.weight * len(chosen)) - repeats * len(chosen)
+        picks += [(part_number, chosen[i * len(chosen) // num_more]) for i in range(num_more)]
+    return Picked(parts, picks)
+
+
+def sample(strategy: str, total_rows: int) -> list[int]:
+    """Number the rows that VLM-R1's sampling_strategy takes; random: the same for every seed.
+
+    Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
+    """
+    match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
+    if not match:
+        raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
+    name, size_text, percent = match.groups(default="")
+    num_rows = int(size_text or total_rows)
+    if percent:
+        num_rows = math.ceil(num_rows * total_rows / 100)
+    num_rows = min(num_rows, total_rows)
+    if name == "random":
+        return sorted(random.Random(0).sample(range(total_rows), num_rows))
+    first_row = total_rows - num_rows if name == "end" else 0
+    return list(range(first_row, first_row + num_rows))
+
+
+@dataclass
+class _Dataset:
+    """One entry of VLM-R1's YAML."""
+
+    json_path: str
+    sampling_strategy: str = "all"
+
+
+@dataclass
+class _Mix:
+    datasets: list[_Dataset]
+
+
+def read_mix(path: Path) -> list[FileSection]:
+    """Read VLM-R1's YAML; paths from where it is read, or beside it."""
+    with naming(path):
+        yaml_values = parse_yaml(path.read_bytes())
+    files = []
+    for entry in build(_Mix, yaml_values, str(path)).datasets:
+        file = Path(entry.json_path)
+        if not file.exists():
+            file = path.parent / file
+        files.append(FileSection(str(file), sampling=entry.sampling_strategy))
+    return files

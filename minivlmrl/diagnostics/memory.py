@@ -1,0 +1,416 @@
+"""What a run needs of each GPU's memory, phase by phase, before its weights are read.
+
+Activations are counted: forward and backward run on the meta device, where tensors have shapes but
+no numbers. The rest is parameters times bytes, divided by the shards of the recipe. Not counted:
+evaluations, and what RESERVE is for (CUDA's context, nccl's buffers, gaps between allocations).
+"""
+
+import copy
+import math
+import shutil
+import weakref
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minivlmrl.config.loading import RunConfig
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.distributed.fsdp import copy_model, num_shards, recompute_blocks
+from minivlmrl.distributed.micro_batching import largest_piece
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import find_folder
+from minivlmrl.generation.sampler import find_engine
+from minivlmrl.kernels.linear_log_softmax import piece_bytes
+from minivlmrl.model.checkpoint import DTYPES, read_config
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.experts import chosen_experts
+from minivlmrl.model.families.registry import FAMILIES, family_of
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import adapter_parameters, dropout
+from minivlmrl.model.packing import GroupBatch, pack
+from minivlmrl.model.trainable import select_trained, trained_parameters
+from minivlmrl.model.value_head import ValueModel
+from minivlmrl.model.vision import lay_out
+from minivlmrl.run.checkpoints import KEPT
+from minivlmrl.run.optimizer import begin_state, build_optimizer
+from minivlmrl.trainers.reference import freeze_shared
+from minivlmrl.trainers.registry import find_algorithm
+
+GB = 10**9
+RESERVE = 3 * GB
+# of a decode step for each row and token of the vocabulary: a logit and a probability in float32,
+# the latter in units of int64, and their running sum beside a copy of it; filters take a sixth more
+DRAW_BYTES = 32
+TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of one micro-batch, or of the prompts of a rollout."""
+
+    prompts: int
+    num_generations: int  # completions of each prompt; 0: prompts alone
+    text_tokens: int  # of a prompt, without its image
+    image_tokens: int  # of a prompt's image, after merging
+    completion_tokens: int
+    frames: int = 1  # of equal size that share image_tokens
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of tensors created in this context that still exist, and the most (.peak)."""
+
+    def __init__(self, uncounted: list[Tensor]):  # they and their views are not counted
+        super().__init__()
+        self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage):
+        address = storage._cdata
+        if address in self.counted:
+            return
+        self.counted.add(address)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, address, storage.nbytes())
+
+    def _forget(self, address: int, size: int):
+        self.counted.discard(address)
+        self.now -= size
+
+
+def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
+    """A batch of these sizes, on the meta device except for its grids."""
+    merge = config.vision_config.spatial_merge_size
+    frame_tokens = work.image_tokens // work.frames
+    rows = max(math.isqrt(frame_tokens), 1)
+    columns = math.ceil(frame_tokens / rows)
+    grids = [[1, rows * merge, columns * merge]] * work.frames if frame_tokens else []
+    grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    image_ids = torch.full((columns * rows * len(grids),), config.image_token_id)
+    prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
+    num_patches = int(grid.prod(1).sum())
+    patches = torch.empty(num_patches, config.vision_config.patch_dim, device="meta")
+    completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
+    prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
+    completions = [[completion] * work.num_generations] * work.prompts
+    return pack(prompts, completions, config, "meta")
+
+
+class Costs:
+    """Numbers of parameters of a model, and bytes of what its computations hold."""
+
+    def __init__(self, config: ModelConfig):
+        with torch.device("meta"):
+            self.config = config
+            self.model = FAMILIES[config.model_type].model(config)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.active_parameters = self.parameters  # that a token is computed with
+        if config.experts is not None:
+            idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
+            routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
+            self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
+
+    def build(self, run: RunConfig, stage: str) -> nn.Module:
+        """Make the model that a stage of a run trains on the meta device."""
+        model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
+        run.adapter.place(model)
+        select_trained(model, run.model.freeze)
+        if has_reference(run, stage):
+            freeze_shared(model, run.reference)
+        return model
+
+    def build_trained(self, run: RunConfig, stage: str) -> nn.ModuleList:
+        """Make what a stage trains: the policy, or a copy of it; and PPO's critic of its own."""
+        model = self.build(run, stage)
+        section = getattr(run, stage)
+        if getattr(section, "critic", "shared") == "shared":
+            return nn.ModuleList([model])
+        if section.critic_path is not None:
+            backbone = Costs(read_config(find_folder(section.critic_path))).build(run, stage)
+        elif run.uses_fsdp:  # the base of adapters is copied too
+            backbone = copy.deepcopy(model)
+        else:
+            backbone = copy_model(model)
+        return nn.ModuleList([model, ValueModel(backbone, run.model.freeze)])
+
+    def activations(self, run: RunConfig, models: nn.ModuleList, work: Work, train: bool) -> int:
+        """Most bytes of a forward, with or without its backward, besides weights and gradients."""
+        models = copy.deepcopy(models)
+        model, *critics = models
+        batch = meta_batch(self.config, work)
+        if run.model.compute_dtype:
+            models.to(DTYPES[run.model.compute_dtype])
+        if run.model.activation_checkpointing:
+            for backbone in (model, *(critic.backbone for critic in critics)):
+                recompute_blocks(backbone)
+        for parameter in trained_parameters(models):
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
+        fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
+        dropped = dropout(models, run.adapter.dropout if train else 0.0, "plan")
+        lay_out.cache_clear()  # of an earlier forward: what a tower keeps of grids is counted here
+        live = LiveBytes([*models.parameters(), *models.buffers(), batch.pixel_values])
+        with torch.set_grad_enabled(train), fused, dropped, live:
+            if work.num_generations == 0:
+                model(batch, select=batch.layout.last_index)
+            elif train:
+                sum(output.sum() for output in trained_outputs(model, critics, batch)).backward()
+            else:
+                per_token_logps(model, batch)
+                for critic in critics:
+                    critic(batch)
+        return live.peak + batch.pixel_values.nbytes
+
+    def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
+        """Bytes of a rollout's cache: a prompt's keys once, and those of each completion; of a
+        recurrent layer a memory for each, whatever their lengths."""
+        rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
+        recurrent_bytes = 0
+        num_attending = 0
+        for layer in self.model.model.layers:
+            if hasattr(layer, "linear_attn"):
+                recurrent_bytes += bytes_of(layer.linear_attn.empty(rows))
+            else:
+                num_attending += 1
+        prompt_tokens = work.text_tokens + work.image_tokens
+        tokens = work.prompts * (prompt_tokens + work.num_generations * work.completion_tokens)
+        values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
+        return recurrent_bytes + values * dtype.itemsize
+
+
+def trained_outputs(model: nn.Module, critics: list, batch: GroupBatch) -> list[Tensor]:
+    """Compute what a loss is made of; of experts also their mean probabilities, as the balance is."""
+    with chosen_experts(model) as chosen:
+        logps, _ = per_token_logps(model, batch)
+    outputs = [logps, *(critic(batch) for critic in critics)]
+    probabilities = [of_layer for of_layer, _ in chosen().values()]
+    if probabilities:
+        outputs.append(torch.cat(probabilities).mean(0))
+    return outputs
+
+
+def drop_gradient(parameter: nn.Parameter):
+    """Free a gradient as soon as it is there: gradients have a row of their own in the plan."""
+    parameter.grad = None
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_options) -> Tensor:
+    """Take the memory of a fused kernel: the meta device would write the formula out."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+
+def bytes_of(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def plan(
+    run: RunConfig, stage: str, costs: Costs, gpus: int,
+    text_tokens: int, image_tokens: int, frames: int = 1,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Bytes on one GPU in each phase: {"train": {"weights": 1}}.
+
+    Args:
+        text_tokens, image_tokens, frames: of a prompt, see Work.
+    """
+    algorithm = find_algorithm(stage, run)
+    models = costs.build_trained(run, stage)
+    model, *critics = models
+    shards = num_shards(run.sharding, gpus)
+    share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
+    micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
+    samples = not algorithm.answers
+    gathered = gathered_bytes(run, model)
+    rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
+    logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run))
+    phases = {}
+    if samples:
+        phases["rollout"] = rollout_items(run, costs, model, drawn, gathered)
+    for critic in critics:
+        gathered += gathered_bytes(run, critic.backbone)
+    if samples or has_reference(run, stage):
+        forward = costs.activations(run, models, micro_batch, train=False)
+        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
+    gradients = bytes_of(trained_parameters(models)) * share
+    if gpus > 1 and not run.uses_fsdp:
+        gradients *= 2  # ranks sum a copy of them
+    phases["train"] = {
+        "gathered": 2 * gathered,  # weights and their gradients
+        "gradients": gradients,
+        "forward and backward": costs.activations(run, models, micro_batch, train=True),
+        "logits": logits,
+    }
+    always = {name: size * share for name, size in held(run, stage, models, costs).items()}
+    return {name: always | items for name, items in phases.items()}
+
+
+def sizes(
+    run: RunConfig, stage: str, gpus: int, text_tokens: int, image_tokens: int, frames: int
+) -> tuple[Work, Work]:
+    """Sizes of a micro-batch and of what one GPU draws together in a rollout."""
+    config = getattr(run, stage)
+    max_new_tokens = run.sampling.max_new_tokens
+    prompt_tokens = text_tokens + image_tokens
+    G = len(find_algorithm(stage, run).answers) or config.num_generations
+    max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
+    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+    prompts, completions = largest_piece(prompts, prompt_tokens, [max_new_tokens] * G, max_tokens)
+    micro_batch = Work(prompts, completions, text_tokens, image_tokens, max_new_tokens, frames)
+    steps = getattr(config, "steps_per_generation", 1)
+    prompts = math.ceil(config.prompts_per_step * steps / gpus)
+    max_tokens = run.sampling.max_tokens_at_once
+    prompts, _ = largest_piece(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
+    return micro_batch, replace(micro_batch, prompts=prompts, num_generations=G)
+
+
+def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of weights in the dtype that computes; those of NF4 stay packed."""
+    total = 0
+    for parameter in module.parameters():
+        kept_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        total += parameter.numel() * kept_dtype.itemsize
+    return total
+
+
+def gathered_bytes(run: RunConfig, model: nn.Module) -> int:
+    """Bytes of full weights that FSDP holds while layer by layer runs."""
+    if not run.uses_fsdp:
+        return 0
+    dtype = compute_dtype(run)
+    blocks = [computed_bytes(block, dtype) for block in family_of(model).blocks(model)]
+    # one block runs while the next arrives
+    return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
+
+
+def rollout_items(
+    run: RunConfig, costs: Costs, model: nn.Module, drawn: Work, gathered: int
+) -> dict[str, float]:
+    """Bytes of what is there only in a rollout; gathered: by FSDP in a forward."""
+    dtype = compute_dtype(run)
+    if run.uses_fsdp and run.rollout.gather_weights:
+        gathered = computed_bytes(model, dtype)
+    prompts_alone = replace(drawn, num_generations=0)
+    rows = drawn.prompts * drawn.num_generations
+    items = {
+        "gathered": gathered,
+        "keys and values": costs.keys_and_values(dtype, drawn),
+        "prompts' forward": costs.activations(run, nn.ModuleList([model]), prompts_alone, False),
+        "logits": DRAW_BYTES * rows * costs.config.vocab_size,
+    }
+    # an engine sleeps in the other phases
+    return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
+
+
+def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dict[str, float]:
+    """Bytes of what is there all the time, before sharding; models: see build_trained."""
+    algorithm = find_algorithm(stage, run)
+    model, *critics = models
+    weights = bytes_of([*model.parameters(), *model.buffers()])
+    adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
+    items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
+    if critics:
+        items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
+    if has_reference(run, stage):
+        items["reference"] = reference_bytes(run, model)
+    if not algorithm.trains_policy:  # in addition to the copy that is trained
+        items["policy"] = adapters or weights
+    if not algorithm.answers and "reward_model" in run.rewards:
+        path = run.reward_model.path
+        judge = costs if path is None else Costs(read_config(find_folder(path)))
+        items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
+    return items
+
+
+def has_reference(run: RunConfig, stage: str) -> bool:
+    return find_algorithm(stage, run).has_reference(getattr(run, stage))
+
+
+def reference_bytes(run: RunConfig, model: nn.Module) -> int:
+    """Bytes of what a reference adds to its policy, before sharding."""
+    reference = run.reference
+    dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
+    if reference.path is not None:
+        costs = Costs(read_config(find_folder(reference.path)))
+        return costs.parameters * dtype.itemsize
+    if run.adapter.r or reference.num_shared_layers is not None:
+        return bytes_of(trained_parameters(model))
+    return computed_bytes(model, dtype)
+
+
+def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
+    """Bytes of what the optimizer of a run keeps of the weights of a model that it trains."""
+    optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
+    begin_state(optimizer, trained_parameters(model))
+    return sum(bytes_of(state.values()) for state in optimizer.state.values())
+
+
+def compute_dtype(run: RunConfig) -> torch.dtype:
+    return DTYPES[run.model.compute_dtype or run.model.dtype]
+
+
+def peak_bytes(phases: dict[str, dict]) -> float:
+    """Bytes of the largest phase."""
+    return RESERVE + max(sum(items.values()) for items in phases.values())
+
+
+def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
+    """Bytes of a state on the disk."""
+    models = costs.build_trained(run, stage)
+    items = held(run, stage, models, costs)
+    items["weights"] = bytes_of(adapter_parameters(models[0])) or items["weights"]
+    saved = ("weights", "optimizer", "critic", "reference", "policy")
+    return sum(items.get(name, 0) for name in saved)
+
+
+def check_disk(run: RunConfig, stage: str, costs: Costs):
+    """Refuse a run (ValueError) whose states do not fit the disk, where earlier ones will go."""
+    if not run.state_steps and not run.state_minutes:
+        return
+    folder = Path(run.output_dir).absolute()
+    earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free + earlier
+    size = state_bytes(run, stage, costs)
+    if (KEPT + 1) * size > free:
+        raise ValueError(
+            f"{stage} saves {KEPT + 1} states of {size / GB:.2g} GB, and {free / GB:.2g} GB are "
+            f"free for {run.output_dir}: make room, or take another output_dir; "
+            "--check_memory=false starts it as it is"
+        )
+
+
+def check_memory(run: RunConfig, world: World):
+    """Refuse a run (ValueError) that fits neither disk nor GPUs, of images of data.max_pixels."""
+    if not run.check_memory or not run.model.path:
+        return
+    costs = Costs(read_config(find_folder(run.model.path)))
+    for stage in run.stage_names:
+        check_disk(run, stage, costs)
+    if world.device.type != "cuda":
+        return
+    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
+    vision = costs.config.vision_config
+    token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
+    image_tokens = IMAGE_TOKENS
+    if run.data.max_pixels:
+        image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
+    for stage in run.stage_names:
+        needed_bytes = peak_bytes(plan(run, stage, costs, world.size, TEXT_TOKENS, image_tokens))
+        if needed_bytes > gpu_bytes:
+            raise ValueError(
+                f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
+                f"and one has {gpu_bytes / GB:.1f}: docs/memory.md lists what saves memory, `python -m "
+                "minivlmrl plan` adds it up; --check_memory=false starts it as it is"
+            )

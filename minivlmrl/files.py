@@ -1,0 +1,291 @@
+"""The folder of a checkpoint: found by path or repository id, read, and replaced as a whole."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from importlib.util import find_spec
+from os.path import isdir
+from pathlib import Path
+from typing import IO
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minivlmrl.config.parsing import build, naming
+
+REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+NETWORK_SECONDS = 5  # to wait for an answer of the hub
+ASKED = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", ASKED, "LICENSE*", "NOTICE*"]
+
+
+def find_folder(name: str | Path) -> Path:
+    """Turn what a recipe calls a model into a folder (ValueError: there is none to download).
+
+    A folder wins over a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch".
+    """
+    folder = Path(name)
+    if isdir(folder):
+        return folder
+    replaced = Path(f"{folder.resolve()}.replaced")
+    if isdir(replaced):
+        warnings.warn(f"{folder}: the last save was killed; reading {replaced}", stacklevel=2)
+        return replaced
+    repository = REPOSITORY.fullmatch(str(name))
+    if not repository or (isdir(folder.parent) and not repository["revision"]):
+        raise ValueError(
+            f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository, "
+            "NAME@main where its first part is a folder here"
+        )
+    with hub_errors(f"{name}: no such folder, not whole in the Hugging Face cache"):
+        return _snapshot(repository["id"], repository["revision"])
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turn errors into ValueErrors: each network library of huggingface_hub has its own."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{name}, and not downloaded ({reason}); "
+            "check name and network, or download it elsewhere and give its folder"
+        ) from error
+
+
+def _snapshot(repo_id: str, revision: str | None) -> Path:
+    """Find or download a repository; processes that do so at once wait for each other's files."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    download = partial(
+        snapshot_download,
+        repo_id,
+        revision=revision,
+        allow_patterns=DOWNLOADED,
+        ignore_patterns="*/*",  # of inner folders
+    )
+    # nothing of it, or parts that another program has asked for
+    with suppress(LocalEntryNotFoundError, ValueError):
+        cached = Path(download(local_files_only=True))
+        weight_files(cached)
+        image_settings(cached)
+        if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
+            return cached
+    # the download alone might wait forever
+    HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
+    return Path(download())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files of tensors: model.safetensors if it is there (as transformers), or shards."""
+    single_file = folder / ONE_FILE
+    index = folder / INDEX
+    if single_file.is_file():
+        return [single_file]
+    if not index.is_file():
+        raise ValueError(
+            f"{single_file}: no such file; convert pytorch_model.bin with transformers"
+        )
+    weight_map = read_json(index).get("weight_map")
+    shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if not shards or not all(map(SHARD.fullmatch, shards)):
+        raise ValueError(f"{index}: it needs a weight_map, from tensors to .safetensors files here")
+    files = [folder / file for file in sorted(shards)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"{index}: {len(missing)} of {len(files)} files missing: {missing[0]}")
+    return files
+
+
+def read_json(path: Path) -> dict:
+    """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; a folder of a model, run or state has one")
+    with naming(path):
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it must hold a JSON object, not {content!r:.40}")
+        return content
+
+
+def read_lines(path: Path, form: type) -> list[dict]:
+    """Read the whole lines of a JSON lines file, none if it is missing (ValueError: file and line).
+
+    A last line without its end is left out: a run is writing it, or a full disk has cut it. `form`
+    is the dataclass of what each line must have.
+    """
+    text = path.read_bytes() if path.is_file() else b""
+    contents = []
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
+        where = f"{path}:{number}"
+        with naming(where):
+            content = parse_json(line)
+        build(form, content, where, json=True)
+        contents.append(content)
+    return contents
+
+
+def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
+    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair).
+
+    NaN and Infinity, which Python and pandas write and JSON does not have, are null.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        return decode(text, *arguments)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: it is nested too deep") from error
+
+
+def json_text(content, **options) -> str:
+    """Write JSON that every reader takes: a number that is not finite is null."""
+    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
+
+
+def image_settings(folder: Path) -> tuple[Path, dict]:
+    """Read preprocessor_config.json, or of transformers 5 its part of processor_config.json."""
+    file = folder / "preprocessor_config.json"
+    newer = folder / "processor_config.json"
+    if file.is_file() or not newer.is_file():
+        return file, read_json(file)
+    settings = read_json(newer).get("image_processor")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size")
+    return newer, settings
+
+
+def video_settings(folder: Path) -> tuple[Path, dict]:
+    """Read what a folder says of videos, where transformers' video processor looks for it."""
+    newer = folder / "processor_config.json"
+    file = folder / "video_preprocessor_config.json"
+    settings = read_json(newer).get("video_processor") if newer.is_file() else None
+    if isinstance(settings, dict):
+        return newer, settings
+    return (file, read_json(file)) if file.is_file() else image_settings(folder)
+
+
+def write_json(path: Path, content: dict):
+    path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path):
+    """Write a safetensors file with the umask's mode: save_file alone gives 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for the format
+    path.chmod(mode)
+
+
+def digest(parts: Iterable) -> str:
+    """Hash texts, buffers and whole files, one after the other: 128 digits."""
+    total = hashlib.blake2b()
+    for part in parts:
+        if isinstance(part, Path):
+            with part.open("rb") as file:
+                hashlib.file_digest(file, lambda: total)
+        else:
+            total.update(part.encode() if isinstance(part, str) else part)
+    return total.hexdigest()
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """Give an empty folder, which replaces `folder` as a whole when the block has ended well.
+
+    It is written as NAME.partial; the old one is renamed to NAME.replaced, where find_folder and
+    the next save find it if a run is killed now, and the new one to NAME. The old one stays if it
+    is no checkpoint (ValueError) or the disk is full or broken (OSError).
+    """
+    folder = Path(folder).resolve()  # of a link, the folder that it leads to
+    new = Path(f"{folder}.partial")
+    replaced = Path(f"{folder}.replaced")
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not (folder / "config.json").is_file() and not empty:
+        raise ValueError(f"{folder}: no checkpoint (it has no config.json), not overwritten")
+    remove = partial(shutil.rmtree, ignore_errors=True)
+    try:
+        remove(new)
+        new.mkdir(parents=True)
+        yield new
+        for path in (*new.rglob("*"), new):  # a rename must not be on disk before what it names
+            flush_file(path)
+        if folder.exists():
+            remove(replaced)
+            folder.rename(replaced)
+        new.rename(folder)
+    except BaseException as error:
+        remove(new)  # a full disk does not stay full
+        if replaced.is_dir() and not folder.exists():
+            replaced.rename(folder)
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"{folder}: not saved ({error}); what was there is untouched") from error
+        raise
+    flush_file(folder.parent)
+    remove(replaced)
+
+
+@contextmanager
+def locked(folder: str | Path, world) -> Iterator[None]:
+    """Make a run's folder and keep it for this run alone (ValueError on all ranks: it is taken)."""
+    path = Path(folder) / ".lock"
+    failure = None
+    with ExitStack() as open_files:
+        try:
+            if world.is_main:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _lock(open_files.enter_context(path.open("ab")))
+        except BlockingIOError:
+            failure = f"another run is writing into {folder}; wait for it, or take another folder"
+        except OSError as error:
+            # a file system without locks
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                failure = f"{error}; is another run there?"
+        failure = world.gather_objects(failure)[0]
+        if failure:
+            raise ValueError(f"output_dir: {failure}")
+        yield
+
+
+def _lock(file: IO):
+    """Lock a file until it is closed (BlockingIOError: another process has)."""
+    if find_spec("fcntl"):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:  # Windows
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+
+def flush_file(path: Path):
+    """Wait until a file is on disk; of a folder its list of names, which makes a rename last."""
+    is_folder = path.is_dir()
+    if is_folder and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows opens no folder
+    # Windows flushes no file that was opened to read
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # FUSE and CIFS do not flush folders
+        unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+        if not (is_folder and unsupported):
+            raise
+    finally:
+        os.close(handle)

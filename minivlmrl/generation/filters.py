@@ -1,0 +1,143 @@
+"""Filters on the distribution that a token is drawn from: penalty, top_k, top_p, min_p."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.parsing import Code, require
+from minivlmrl.data.rows import Completion
+from minivlmrl.generation.generate import SamplingConfig
+
+# the samplers of rollouts, by the name of their engine, see sample.find_engine
+ENGINES = {
+    "own": "minivlmrl.generation.sampler:RunSampler",
+    "vllm": f"{recipes_folder()}/vllm_sampler.py:VLLMSampler",
+}
+
+
+@dataclass
+class SamplingOptions(SamplingConfig):
+    """How completions are drawn and where they end: the section `sampling` of a recipe."""
+
+    # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
+    top_k: Annotated[int, ">= 0"] = 0
+    # keep the likeliest tokens that together reach this probability
+    top_p: Annotated[float, "(0, 1]"] = 1.0
+    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
+    # logits of tokens seen before: / if positive, x if negative
+    repetition_penalty: Annotated[float, "> 0"] = 1.0
+    # the token that completes one ends the completion
+    stop_strings: list[str] = field(default_factory=list)
+    # of prompts and completions, at full length; None: all
+    max_tokens_at_once: Annotated[int, ">= 1"] | None = None
+    # tools that a completion may call: file.py:NAME, docs/tools.md
+    environment: Code | None = None
+    # rounds with pictures in what a turn is written from, docs/agents.md; None: a completion grows
+    history: Annotated[int, ">= 1"] | None = None
+    graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
+    # who computes logits of rollouts: the policy itself, vLLM (docs/vllm.md), or a file's class
+    engine: Literal["own", "vllm"] | Code = "own"
+    vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
+
+    # see config/validation.py
+    needs = (
+        ("top_k", "temperature > 0"),
+        ("top_p", "temperature > 0"),
+        ("min_p", "temperature > 0"),
+        ("history", "environment is not None"),
+        ("graph", "engine != 'vllm'"),
+        ("vllm", "engine != 'own'"),  # a copy of the file reads them too
+    )
+
+    def __post_init__(self):
+        if self.environment:
+            require(self.engine == "own", "engine", self.engine, "own with an environment")
+        require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
+
+    @property
+    def truncates(self) -> bool:
+        """Tell whether some tokens cannot be drawn."""
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+
+    @property
+    def filtered(self) -> bool:
+        """Tell whether draws need Filters."""
+        return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
+
+
+class Filters:
+    """A recipe's filters as the `warp` of make_choose; prompts: (P,) int64 ids of each, of one call."""
+
+    def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
+        self.sampling = sampling
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.kept = [[] for _ in range(len(prompts) * num_generations)]  # by row: each token's ids
+        self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
+
+    def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        """Turn (r, V) logits of these rows into scores, whose softmax is drawn from."""
+        if self.sampling.repetition_penalty != 1 and self.seen is None:
+            seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
+            for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
+                seen_by_prompt[ids.to(seen.device)] = True
+            self.seen = seen.repeat_interleave(self.num_generations, 0)
+        seen = None if self.seen is None else self.seen[rows]
+        scores = filter_logits(logits, self.sampling, seen)
+        if self.sampling.truncates:
+            keeps = ~scores.isneginf()
+            kept_ids = keeps.nonzero()[:, 1].int().cpu()
+            kept_of_rows = kept_ids.split(keeps.sum(1).tolist())
+            for row, ids in zip(rows.tolist(), kept_of_rows, strict=True):
+                self.kept[row].append(ids)
+        return scores
+
+    def record_masks(self, completions: Iterable[Completion]):
+        """Note in completions from what their tokens were drawn: training scores them on it."""
+        for kept_of_row, completion in zip(self.kept, completions, strict=True):
+            kept = kept_of_row[: len(completion.ids)]  # a row that has ended may run on
+            if kept:
+                counts = torch.tensor([len(ids) for ids in kept])
+                completion.sampling_mask = counts, torch.cat(kept)
+
+    def add_seen(self, rows: Tensor, ids: Tensor):
+        """Note tokens ids (r,) of these rows, for the penalty."""
+        if self.seen is not None:
+            self.seen[rows, ids] = True
+
+
+def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tensor:
+    """Apply penalty, temperature, top_k, top_p and min_p, in this order; dropped is -inf.
+
+    With temperature 0 only the penalty. Equals transformers' generate bit for bit, with ties.
+
+    Args:
+        logits: (r, V) float32.
+        seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a
+            repetition penalty.
+    """
+    scores = logits
+    penalty = sampling.repetition_penalty
+    if penalty != 1:
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+        scores = torch.where(seen, penalised, scores)
+    if sampling.temperature == 0:
+        return scores
+    scores = scores / sampling.temperature
+    if sampling.top_k:
+        largest = scores.topk(min(sampling.top_k, scores.shape[-1])).values  # descending
+        scores = scores.masked_fill(scores < largest[:, -1:], float("-inf"))
+    if sampling.top_p < 1:
+        ascending, order = scores.sort(dim=-1)
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop[:, -1] = False  # the likeliest always stays
+        scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
+    if sampling.min_p:
+        probs = scores.softmax(-1)
+        threshold = sampling.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < threshold, float("-inf"))
+    return scores

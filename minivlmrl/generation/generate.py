@@ -1,0 +1,195 @@
+"""Prompts -> completions: every prompt is read once, its completions are decoded together.
+
+    prefill    one forward over all prompts; the keys and values of each prompt are kept once
+    choose     temperature -> softmax -> a token, by numbers that depend on the prompt's key alone
+    decode     a new token of each running completion, against its prompt's keys and its own
+
+Dimension letters: B prompts, G completions of each, R = B * G rows, r running rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from minivlmrl.data.rows import Completion, Processor, Prompt, uniform_numbers
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.exact_cumsum import running_sum
+from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.model.attention import DecodeAttention, GroupAttention
+from minivlmrl.model.packing import GroupBatch, pack
+
+UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
+# choose(logits (r, V), rows, counts of tokens so far) -> ids, logps, ends (bool): each (r,)
+Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass
+class SamplingConfig:
+    """How completions are drawn and where they end; generation/filters.py has more options."""
+
+    temperature: Annotated[float, ">= 0"] = 1.0  # divides the logits; 0 takes the likeliest token
+    max_new_tokens: Annotated[int, ">= 1"] = 256  # a completion is cut there
+    stop_token_ids: list[Annotated[int, ">= 0"]] | None = None  # default <|im_end|>, <|endoftext|>
+
+
+class Sampler:
+    """Samples by the key of each prompt alone; generation/sampler.py extends both of its steps."""
+
+    def __init__(self, model, processor: Processor, sampling: SamplingConfig, device=None):
+        self.model = model
+        self.processor = processor
+        self.sampling = sampling
+        self.device = device or model.lm_head.weight.device
+
+    def __call__(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> list[list[Completion]]:
+        """Sample num_generations completions of each prompt: B lists of G."""
+        choose = self.chooser(prompts, num_generations, keys)
+        return self.sample_with(prompts, num_generations, choose)
+
+    def chooser(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str],
+        warp: Callable | None = None,
+    ) -> Choose:  # fmt: skip
+        """Make the function that chooses tokens (ValueError: the model lacks a stop token)."""
+        sampling = self.sampling
+        vocab_size = self.model.config.vocab_size
+        stop_ids = sampling.stop_token_ids
+        if stop_ids is None:
+            stop_ids = self.processor.stop_token_ids
+        largest = max(stop_ids, default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"stop_token_ids has {largest}, the model has {vocab_size} tokens")
+        uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
+        return make_choose(sampling, stop_ids, draw_by(uniforms, self.device), warp, self.device)
+
+    def sample_with(
+        self, prompts: Sequence[Prompt], num_generations: int, choose: Choose
+    ) -> list[list[Completion]]:
+        """Sample completions whose tokens `choose` chooses."""
+        return generate(self.model, prompts, num_generations, self.sampling.max_new_tokens, choose)
+
+
+class Decode:
+    """One decode step; generation/cuda_graphs.py has it as a CUDA graph, environments/ read answers."""
+
+    attention_type = DecodeAttention
+
+    def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
+        """Run the decoder on a new token of each row: ids (r,) -> logits (r, V)."""
+        position = (attention.start + attention.newest).expand(3, -1)
+        hidden = model.model(model.model.embed_tokens(ids), position, attention)
+        return float32_matmul(hidden, model.lm_head.weight.T)
+
+
+@torch.no_grad()
+def generate(
+    model, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int, choose: Choose,
+    decode: Decode | None = None, device: torch.device | None = None,
+) -> list[list[Completion]]:  # fmt: skip
+    """Sample completions: B lists of num_generations.
+
+    decode: runs one decode step, default Decode(). environments/ pass one that also reads answers.
+    device: where to compute; default: where the head is (offloaded weights are elsewhere).
+    """
+    decode = decode or Decode()
+    device = device or model.lm_head.weight.device
+    prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
+    batch = pack(prompts, [[] for _ in prompts], model.config, device)
+    logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
+    going_on = torch.ones_like(attention.rows, dtype=torch.bool)
+    steps = []  # of each step (r,) row numbers (-1: it had ended), tokens, log-probabilities, ends
+    for step in range(1, max_new_tokens + 1):
+        counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
+        ids, logps, ends = choose(logits, attention.rows, counts)
+        steps.append((attention.rows.where(going_on, -1), ids, logps, ends))
+        going_on = going_on & ~ends & (counts + 1 < max_new_tokens)
+        if step % attention.check_every == 0 or step == max_new_tokens:
+            going_on_host = going_on.cpu()  # a GPU is waited for here alone
+            if not going_on_host.any():
+                break
+            left = attention.select(going_on_host)
+            if left is not None:  # finished rows were dropped
+                ids = ids[left]
+                going_on = going_on[left]
+        attention.advance()
+        logits = decode(model, ids, attention)
+    return collect(steps, num_generations)
+
+
+def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode):
+    """Read the prompts once: logits (R, V) of first tokens, and a DecodeAttention."""
+    attention = GroupAttention(batch.layout, keep_keys=True)
+    hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
+    positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)  # each (3, P)
+    start = torch.stack([position.max() + 1 for position in positions])  # (B,)
+    decoding = decode.attention_type(attention, prompt_index, capacity, start)
+    logits = float32_matmul(hidden, model.lm_head.weight.T)
+    return logits[decoding.slots.prompt_index], decoding
+
+
+def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
+    """Gather what was chosen step by step into a Completion for each row: B lists of G."""
+    rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    drawn = (rows >= 0).nonzero()[:, 0]  # -1: the row had ended before
+    if not logps[drawn].isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
+    order = drawn[rows[drawn].argsort(stable=True)]  # by row, then by step
+    completions = []
+    for index in order.split(rows[drawn].bincount().tolist()):
+        stopped = bool(ends[index[-1]])
+        completions.append(Completion(ids[index], logps[index], stopped))
+    starts = range(0, len(completions), num_generations)
+    return [completions[i : i + num_generations] for i in starts]
+
+
+def make_choose(
+    sampling: SamplingConfig, stop_ids: Sequence[int], draw: Callable,
+    warp: Callable | None = None, device="cpu",
+) -> Choose:  # fmt: skip
+    """Make a `choose` for generate, where `stop_ids` end a completion.
+
+    draw(probs (r, V), rows, counts) -> ids (r,), see draw_by. warp(logits (r, V), rows, counts) ->
+    scores (r, V), whose softmax is drawn from; default logits / temperature. Filters are such
+    functions: log-probabilities are of what they keep, that is, do not set to -inf.
+    """
+    stop_ids = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
+    temperature = sampling.temperature
+
+    def choose(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = logits.float()
+        scaled = logits if temperature in (0, 1) else logits / temperature
+        scores = scaled if warp is None else warp(logits, rows, counts)
+        ids = draw(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
+        kept = scaled if warp is None else torch.where(scores.isneginf(), scores, scaled)
+        logps = kept.gather(-1, ids[:, None])[:, 0] - kept.logsumexp(-1)
+        return ids, logps, torch.isin(ids, stop_ids)
+
+    return choose
+
+
+def draw_by(uniforms: Tensor, device="cpu") -> Callable:
+    """Make a `draw` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
+    uniforms = to_device(uniforms, device)
+
+    def draw(probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        return inverse_cdf(probs, uniforms[rows, counts])
+
+    return draw
+
+
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Take the first token at which the cumulative probability exceeds the row's number.
+
+    Probabilities are counted in whole units of 2^-52, which add up exactly in any order on any
+    device: a token of probability 0 is never drawn, and rows do not influence each other.
+    probs (r, V) float32, uniform (r,) float64 in [0, 1) -> ids (r,).
+    """
+    units = running_sum((probs * UNITS).long())  # (r, V); a product with a power of 2 is exact
+    target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
+    chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
+    return chosen.clamp(max=units.shape[1] - 1)

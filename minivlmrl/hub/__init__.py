@@ -1,1 +1,0 @@
-"""Hugging Face folders: config.json, weights, tokenizer, image settings."""

@@ -1,0 +1,194 @@
+"""GRPO's loss as one pure function of log-probabilities. It imports torch alone: copy it out.
+
+B completions, T tokens of the longest; rows are filled up on the right.
+
+    ratio      r_t = pi(o_t) / pi_old(o_t), by token or for a whole row       importance_ratio
+    term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                clipped
+    KL         + beta * KL(pi || pi_ref) of tokens, from the drawn one        kl_term
+    average    over tokens and rows: all in which GRPO, DAPO and Dr. GRPO differ   AVERAGES
+
+Every average divides by counts of the whole optimizer step, so the gradients of micro-batches,
+however the step is split, add up to the gradient of the step. The rest of the family (RLOO, CISPO,
+SAPO, ...) is in losses/grpo_variants.py.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PolicyLoss:
+    """Options of grpo_loss; a recipe sets them in its section `grpo`."""
+
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"  # the average, see AVERAGES
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # "sequence" is GSPO
+    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped at 1 - epsilon_low
+    epsilon_high: Annotated[float, ">= 0"] = 0.2  # and at 1 + epsilon_high
+    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0: there is no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see kl_term
+    use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
+
+    def __post_init__(self):
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too
+            raise ValueError(
+                f"epsilon_low is {self.epsilon_low}, it must be from 0 to epsilon_high, "
+                f"{self.epsilon_high}"
+            )
+        if not self.beta >= 0:
+            raise ValueError(f"beta is {self.beta}, it must be at least 0")
+
+
+@dataclass
+class Counts:
+    """What losses divide by: totals of an optimizer step, over its micro-batches and ranks."""
+
+    sequences: float  # completions
+    tokens: float  # completion tokens that count
+    max_completion_length: int | None = None  # the constant of dr_grpo
+
+
+def grpo_loss(
+    per_token_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    options: PolicyLoss | None = None,
+    *,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    counts: Counts | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy-gradient loss of a batch of completions.
+
+    Example: one row of two tokens, on-policy (ratio 1), advantage 0.5, beta 0: each term is -0.5,
+    and so are the losses "grpo" and "dapo"; "dr_grpo" with max_completion_length 4 gives -0.25.
+
+    Args:
+        per_token_logps: (B, T) float, nats, of the policy that is trained, with gradient.
+        advantages: (B,) or (B, T).
+        mask: (B, T), 1 for tokens that count. A row of zeros still counts as a sequence.
+        old_per_token_logps: (B, T), of the policy that sampled; None: the present one (ratio 1).
+        ref_per_token_logps: (B, T), of the reference; needed with beta.
+        counts: of the whole step; None: this batch is the step.
+    Returns:
+        loss, a scalar; and metrics without gradient: clip_ratio/..., kl (nats per token).
+    Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
+        (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
+    """
+    if len(advantages) != len(mask):
+        raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
+    options = options or PolicyLoss()
+    if options.loss_type not in AVERAGES:
+        raise ValueError(f"loss_type is {options.loss_type!r}; known are {', '.join(AVERAGES)}")
+    counts = counts or counts_of(mask)
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]  # (B, 1), else (B, T)
+    if old_per_token_logps is None:
+        old_per_token_logps = per_token_logps.detach()
+    log_ratio = per_token_logps - old_per_token_logps  # (B, T)
+    ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
+    per_token_loss, metrics = clipped(ratio, advantages, options)
+    if options.beta:
+        kl = kl_term(per_token_logps, ref_per_token_logps, options.kl_estimator)
+        kl = correct_kl(kl, ratio, options)
+        metrics["kl"] = kl
+        per_token_loss = per_token_loss + options.beta * kl
+    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
+    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+
+
+def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """token: r_t = pi(o_t) / pi_old(o_t), (B, T). sequence: (prod_t r_t)^(1/|o|), (B, 1)."""
+    if level == "token":
+        return log_ratio.exp()
+    if level == "sequence":
+        return row_mean(log_ratio, mask).exp()  # GSPO eq. 7
+    raise ValueError(f"importance_sampling_level is {level!r}; known are token and sequence")
+
+
+def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
+    """-min(r A, clip(r) A): no gain from moving further than the clip range (PPO eq. 7)."""
+    low = 1 - options.epsilon_low
+    high = 1 + options.epsilon_high
+    at_low = (ratio < low) & (advantages < 0)
+    at_high = (ratio > high) & (advantages > 0)
+    metrics = {
+        "clip_ratio/low_mean": at_low,
+        "clip_ratio/high_mean": at_high,
+        "clip_ratio/region_mean": at_low | at_high,
+    }
+    return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages), metrics
+
+
+def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
+    """Estimate the token KL(pi || pi_ref), prefixes held fixed, from the drawn token: (B, T) nats.
+
+                                                 value                     expected gradient
+        k1   log pi - log pi_ref                 unbiased                  0
+        k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
+        k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
+
+    The table is for sums over tokens. None has the gradient of whole completions' KL, in which a
+    token also changes what follows: a KL in the reward has it (docs/bias.md).
+    Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477.
+    """
+    if ref_logps is None:
+        raise ValueError("with beta over 0 the KL term needs ref_per_token_logps")
+    d = ref_logps - logps
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    if estimator == "k3":
+        return d.exp() - d - 1
+    raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2 and k3")
+
+
+def correct_kl(kl: Tensor, ratio: Tensor, options: PolicyLoss) -> Tensor:
+    """Weigh k1 and k3 with the ratio: they then have the token KL's gradient, off-policy too."""
+    if not options.use_bias_correction_kl:
+        return kl
+    if options.kl_estimator == "k2":  # it has that gradient already
+        return kl * ratio.detach()
+    return kl * ratio
+
+
+# loss_type: (per-token terms, 0 outside the mask; mask; Counts) -> scalar
+AVERAGES = {
+    # each row by its own length, then by the number of rows
+    "grpo": lambda terms, mask, counts: (
+        (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / counts.sequences
+    ),
+    # all tokens of the step weigh the same
+    "dapo": lambda terms, mask, counts: terms.sum() / counts.tokens,
+    # no length bias: the divisor does not depend on what was written
+    "dr_grpo": lambda terms, mask, counts: terms.sum() / (counts.sequences * max_length(counts)),
+}
+
+
+def max_length(counts: Counts) -> int:
+    """The constant of dr_grpo, which the caller must give."""
+    if counts.max_completion_length is None:
+        raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
+    return counts.max_completion_length
+
+
+def counts_of(mask: Tensor) -> Counts:
+    """Counts of a batch that is a whole optimizer step."""
+    return Counts(len(mask), mask.sum().clamp(min=1))
+
+
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) -> (B, 1): mean over the tokens of each row that count."""
+    return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over tokens that count of a (B, T) tensor, over rows of a (B, 1) one."""
+    if x.dtype == torch.bool:
+        x = x.double()  # shares of micro-batches add up exactly
+    if x.shape[1] == 1:
+        return x.mean()
+    return (x * mask).sum() / mask.sum().clamp(min=1)

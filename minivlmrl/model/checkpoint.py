@@ -1,0 +1,437 @@
+"""A Hugging Face folder <-> a model and its processor, by the names that both share."""
+
+import math
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from minivlmrl.config.parsing import naming, require
+from minivlmrl.data.folder_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import read_image_processor, write_image_processor
+from minivlmrl.data.rows import Processor
+from minivlmrl.data.tokenizer import load_tokenizer
+from minivlmrl.distributed.fsdp import Sharding, assign, reshard
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import (
+    ASKED,
+    INDEX,
+    find_folder,
+    image_settings,
+    read_json,
+    replacing,
+    save_tensors,
+    video_settings,
+    weight_files,
+    write_json,
+)
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.experts import StackedExperts, split_experts, stack_experts
+from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
+from minivlmrl.model.families.qwen3_vl import write_videos
+from minivlmrl.model.families.registry import (
+    CONTROL_TOKENS,
+    FAMILIES,
+    Family,
+    family_of,
+    hub_name,
+    memory_name,
+)
+from minivlmrl.model.lora import LoRALinear, adapters, base_weights, full, plain_name, plain_weights
+from minivlmrl.model.peft import gather_adapter
+
+INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# files of a model besides its weights: a checkpoint that we write keeps those it was read with
+CARRIED = re.compile(
+    r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
+    r"|special_tokens_map|chat_template)\.json"
+    rf"|merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
+)
+# fields of ImageProcessor -> of VisionConfig
+PATCHES = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
+
+
+def load_model(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device="cpu",
+    sharding: Sharding | None = None,
+    adapt=None,
+) -> nn.Module:
+    """Build the model of a folder or repository with its weights (ValueError: names what is wrong).
+
+    Args:
+        dtype: of the parameters; by default the config's torch_dtype.
+        sharding: shards the model; each rank then reads only its own part, onto sharding.device.
+        adapt: (model on the meta device) -> puts adapters on it, which the folder does not have.
+    """
+    folder = find_folder(folder)
+    config = read_config(folder)
+    files = weight_files(folder)
+    with torch.device("meta"):
+        model = _make(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
+    if adapt is not None:
+        adapt(model)
+    if sharding is not None:
+        sharding.shard(model)
+
+    def keep_all(tensor: Tensor, like: Tensor) -> Tensor:
+        return tensor.to(device, like.dtype, copy=True)
+
+    part = sharding.part if sharding else keep_all
+    assign(model, _read_weights(folder, files, model, part, device))
+    model.folder = folder.resolve()  # from which save_model copies tensors that no module has
+    return model
+
+
+def _make(config: ModelConfig, where: str | Path) -> nn.Module:
+    try:
+        return FAMILIES[config.model_type].model(config)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{where}: no model has these sizes ({reason})") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read the config.json of a folder (ValueError: see ModelConfig.from_dict)."""
+    return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
+
+
+def _read_weights(
+    folder: Path, files: list[Path], model: nn.Module, part: Callable, device
+) -> dict[str, Tensor]:
+    """Read a tensor for each parameter; part(view of the file, parameter) is what is kept.
+
+    Quantized layers pack theirs instead, each as soon as it is read.
+    """
+    expected = base_weights(model)  # a tied head is in it once, under the embedding's name
+    is_tied = model.config.tie_word_embeddings
+    family = family_of(model)
+    weights: dict[str, Tensor] = {}
+    read_names = set()
+    for file in files:
+        tensors = read_tensors(file)
+        for name, tensor in split_experts(tensors, model.config, family.turned_experts, file):
+            if name.startswith(family.unread):
+                continue
+            # some folders have the tied head too
+            like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
+            if like is None:
+                raise ValueError(f"{file}: unexpected tensor {name:.80}")
+            if name in read_names:
+                raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
+            if tensor.shape != like.shape:
+                raise ValueError(
+                    f"{file}: tensor {name} has shape {tuple(tensor.shape)}, "
+                    f"config.json {tuple(like.shape)}"
+                )
+            read_names.add(name)
+            if isinstance(like, Tensor):
+                weights[name] = part(tensor, like)
+                check_loaded(weights[name], name, file)
+            else:
+                check_loaded(tensor, name, file)
+                like.read(tensor.to(device), part)
+    if missing := expected.keys() - read_names:
+        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
+    # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
+    if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
+        raise ValueError(
+            f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: "
+            "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
+        )
+    parameter_names = {plain_name(name): name for name, _ in model.named_parameters()}
+    return {parameter_names[name]: weight for name, weight in weights.items()}
+
+
+def check_loaded(weight: Tensor, name: str, file: Path):
+    """Refuse a weight with NaN or infinities (ValueError), of which a sum is not finite."""
+    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+    if not total.isfinite():
+        raise ValueError(f"{file}: tensor {name} has numbers that are not finite; save it again")
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of a safetensors file: its name on the hub and a view, to be copied."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            names = list(handle.keys())
+        # opened anew for each: what was read of an open file counts as memory of this process
+        for name in names:
+            with safe_open(file, framework="pt") as handle:
+                tensor = handle.get_tensor(name)
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(
+                    f"{file}: tensor {name:.80} is {tensor.dtype}; quantised ones are not read, "
+                    "take the bfloat16 one that this was made of"
+                )
+            yield hub_name(name), tensor
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
+
+
+def _unread_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
+    folder = getattr(model, "folder", None)
+    prefixes = family_of(model).unread
+    tensors = {}
+    if folder is None or not prefixes:
+        return tensors
+    if not folder.is_dir():
+        warnings.warn(f"{folder} is gone, saved without its {', '.join(prefixes)}", stacklevel=3)
+        return tensors
+    for file in weight_files(folder):
+        for name, tensor in read_tensors(file):
+            if name.startswith(prefixes):
+                tensors[name] = tensor
+    return tensors
+
+
+def random_model(
+    config_file: str, tokenizer, seed: int, min_pixels=None, max_pixels=None
+) -> tuple[nn.Module, Processor]:
+    """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
+    values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
+    config = ModelConfig.from_dict(values, str(config_file))
+    token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
+    vocab_size = max(len(tokenizer), config.vocab_size)  # that of a text_config may be larger
+    config = replace(config, vocab_size=vocab_size, **token_ids)
+    model = _make(config, config_file)
+    initialize(model, torch.Generator().manual_seed(seed))
+    family = FAMILIES[config.model_type]
+    patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
+    token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2  # of one merged token
+    images = read_image_processor(
+        family.images | patches,
+        "data",
+        min_pixels or token_pixels,
+        max_pixels or ImageProcessor.max_pixels,
+    )
+    images = replace(images, videos=family.read_videos({}, "data", images))
+    return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, generator: torch.Generator):
+    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
+
+    The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm | GatedDeltaNet):
+            module.reset_parameters()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
+            parameter.normal_(0, 0.02, generator=generator)
+        elif parameter.dim() > 1:
+            blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
+            into_residual = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
+            scale = 1 / math.sqrt(2 * len(blocks)) if into_residual else 1.0
+            parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+
+
+def load_processor(
+    folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Processor:
+    """Read tokenizer, chat template and image settings of a folder (ValueError: no fit)."""
+    folder = find_folder(folder)
+    config = read_config(folder)
+    family = FAMILIES[config.model_type]
+    image_file, image_values = image_settings(folder)
+    image_values = family.images | image_values
+    images = read_image_processor(image_values, str(image_file), min_pixels, max_pixels)
+    video_file, video_values = video_settings(folder)
+    images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    with naming(f"{folder}/config.json"):
+        check_fit(config, images, image_file, tokenizer)
+    template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+    tokenizer.files |= carried_files(folder)
+    template = template or default_template(family)
+    return Processor(tokenizer, images, template, box_space=family.box_space)
+
+
+def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer):
+    """Refuse a config (ValueError) that says something else than image settings or tokenizer."""
+    for name, field in PATCHES.items():
+        value = getattr(config.vision_config, field)
+        expected = getattr(images, name)
+        as_in_file = f"{expected} as in {image_file.name}"
+        require(value == expected, f"vision_config.{field}", value, as_in_file)
+    require(
+        config.vocab_size >= len(tokenizer),  # some rows of the embedding no token uses
+        "vocab_size",
+        config.vocab_size,
+        f"{len(tokenizer)} as in tokenizer.json, or more",
+    )
+    for name in ("image_token_id", "video_token_id"):
+        value = getattr(config, name)
+        expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
+        require(value == expected, name, value, f"{expected} as in tokenizer.json")
+
+
+def carried_files(folder: Path) -> dict[str, bytes]:
+    """Read the files that a save copies, now: their folder may be gone then."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        if CARRIED.fullmatch(file.name) and file.is_file():
+            target = file.resolve()
+            if target.parent != folder.resolve() and target.parent.name != "blobs":
+                raise ValueError(f"{file}: a link to {target}; put the file itself there")
+            files[file.name] = file.read_bytes()
+    return files
+
+
+def default_template(family: Family) -> ChatTemplate | None:
+    """Return the chat template of a folder that has none; None: chat.render."""
+    return None if family.default_system else ChatTemplate(DEFAULT_QWEN3, "the default template")
+
+
+def save_model(
+    folder,
+    model: nn.Module,
+    processor: Processor,
+    world=None,
+    base: str | None = None,
+    more=None,
+    max_shard_size=5 * 10**9,
+):
+    """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
+
+    Args:
+        world: all its ranks call this and the first one writes; None: this process alone.
+        base: the folder or repository that adapters are on, which PEFT's folder names.
+        more: (folder) -> writes what else belongs into it.
+        max_shard_size: bytes of one file of weights.
+    """
+    reshard(model)
+    world = world or World()
+    weights = file_weights(model)
+    write_adapter = gather_adapter(model, base) if adapters(model) else None
+    unread_tensors = world.on_main(lambda: _unread_tensors(model)) or {}
+    file_split = world.gather_objects(split_weights(weights | unread_tensors, max_shard_size))[0]
+    with ExitStack() as saving:
+        new_folder = world.on_main(lambda: saving.enter_context(replacing(folder)))
+
+        def write_weights(file: str, tensors: dict[str, Tensor]):
+            for name, tensor in tensors.items():
+                if name in weights:
+                    check_finite(name, tensor, folder)
+            save_tensors(tensors, new_folder / file)
+
+        def finish():
+            write_settings(new_folder, model, processor)
+            if file_split.is_sharded:
+                index = {
+                    "metadata": file_split.metadata,
+                    "weight_map": file_split.tensor_to_filename,
+                }
+                write_json(new_folder / INDEX, index)
+            if write_adapter is not None:
+                write_adapter(new_folder / "adapter")
+                if (new_folder / ASKED).exists():
+                    shutil.copy(new_folder / ASKED, new_folder / "adapter")
+            if more is not None:
+                more(new_folder)
+            saving.pop_all().close()  # here: all ranks hear of an error
+
+        # one file after the other; torch's get_model_state_dict would gather all
+        for file, names in file_split.filename_to_tensors.items():
+            tensors = {}
+            for name in names:
+                if name in weights:
+                    weight = full(weights[name])  # which all ranks gather
+                    if world.is_main:
+                        tensors[name] = weight.cpu().contiguous()
+                elif world.is_main:
+                    tensors[name] = unread_tensors[name]
+            world.on_main(partial(write_weights, file, tensors))
+        world.on_main(finish)
+
+
+def split_weights(weights: dict[str, object], max_shard_size: int):
+    """Share weights out to files of at most so many bytes, or one weight each."""
+    shapes = {}
+    for name, weight in weights.items():
+        shapes[name] = on_meta(weight)
+    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
+
+
+def on_meta(weight: object) -> Tensor:
+    """Make a tensor without numbers of a weight's shape and dtype."""
+    if isinstance(weight, StackedExperts):
+        return weight.stack(on_meta)
+    layer = weight.base if isinstance(weight, LoRALinear) else weight
+    tensor = layer if isinstance(layer, Tensor) else layer.weight
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def file_weights(model: nn.Module) -> dict[str, object]:
+    """Name each weight of the plain model as files of its family do: see plain_weights."""
+    family = family_of(model)
+    name_of = memory_name if family.memory_names else str
+    weights = {name_of(name): weight for name, weight in plain_weights(model).items()}
+    stack_experts(weights, model.config, family.turned_experts)
+    return weights
+
+
+def check_finite(name: str, tensor: Tensor, folder: object):
+    """Refuse to save weights of a run that has diverged (ValueError)."""
+    if not tensor.isfinite().all():
+        raise ValueError(f"{folder}: not saved, {name} is not finite; what was there is untouched")
+
+
+def write_settings(folder: Path, model: nn.Module, processor: Processor):
+    """Write all files of a model's folder but its weights."""
+    dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+    tokenizer = processor.tokenizer
+    carried = tokenizer.files
+    for name, content in carried.items():
+        (folder / name).write_bytes(content)
+    images = processor.image_processor
+    write_json(folder / "preprocessor_config.json", write_image_processor(images))
+    if images.videos is not None:
+        write_json(folder / "video_preprocessor_config.json", write_videos(images))
+    template = processor.template
+    if template is not None and Path(template.source).name == "processor_config.json":
+        # not carried: its image settings may be others now; this is the next that a loader reads
+        write_json(folder / "chat_template.json", {"chat_template": template.text})
+    template_text = DEFAULT if template is None else template.text
+    if template_text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
+        (folder / "chat_template.jinja").write_bytes(template_text.encode())
+    if "tokenizer.json" not in carried:
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+    defaults = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+        },
+        "generation_config.json": {
+            "eos_token_id": list(processor.stop_token_ids),
+            "pad_token_id": tokenizer.special_tokens["<|endoftext|>"],
+        },
+    }
+    for name, values in defaults.items():
+        if name not in carried:
+            write_json(folder / name, values)

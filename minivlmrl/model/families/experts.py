@@ -1,0 +1,231 @@
+"""Mixtures of experts, Qwen3-VL-MoE's and Qwen3.5-MoE's: only the MLP of a decoder layer differs.
+
+A router gives each token k of E experts, which are small MLPs. In memory they are plain linear
+layers: adapters, 4 bits, sharding and states know them like any other. Files have those of a layer
+as two tensors, which are split when they are read and stacked when they are written.
+
+Dimension letters: N tokens, D hidden_size, E experts, k of them for each token, I their size.
+Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.23.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.config.parsing import require
+from minivlmrl.kernels.dense_attention import Reorder
+from minivlmrl.model.decoder import DecoderLayer
+from minivlmrl.model.families import qwen3_5
+from minivlmrl.model.vision import MLP
+
+Count = Annotated[int, "[1, 1e6]"]
+# what config.json of each family may say of experts, and what transformers takes for what is missing
+QWEN3_VL = {
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+QWEN3_5 = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes of experts, by their names in config.json."""
+
+    num_experts: Count  # E
+    num_experts_per_tok: Count  # k
+    moe_intermediate_size: Count  # I
+    shared_expert_intermediate_size: Count | None = None  # of one for all tokens; None: no such
+    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)  # have no experts
+    decoder_sparse_step: Count = 1  # layers from one that has experts to the next
+
+    def __post_init__(self):
+        require(
+            self.num_experts_per_tok <= self.num_experts,
+            "num_experts_per_tok",
+            self.num_experts_per_tok,
+            f"num_experts ({self.num_experts}) or less",
+        )
+
+    def has_experts(self, index: int) -> bool:
+        """Tell whether a layer has experts, or a dense MLP."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+
+class Experts(nn.Module):
+    """An MLP of k experts for each token; Qwen3.5 adds a gated one for all tokens."""
+
+    def __init__(self, config, index: int):
+        super().__init__()
+        sizes = config.experts
+        width = config.hidden_size
+        self.index = index
+        self.top_k = sizes.num_experts_per_tok
+        self.gate = nn.Linear(width, sizes.num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            MLP(width, sizes.moe_intermediate_size, bias=False) for _ in range(sizes.num_experts)
+        )
+        self.shared_expert = None
+        if sizes.shared_expert_intermediate_size:
+            self.shared_expert = MLP(width, sizes.shared_expert_intermediate_size, bias=False)
+            self.shared_expert_gate = nn.Linear(width, 1, bias=False)
+
+    def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
+        """(N, D) -> (N, D): one product an expert, of all its tokens.
+
+        Rows are moved and never added up where they meet: forward and backward have no atomics.
+
+        Args:
+            sum_over_ranks: adds up counts where weights are sharded, see distributed/fsdp.py.
+        """
+        logits = self.gate(x)
+        probabilities, ids = choose_experts(logits, self.top_k)
+        weights = probabilities.gather(1, ids)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)  # (N, k)
+        order = ids.flatten().argsort(stable=True)  # (N k,): by expert, then by token
+        back = order.argsort()
+        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D)
+        counts = self.counts(ids)
+        used = counts
+        if sum_over_ranks is not None and torch.is_grad_enabled():
+            used = sum_over_ranks(counts)  # with tokens of others it has a gradient here too
+        parts = []
+        for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
+            if uses:  # an expert without tokens costs nothing, and has no gradient
+                parts.append(expert(tokens))
+        per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
+        out = per_rank[:, 0] * weights[:, :1]
+        for rank in range(1, self.top_k):  # the order of the sum is each token's own
+            out = out + per_rank[:, rank] * weights[:, rank, None]
+        if self.shared_expert is not None:
+            out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return out
+
+    def counts(self, ids: Tensor) -> list[int]:
+        """Count the tokens of each expert; on the meta device, for the plan, the first has all."""
+        if ids.is_meta:
+            return [ids.numel()] + [0] * (len(self.experts) - 1)
+        return ids.flatten().bincount(minlength=len(self.experts)).tolist()
+
+
+def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Router logits (N, E) -> probabilities (N, E) in float32 or wider, the k likeliest ids (N, k)."""
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return probabilities, probabilities.topk(top_k, dim=-1).indices
+
+
+@contextmanager
+def chosen_experts(model: nn.Module) -> Iterator[Callable[[], dict[int, tuple[Tensor, Tensor]]]]:
+    """Yield what says by layer what choose_experts returned in the latest forward; {}: no experts.
+
+    The last layer computes selected tokens alone, see TextModel.
+    """
+    kept = {}
+
+    def keep(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
+        kept[block.index] = logits, block.top_k  # no more: a backward may compute the layer again
+
+    def chosen() -> dict[int, tuple[Tensor, Tensor]]:
+        return {layer: choose_experts(*arguments) for layer, arguments in kept.items()}
+
+    with ExitStack() as hooks:
+        for block in model.modules():
+            if isinstance(block, Experts):
+                hooks.enter_context(block.gate.register_forward_hook(partial(keep, block)))
+        yield chosen
+
+
+class WithExperts:
+    """A layer whose MLP has experts, where config.experts says so."""
+
+    def __init__(self, config, index: int):
+        super().__init__(config, index)
+        if config.experts.has_experts(index):
+            self.mlp = Experts(config, index)
+
+
+class ExpertsLayer(WithExperts, DecoderLayer):
+    """Qwen3-VL-MoE's."""
+
+
+class RecurrentExpertsLayer(WithExperts, qwen3_5.Layer):
+    """Qwen3.5-MoE's."""
+
+
+# layers of experts, and what chooses them
+ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
+# a tensor of a file, of all experts of a layer -> weights of each of them, in the order of its rows
+FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
+
+
+def split_experts(
+    tensors: Iterable[tuple[str, Tensor]], config, turned: bool, file
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a file, those of all experts of a layer as the weights of linear layers.
+
+    Args:
+        turned: they may be transposed too, as those of Qwen3-VL-MoE on the hub.
+    Raises:
+        ValueError: a tensor has another shape than config.json says.
+    """
+    for name, tensor in tensors:
+        layer_name, _, kind = name.rpartition(".")
+        if config.experts is None or kind not in FUSED:
+            yield name, tensor
+            continue
+        parts = FUSED[kind]
+        E = config.experts.num_experts
+        size = config.experts.moe_intermediate_size
+        shape = (E, 2 * size, config.hidden_size)
+        if kind == "down_proj":
+            shape = (E, config.hidden_size, size)
+        if turned and tensor.shape != shape:
+            tensor = tensor.mT
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, {E} experts of config.json "
+                f"have {shape}; is one of them missing, or transposed once too often? Take the "
+                "folder's own config.json, or save it again with save_pretrained"
+            )
+        for index, expert in enumerate(tensor):
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
+
+
+@dataclass
+class StackedExperts:
+    """Weights of all experts of a layer that a file has as one tensor."""
+
+    experts: list[list]  # of each expert those of FUSED
+    turned: bool
+
+    def stack(self, full: Callable[[object], Tensor]) -> Tensor:
+        """Make the tensor, of weights that `full` makes."""
+        stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
+        return stacked.mT.contiguous() if self.turned else stacked
+
+
+def stack_experts(weights: dict[str, object], config, turned: bool):
+    """Put StackedExperts in place of the weights of single experts."""
+    for name in list(weights):
+        layer_name, first, _ = name.partition(".0.down_proj")
+        if not first or not layer_name.endswith(".mlp.experts"):
+            continue
+        for kind, parts in FUSED.items():
+            experts = []
+            for i in range(config.experts.num_experts):
+                experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
+            weights[f"{layer_name}.{kind}"] = StackedExperts(experts, turned)

@@ -1,0 +1,308 @@
+"""LoRA (arXiv 2106.09685): a layer computes x W^T + scaling x A^T B^T, only A and B are trained.
+
+Layers are exchanged in a model that is built, also on the meta device and before it is sharded: the
+decoder, the sampler and the losses know nothing of it. Dimension letters: N tokens, r rank.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivlmrl.config.parsing import FilePath, require
+from minivlmrl.data.rows import random_numbers
+from minivlmrl.model.families.experts import ROUTED, StackedExperts
+from minivlmrl.model.nf4 import NF4Linear
+
+PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
+    "merger": ("visual.merger.", "visual.deepstack_merger_list."),
+    "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
+    "vision": "visual.",
+    "language": "model.",
+}
+Part = Literal["vision", "merger", "language", "embeddings"]
+
+
+@dataclass
+class LoRAConfig:
+    """Which layers get an adapter (LoRA), and its size; all weights of the base are frozen then."""
+
+    # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
+    path: FilePath | None = None
+    r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
+    alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
+    # share of the inputs of A that is 0 in training, see dropout
+    dropout: Annotated[float, "[0, 1)"] = 0.0
+    # also vision, merger, experts (with their routers), or a regex of layers' names
+    target: list[str] = field(default_factory=lambda: ["language"])
+    # frozen weights of the decoder, and of what else has adapters, in 4 bits a value (QLoRA)
+    quantize: Literal["nf4"] | None = None
+
+    def place(self, model: nn.Module):
+        """Freeze a model and exchange all layers that this names; draw_adapters follows."""
+        model.requires_grad_(not self.r)
+        if not self.r:
+            return
+        layer_names = []
+        for target in self.target:
+            layer_names += target_layers(model, target)
+        for name in dict.fromkeys(layer_names):  # each once
+            wrap(model, name, self.r, self.alpha / self.r)
+        if self.quantize:
+            quantize_base(model)
+
+
+class LoRALinear(nn.Module):
+    """A linear layer and its adapter, which is in float32 on a base of less, as PEFT's."""
+
+    def __init__(self, base: nn.Linear, r: int, scaling: float):
+        super().__init__()
+        self.base = base  # or an NF4Linear, see quantize_base
+        self.out_features, self.in_features = base.weight.shape
+        self.r, self.scaling = r, scaling
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
+        self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_features) -> (N, out_features) in the dtype of the base."""
+        base_result = self.base(x)
+        adapter_input = x.to(self.lora_A.dtype)
+        if self.drop is not None:
+            adapter_input = self.drop(adapter_input)
+        low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
+        wide_result = base_result.to(self.lora_A.dtype)
+        # scaled and added by the product itself
+        adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
+        return adapted.to(base_result.dtype)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Add up W + scaling B A in the dtype of W; all ranks call this."""
+        A = full(self.lora_A)
+        B = full(self.lora_B)
+        weight = full(self.base.weight).to(A.device)
+        return (weight + self.scaling * (B @ A)).to(weight.dtype)
+
+
+def full(tensor: Tensor | LoRALinear | NF4Linear | StackedExperts) -> Tensor:
+    """Gather a tensor if it is sharded, without gradient; of a layer its merged or unpacked weight."""
+    if isinstance(tensor, StackedExperts):
+        return tensor.stack(full)
+    if isinstance(tensor, LoRALinear):
+        return tensor.merged()
+    if isinstance(tensor, NF4Linear):
+        return tensor.weight
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach()
+
+
+def adapters(model: nn.Module) -> dict[str, LoRALinear]:
+    """List the layers that have an adapter, by name; empty without any."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
+
+
+@contextmanager
+def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
+    """Let a model's adapters drop a share p of their inputs, as PEFT's: no generator to resume.
+
+    A mask depends on the key and on the layer alone: blocks that are computed again in the backward
+    draw the same one, and a prompt that is computed once for its completions has one mask.
+    """
+    layers = adapters(model) if p else {}
+    for name, layer in layers.items():
+        layer.drop = partial(drop, p, zlib.crc32(f"{key}/{name}".encode()))
+    yield
+    for layer in layers.values():
+        layer.drop = None
+
+
+def drop(p: float, seed: int, x: Tensor) -> Tensor:
+    """Set a share p of (N, in_features) to 0, and divide the rest by 1 - p."""
+    generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
+    return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a parameter of this name belongs to an adapter."""
+    return name.rpartition(".")[2].startswith("lora_")
+
+
+def plain_name(name: str) -> str:
+    """Name a parameter as the model without adapters does: files and states know no `base`."""
+    return name.replace(".base.", ".")
+
+
+def base_weights(model: nn.Module) -> dict[str, nn.Parameter | NF4Linear]:
+    """Name each weight of the plain model and the parameter or quantized layer that holds it."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name) and parameter.is_floating_point():
+            weights[plain_name(name)] = parameter
+    for name, layer in packed_layers(model).items():
+        weights[plain_name(f"{name}.weight")] = layer
+    return weights
+
+
+def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear | NF4Linear]:
+    """Name each weight of the plain model and what `full` computes it from."""
+    layers = adapters(model)
+    return base_weights(model) | {f"{name}.weight": layer for name, layer in layers.items()}
+
+
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters of all adapters, in the order of the layers."""
+    return [p for name, p in model.named_parameters() if is_adapter(name)]
+
+
+def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Collect the base of a model's adapters, as a memo for deepcopy; empty without any."""
+    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
+    return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
+
+
+class ParameterCopy(nn.Module):
+    """Some parameters of a model as they are now; the model itself has all others.
+
+    Args:
+        names: of these parameters, such as those of its adapters.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]):
+        super().__init__()
+        self.models = [model]  # in a list: its parameters are no part of this
+        self.names = names
+        copies = [parameter.detach().clone() for parameter in self.originals()]
+        self.copies = nn.ParameterList(copies).requires_grad_(False)
+
+    def originals(self) -> list[nn.Parameter]:
+        """List the model's own parameters of these names; a sharded one must not be gathered."""
+        parameters = dict(self.models[0].named_parameters())
+        return [parameters[name] for name in self.names]
+
+    @contextmanager
+    def computing(self) -> Iterator[nn.Module]:
+        """Yield the model with these values; a sharded one must not be gathered at the ends."""
+        self._exchange()
+        try:
+            yield self.models[0]
+        finally:
+            self._exchange()
+
+    def _exchange(self):
+        # .data is unseen by autograd: what an older graph has saved is there again when it is used
+        for kept_copy, parameter in zip(self.copies, self.originals(), strict=True):
+            old_value = parameter.detach().clone()
+            parameter.data.copy_(kept_copy)
+            kept_copy.data.copy_(old_value)
+
+
+def place_like(model: nn.Module, other: nn.Module):
+    """Give a model adapters where another one has some, of the same sizes, on a base as packed."""
+    for name, layer in adapters(other).items():
+        wrap(model, name, layer.r, layer.scaling)
+    for name in packed_layers(other):
+        quantize_layer(model, name)
+
+
+def quantize_base(model: nn.Module):
+    """Pack the linear layers of a frozen decoder, and those under adapters, one after the other.
+
+    Not routers, the head and the embeddings, nor a tower or merger without adapters, on any device.
+    bitsandbytes in transformers 5.23 packs all linear layers but the head, those of the tower too.
+    """
+    names = []
+    for name, module in model.named_modules():
+        is_router = name.endswith((".mlp.gate", ".mlp.gate.base"))
+        in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
+        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not is_router:
+            names.append(name)
+    for name in names:
+        quantize_layer(model, name)
+
+
+def quantize_layer(model: nn.Module, name: str):
+    """Exchange a linear layer for a packed one."""
+    model.set_submodule(name, NF4Linear(model.get_submodule(name)))
+
+
+def packed_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """List the layers that are packed, by name; one under an adapter is its `base`."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, NF4Linear)}
+
+
+def draw_adapters(model: nn.Module, seed: int):
+    """Draw A as nn.Linear does; B is 0."""
+    weights = {}
+    for name, layer in adapters(model).items():
+        bound = 1 / math.sqrt(layer.in_features)
+        random_values = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
+        weights[f"{name}.lora_A"] = torch.from_numpy(random_values)
+        weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
+    set_parameters(model, weights)
+
+
+def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
+    """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
+    sharding = getattr(model, "sharding", None)
+    device = model.lm_head.weight.device
+    parameters = dict(model.named_parameters())
+    new_parameters = {}
+    for name, tensor in weights.items():
+        like = parameters[name]
+        if sharding:
+            new_parameters[name] = sharding.part(tensor, like)
+        else:
+            new_parameters[name] = tensor.to(device, like.dtype)
+    model.load_state_dict(new_parameters, strict=False, assign=True)
+
+
+def target_layers(model: nn.Module, target: str) -> list[str]:
+    """Name the linear layers that one entry of target means, never head or embeddings."""
+    linear_names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            linear_names.append(name)
+    try:
+        target_names = [
+            name for name in linear_names if kind_of(name) == target or re.fullmatch(target, name)
+        ]
+    except re.error as error:
+        raise ValueError(f"target is {target!r}, it must be a regular expression") from error
+    require(
+        target_names,
+        "target",
+        target,
+        "language, vision, merger, experts or a regular expression of layers' whole names, "
+        f"such as {linear_names[-1]}",
+    )
+    return target_names
+
+
+def kind_of(layer_name: str) -> str:
+    """Tell what adapters call the part of a layer: experts and routers are one of their own."""
+    return "experts" if ROUTED.search(layer_name) else part_of(layer_name)
+
+
+def part_of(name: str) -> Part:
+    """Tell which part a parameter or layer of this name belongs to."""
+    return next(part for part, beginnings in PARTS.items() if name.startswith(beginnings))
+
+
+def wrap(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
+    """Exchange a linear layer for one with an adapter that adds nothing yet, its only one."""
+    layer = model.get_submodule(name)
+    base = layer.base if isinstance(layer, LoRALinear) else layer
+    adapted = LoRALinear(base, r, scaling)
+    model.set_submodule(name, adapted)
+    return adapted

@@ -1,0 +1,63 @@
+"""Which parameters are trained: all, or those of adapters, less frozen parts; as a table too."""
+
+import re
+from collections import Counter, defaultdict
+
+from torch import nn
+
+from minivlmrl.model.lora import Part, adapters, base_weights, is_adapter, part_of
+
+
+def select_trained(model: nn.Module, freeze: list[Part]):
+    """Choose what an optimizer takes (ValueError: nothing)."""
+    adapted = bool(adapters(model))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name, freeze, adapted))
+    if not trained_parameters(model):
+        raise ValueError(
+            f"model.freeze is [{', '.join(freeze)}], nothing is left to train: "
+            "name fewer parts, or let adapter.target name another one"
+        )
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List what an optimizer takes."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:
+    """Tell whether to train a parameter: of an adapter where there are some, and of no frozen part.
+
+    Of a value model its head too, and not the head that predicts tokens.
+    """
+    if name in ("score.weight", "backbone.lm_head.weight"):
+        return name == "score.weight"
+    frozen = part_of(name.removeprefix("backbone.")) in freeze
+    return not frozen and (is_adapter(name) or not adapted)
+
+
+def table(model: nn.Module) -> str:
+    """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
+    layers = adapters(model)
+    kinds = defaultdict(Counter)  # (name, rank) -> of each layer its trained parameters
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        layer_name = name.rpartition(".")[0]
+        kind_name = part_of(name)
+        rank_text = ""
+        if layer_name in layers:
+            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # of all blocks
+            rank_text = f" x r {layers[layer_name].r}"
+        kinds[kind_name, rank_text][layer_name] += parameter.numel()
+    base_count = sum(weight.shape.numel() for weight in base_weights(model).values())
+    trained_count = sum(counts.total() for counts in kinds.values())
+    lines = [
+        f"trained: {trained_count:,} parameters, "
+        f"{trained_count / base_count:.3%} of the base's {base_count:,}"
+    ]
+    for (kind_name, rank_text), counts in kinds.items():
+        count = counts.total()
+        share = f"{count / base_count:.3%}"
+        lines.append(f"  {kind_name:<40} {len(counts):>4}{rank_text:<9}{count:>14,} {share:>8}")
+    return "\n".join(lines)

@@ -1,0 +1,191 @@
+"""The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
+
+Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too. What
+Qwen2-VL's and Qwen3-VL's have instead is in model/families/qwen2_vl.py and model/families/qwen3_vl.py.
+
+Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
+tokens (P / 4). `config` is the VisionConfig of model/config.py.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.dense_attention import Reorder
+from minivlmrl.kernels.rms_norm import RMSNorm
+from minivlmrl.kernels.window_attention import Segments, window_attention
+from minivlmrl.model.rope import apply_rotary, vision_rotary
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)). The tower has biases, the decoder has none."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
+EPS = 1e-6  # of the tower's norms
+
+
+def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], list[int]]:
+    """Sort merged tokens so that each attention window is one consecutive run.
+
+    Every frame is tiled from its top left by windows of window_size pixels; windows at the right
+    and bottom edges are smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two
+    windows, columns 0 to 3 and column 4:
+        order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
+
+    Returns:
+        order (M,): the raster index of each merged token, in window order;
+        window_lengths, frame_lengths: patches of each window and of each frame, in that order.
+    Source: get_window_index of transformers' Qwen2_5_VL, without its padding by -100.
+    """
+    merge = config.spatial_merge_size
+    order = []
+    window_lengths = []
+    frame_lengths = []
+    offset = 0
+    for t, h, w in image_grid_thw.tolist():
+        rows = h // merge
+        cols = w // merge
+        side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
+        if config.window_size:
+            side = config.window_size // merge // config.patch_size
+        windows_a_row = math.ceil(cols / side)
+        window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
+        window_col = torch.arange(cols) // side  # (cols,)
+        window = window_row * windows_a_row + window_col  # (rows, cols): each token's window
+        in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
+        frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
+        order.append((frames + in_frame).flatten())
+        window_lengths += (window.flatten().bincount() * merge**2).tolist() * t
+        frame_lengths += [h * w] * t
+        offset += t * rows * cols
+    return torch.cat(order), window_lengths, frame_lengths
+
+
+@dataclass
+class Layout:
+    """Where the patches of a batch of images go, how they are turned, and who attends to whom."""
+
+    order: Tensor  # (P,): the index of each patch in pixel_values, in window order
+    raster_order: Tensor  # (M,): the place of each merged token in window order
+    cos: Tensor  # (P, 1, 1, D) float32, in window order: of query and key, of all heads
+    sin: Tensor
+    windows: Segments  # patches that attend to each other in most blocks
+    frames: Segments  # and in config.fullatt_block_indexes
+
+
+@lru_cache(maxsize=8)  # policy and reference see the same images
+@torch.inference_mode(False)  # tensors made in inference mode could not be used in training later
+def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.device) -> Layout:
+    """Compute the Layout of images and videos of these sizes, patches in (time, height, width)."""
+    image_grid_thw = torch.tensor(grids)
+    merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
+    patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
+    order = to_device(patches[merged].flatten(), device)
+    cos, sin = vision_rotary(image_grid_thw, config, device)
+    return Layout(
+        order=order,
+        raster_order=to_device(merged.argsort(), device),
+        cos=cos[order, None],
+        sin=sin[order, None],
+        windows=Segments(window_lengths, device),
+        frames=Segments(frame_lengths, device),
+    )
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, config, mlp=MLP):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.blocks = nn.ModuleList(VisionBlock(config, mlp) for _ in range(config.depth))
+        self.merger = PatchMerger(config)
+
+    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        """Encode all images and videos of a batch, each pair of frames by itself.
+
+        Args:
+            pixel_values: (P, patch_dim) float32, in the order of image.patchify.
+            image_grid_thw: (images and videos, 3): patches in time, height, width.
+        Returns:
+            (M, out_hidden_size), images and videos in order, merged tokens in raster order.
+        """
+        grids = tuple(map(tuple, image_grid_thw.tolist()))
+        layout = lay_out(grids, self.config, pixel_values.device)
+        x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
+        for i, block in enumerate(self.blocks):
+            sees_frame = i in self.config.fullatt_block_indexes
+            segments = layout.frames if sees_frame else layout.windows
+            x = block(x, layout.cos, layout.sin, segments)
+        return Reorder.apply(self.merger(x), layout.raster_order)  # it merges each block by itself
+
+
+class PatchEmbed(nn.Module):
+    """A linear map of a flattened patch; checkpoints store it as a 3-D convolution."""
+
+    def __init__(self, config):
+        super().__init__()
+        size = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, size, size, bias=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
+        return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, config, mlp):
+        super().__init__()
+        self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
+        self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
+        self.attn = VisionAttention(config)
+        self.mlp = mlp(config.hidden_size, config.intermediate_size, bias=True)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin, segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
+        # cos and sin are float32, so the rotation runs in float32, unlike the decoder's
+        q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
+        return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
+
+
+class PatchMerger(nn.Module):
+    """Norm per patch; then the 2 x 2 patches of a block, side by side, through a two-layer MLP."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.width = config.hidden_size * config.spatial_merge_size**2
+        self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
+        self.mlp = nn.Sequential(
+            nn.Linear(self.width, self.width),
+            nn.GELU(),
+            nn.Linear(self.width, config.out_hidden_size),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, E) -> (M, out_hidden_size)

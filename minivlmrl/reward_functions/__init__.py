@@ -1,1 +1,0 @@
-"""Rewards by name: texts, numbers, choices, boxes; and what asks and checks them."""

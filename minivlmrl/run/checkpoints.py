@@ -1,0 +1,398 @@
+"""The states of a run on the disk: all that a killed run needs to go on as if it had never stopped.
+
+output_dir/states/000120/    after 120 optimizer steps of all stages
+    *.safetensors            weights, moments and the algorithm's state_dict, see run/checkpoint_files.py
+    run.json                 Progress
+    complete.json            checksums of the other files; written last
+
+A state is written between rollouts and has nothing of one; every draw depends on a key, so it has
+no random generator. While it is written its folder is called 000120.partial.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from time import monotonic as clock
+from typing import Annotated
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from minivlmrl.config.loading import RunConfig, flat
+from minivlmrl.config.parsing import build
+from minivlmrl.data.download import find_split
+from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import (
+    digest,
+    find_folder,
+    flush_file,
+    json_text,
+    parse_json,
+    read_json,
+    weight_files,
+    write_json,
+)
+from minivlmrl.model.lora import plain_name, shared_base
+from minivlmrl.rewards.registry import RewardFailed
+from minivlmrl.run.checkpoint_files import blocks, find_pieces, read_into, write_tensors
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.optimizer import begin_state
+from minivlmrl.run.signals import StopSignals
+from minivlmrl.trainers.base import Algorithm
+
+RUN, COMPLETE = "run.json", "complete.json"
+KEPT = 2  # states of a run, in case the newest is damaged
+# fields of a stage's section that say how many rows a draw has
+DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+# names under which a state holds hashes of files that a recipe only names
+BASE = "weights below the adapter"
+ROWS = "rows of data.train_file"
+
+
+@dataclass
+class Progress:
+    """How far a run has come: the same on all ranks, but for rank 0's `seconds` and `logs`."""
+
+    seed: int  # of the run
+    stages: list[str]  # as in the recipe
+    stage: Annotated[int, ">= 0"] = 0  # the index of the present one
+    step: Annotated[int, ">= 0"] = 0  # its optimizer steps so far ...
+    steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
+    draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
+    rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
+    kept: dict[str, list[float]] | None = None  # by the present stage; None: it has not begun
+    # evaluations between stages so far
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    best: float | None = None  # of keep_best so far, a loss with a minus
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
+    recipe: dict = field(default_factory=dict)  # see recipe_values
+    # metrics.jsonl, timings.jsonl and evaluations.jsonl so far, and what the alarms know
+    logs: dict[str, str] = field(default_factory=dict)
+
+    def begin_stage(self, number: int):
+        self.stage = number
+        self.step = 0
+        self.draws = 0
+        self.rows = 0
+        self.kept = None
+
+    def check_rows(self, rows: int):
+        """Refuse to go on with another number of rows: they would come in another order."""
+        if self.rows not in (0, rows):
+            raise ValueError(f"resume: the state is of a run with {self.rows} rows, not {rows}")
+        self.rows = rows
+
+    def advance(self, stage: str, draws: int, seconds: float):
+        self.step += 1
+        self.steps += 1
+        self.draws = draws
+        self.seconds[stage] = seconds
+
+
+def recipe_values(config: RunConfig) -> dict[str, object]:
+    """Name what a recipe says, "grpo.beta", the threads it takes, and hashes of its files."""
+    sections = asdict(config) | {"num_threads": torch.get_num_threads()}
+    for name in ("stages", "output_dir", "resume"):
+        del sections[name]
+    values = flat(sections)
+    if config.adapter.r:  # a state does not hold what is below adapters
+        model = config.model
+        files = weight_files(find_folder(model.path)) if model.path else [Path(model.config)]
+        values[BASE] = digest(blocks(files))
+    if config.data.train_file:
+        values[ROWS] = _checksum(Path(config.data.train_file))
+    return parse_json(json_text(values))
+
+
+def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Name all tensors of a state; a parameter that never had a gradient has no moments."""
+    modules = nn.ModuleDict(algorithm.modules())
+    reshard(modules)
+    base_ids = shared_base(algorithm.policy)  # of parameters that model.path has
+    named_tensors = {}
+    for name, parameter in modules.named_parameters():
+        if id(parameter) not in base_ids:
+            named_tensors[plain_name(name)] = parameter
+    for name, parameter in algorithm.trained.named_parameters():
+        for moment, value in optimizer.state.get(parameter, {}).items():
+            named_tensors[f"optimizer.{name}/{moment}"] = value
+    return named_tensors
+
+
+def state_folders(folder: Path) -> list[Path]:
+    """Folders of states, the oldest first."""
+    folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
+    return sorted(folders, key=lambda path: int(path.name))
+
+
+def read_progress(folder: Path) -> Progress:
+    """Read how far a run had come when it wrote a state."""
+    return build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
+
+
+def check_resume(config: RunConfig) -> list[Path]:
+    """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
+    folder = Path(config.output_dir) / "states"
+    resume = config.resume
+    is_allowed = resume in ("auto", "never")
+    if resume is not None and not is_allowed:
+        state = Path(resume).resolve()
+        if not state.is_dir() or (state / "states").is_dir():
+            raise ValueError(
+                f"resume: {resume}: no such state; "
+                "give 'auto', 'never' or the folder of a state, RUN/states/000120"
+            )
+        is_allowed = state.parent == folder.resolve()
+    states = state_folders(folder)
+    if states and not is_allowed:
+        raise ValueError(
+            f"{folder} holds states of an earlier run, the newest {states[-1].name}; "
+            "--resume=auto goes on from there, --resume=never removes them and begins anew"
+        )
+    return states
+
+
+class States:
+    """The states of one run."""
+
+    def __init__(self, config: RunConfig, world: World, signals: StopSignals):
+        self.folder = Path(config.output_dir) / "states"
+        self.config = config
+        self.world = world
+        self.signals = signals
+        self.resumed = None  # the folder of the state that the next stage begins with
+        self.saved_steps = 0  # optimizer steps of the last state
+        self.saved_time = clock()  # when it was saved
+        self.between_rollouts = True  # what was trained can be saved
+
+    def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
+        """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
+        stage = progress.stages[progress.stage]
+        stage_ends = progress.step == getattr(self.config, stage).max_steps
+        self.between_rollouts = ends_rollout or stage_ends
+        if not self.between_rollouts:
+            self.signals.save = lambda: None
+            return
+        self.signals.save = partial(self.keep, progress, log)
+        if self.is_due(progress.steps, stage_ends):
+            self.keep(progress, log)
+        self.signals.leave()
+
+    def is_due(self, steps: int, stage_ends: bool) -> bool:
+        """Say whether state_minutes or state_steps ask for a state now; all ranks call it."""
+        minutes = self.config.state_minutes
+        every_steps = self.config.state_steps
+        is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
+        if self.world.sum(is_late)[0]:  # the clock of the first rank
+            return True
+        if every_steps and steps // every_steps > self.saved_steps // every_steps:
+            return True
+        return stage_ends and bool(every_steps or minutes)
+
+    def keep(self, progress: Progress, log: MetricsLog) -> Path:
+        """Save what was trained, if that is not done yet; returns the folder of its state."""
+        folder = self.folder / f"{progress.steps:06d}"
+        if self.saved_steps != progress.steps:
+            progress.logs = log.written()
+            self.save(folder, progress)
+        return folder
+
+    @contextmanager
+    def saved_on_error(self, progress: Progress, log: MetricsLog) -> Iterator[None]:
+        """Where a rollout or an evaluation fails (ValueError), save what was trained before it.
+
+        Not what diverged. Of several ranks only if a reward has failed: all of them hear of that.
+        """
+        try:
+            yield
+        except ValueError as error:
+            all_ranks_fail = self.world.size == 1 or isinstance(error, RewardFailed)
+            diverged = isinstance(error.__cause__, FloatingPointError)
+            can_save = self.between_rollouts and progress.steps > 0
+            if not can_save or diverged or not all_ranks_fail:
+                raise
+            folder = self.keep(progress, log)
+            raise ValueError(
+                f"{error}; the state is in {folder}: mend it, then --resume=auto"
+            ) from error
+
+    def to_resume(self) -> Progress:
+        """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
+        config = self.config
+        new_progress = Progress(config.seed, config.stage_names, recipe=recipe_values(config))
+        progress = self.choose()
+        if self.world.is_main:
+            for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
+                shutil.rmtree(leftover)
+        if progress is None:
+            return new_progress
+        num_begun = progress.stage + 1
+        same_stages = progress.stages[:num_begun] == config.stage_names[:num_begun]
+        if not same_stages or progress.seed != config.seed:
+            raise ValueError(
+                f"resume: {self.resumed} is of a run with stages {progress.stages} "
+                f"and seed {progress.seed}; keep them"
+            )
+        if self.world.is_main:
+            stage = config.stage_names[progress.stage]
+            print(
+                f"resumes from {self.resumed}: {progress.step} steps of {stage} are done",
+                flush=True,
+            )
+        self.compare(progress, new_progress.recipe)
+        progress.recipe = new_progress.recipe
+        progress.stages = config.stage_names
+        return progress
+
+    def compare(self, progress: Progress, recipe: dict[str, object]):
+        """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
+        stage = self.config.stage_names[progress.stage]
+        same_rows = self.config.resume == "auto"  # who names a state may take other rows
+        if not same_rows:
+            progress.rows = 0
+        draw_sizes = [f"{stage}.{size}" for size in DRAW_SIZES] if progress.rows else []
+        for name in sorted(progress.recipe.keys() | recipe.keys()):
+            old_value = progress.recipe.get(name)
+            new_value = recipe.get(name)
+            if old_value == new_value:
+                continue
+            if name in (BASE, "adapter.quantize"):
+                raise ValueError(
+                    f"resume: {self.resumed}: the weights below its adapter "
+                    "(model.path, adapter.quantize) have changed; put them back"
+                )
+            change = f"{name} was {old_value!r:.80}, from here on {new_value!r:.80}"
+            is_about_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
+            if name in draw_sizes or (same_rows and is_about_rows):
+                raise ValueError(
+                    f"resume: {change}: rows would be left out or seen twice; "
+                    f"keep it, or --resume={self.resumed}"
+                )
+            if self.world.is_main:
+                print(change, flush=True)
+
+    def restore(self, algorithm: Algorithm, optimizer: Optimizer):
+        """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
+        self.algorithm, self.optimizer = algorithm, optimizer
+        self.between_rollouts = True
+        folder = self.resumed
+        self.resumed = None  # later stages begin by themselves
+        if folder is None:
+            return
+        try:
+            pieces = find_pieces(folder)
+            moved = []
+            for name, parameter in algorithm.trained.named_parameters():
+                if any(key.startswith(f"optimizer.{name}/") for key in pieces):
+                    moved.append(parameter)
+            begin_state(optimizer, moved)
+            targets = tensors(algorithm, optimizer)
+            unmatched = sorted(targets.keys() ^ pieces.keys())
+            if unmatched:
+                raise ValueError(f"only one of the two has {unmatched[0]}")
+            for name, tensor in targets.items():
+                read_into(tensor, name, pieces[name])
+        except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{folder}: this state is of another model or recipe; {error}"
+            ) from error
+
+    def choose(self) -> Progress | None:
+        """Read the state that config.resume means, and remove those that are given up by that."""
+        resume = self.config.resume
+        # the first rank's list: a shared file system may show another host an older one
+        folders = self.world.gather_objects(state_folders(self.folder))[0]
+        candidates = [] if resume in (None, "never") else [Path(resume)]
+        if resume == "auto":
+            candidates = folders[::-1]
+        progress = None
+        for folder in candidates:
+            progress = self.read(folder)
+            if progress is not None:
+                self.resumed = folder
+                break
+        if candidates and progress is None:
+            raise ValueError(
+                f"resume: {resume}: all states are damaged; --resume=never removes them and begins anew"
+            )
+        if folders and progress is not None:  # else it is of another output_dir
+            self.saved_steps = progress.steps
+        if self.world.is_main:
+            for folder in folders:
+                if progress is None or int(folder.name) > progress.steps:
+                    shutil.rmtree(folder)
+        return progress
+
+    def read(self, folder: Path) -> Progress | None:
+        """Read a state without its tensors; None and a line that says why if it is damaged."""
+
+        def check() -> Progress:
+            checksums = read_json(folder / COMPLETE)
+            if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
+                raise ValueError(f"{folder} does not have the files that {COMPLETE} lists")
+            for name in sorted(checksums)[self.world.rank :: self.world.size]:
+                if _checksum(folder / name) != checksums[name]:
+                    raise ValueError(f"{name} is not what was written")
+            return read_progress(folder)
+
+        try:
+            return self.world.together(check)
+        except (OSError, ValueError) as error:
+            if self.world.is_main:
+                print(f"state {folder} is damaged and not used: {error}", flush=True)
+            return None
+
+    def save(self, folder: Path, progress: Progress):
+        """Write a state, all ranks together, and remove the oldest of too many."""
+        draft = folder.with_name(folder.name + ".partial")
+        named_tensors = tensors(self.algorithm, self.optimizer)
+        checksums = {}
+
+        def write():
+            draft.mkdir(parents=True, exist_ok=True)
+            names = write_tensors(draft, named_tensors, self.world)
+            if self.world.is_main:
+                write_json(draft / RUN, asdict(progress))
+                names.append(RUN)
+            for name in names:
+                checksums[name] = _checksum(draft / name)
+
+        def finish():
+            write_json(draft / COMPLETE, checksums)
+            for path in (draft / RUN, draft / COMPLETE, draft):
+                flush_file(path)
+            draft.rename(folder)
+            flush_file(self.folder)
+            for old in state_folders(self.folder)[:-KEPT]:
+                shutil.rmtree(old)
+
+        try:
+            self.world.together(write)
+            for rank_checksums in self.world.gather_objects(checksums):
+                checksums.update(rank_checksums)
+            self.world.on_main(finish)
+        except (OSError, SafetensorError, ValueError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise ValueError(
+                f"the state {folder} could not be written ({error}); "
+                "earlier ones are whole: mend it, then --resume=auto"
+            ) from error
+        self.saved_steps = progress.steps
+        self.saved_time = clock()
+
+
+def _checksum(path: Path) -> str:
+    """Of what a file holds; of a folder, of the names and sizes in it."""
+    if path.is_dir():
+        sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
+        return digest([json_text(sizes)])
+    if path.is_file():
+        return digest([path])
+    return digest(find_split(str(path)))  # a data set of the hub

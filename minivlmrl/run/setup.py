@@ -1,0 +1,247 @@
+"""What a run does and says before its first step: tries rewards, counts rows, says what runs."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from minivlmrl.agents.environment import get_environment
+from minivlmrl.agents.tool_calls import begin
+from minivlmrl.config.parsing import naming
+from minivlmrl.config.validation import is_set, unnamed_stages
+from minivlmrl.data.loader import check_shares, load_datasets
+from minivlmrl.data.row_summary import check_lengths, summary, without_long
+from minivlmrl.data.rows import Dataset, Processor, Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.sampler import find_engine
+from minivlmrl.kernels.backend import backend_for
+from minivlmrl.model.checkpoint import DTYPES
+from minivlmrl.model.trainable import table
+from minivlmrl.rewards.registry import columns_of
+from minivlmrl.rewards.text import ask_rewards
+from minivlmrl.run.metrics import check_trackers
+from minivlmrl.run.model import build_model
+from minivlmrl.run.optimizer import check_optimizer
+
+TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions
+
+
+def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processor, dict]:
+    """Make model, processor, rows by stage and "eval"; refuse what would fail later (ValueError).
+
+    In this order: what takes the least time to refuse comes first.
+    """
+    check_optimizer(config.optimizer)
+    check_trackers(config.report_to)
+    needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
+    for stage in config.stage_names:
+        check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
+    reward_columns = columns_of(config.training_rewards)
+    eval_columns = columns_of(config.held_out_rewards)
+    datasets = load_datasets(config, needs, reward_columns, eval_columns)
+    try_rewards(config, needs, datasets)
+    model, processor = build_model(config, world, datasets)
+    for stage in config.stage_names:
+        if getattr(config, stage).router_aux_loss_coef and model.config.experts is None:
+            raise ValueError(
+                f"{stage}.router_aux_loss_coef: the model has no experts; leave it out"
+            )
+    if world.is_main:
+        describe_run(config, model, world)
+        describe_thought(processor)
+        for note in notes(config, algorithms, datasets):
+            print(note, flush=True)
+    datasets = fit_rows(config, datasets, processor, world)
+    for stage, num_steps in stage_lengths(config, datasets).items():
+        getattr(config, stage).max_steps = num_steps  # so config.yaml says it
+    check_positions(config, needs, datasets, model, processor)
+    return model, processor, datasets
+
+
+def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
+    """Ask the rewards about an invented completion: one that fails (ValueError) does so now.
+
+    Args:
+        needs: for each stage what its rows must have, a key of batches.NEEDS.
+    """
+    for stage, rows in datasets.items():
+        if stage == "eval":
+            rewards = config.held_out_rewards
+            no_columns = dict.fromkeys(columns_of(rewards))  # a row without one is not judged
+        elif needs[stage] == "prompts":
+            rewards = config.training_rewards
+            no_columns = {}
+        else:
+            continue
+        row = rows[0]
+        size = row.images[0].size if row.images else None
+        columns = {
+            **no_columns,
+            **row.columns,
+            "prompts": row.messages,
+            "images": row.images,
+            "environments": first_environment(config.sampling.environment, row),
+            "row_names": row.where or f"row {row.index}",
+            "reward_model_scores": 0.0,
+            "image_sizes": size,
+            "answer_extents": size,
+            "completion_ids": [0, 1, 2],
+            "answer_texts": "invented",
+            "turn_texts": [],
+            "completions": "<answer>invented</answer>",
+        }
+        ask_rewards(rewards, {name: [value] for name, value in columns.items()})
+
+
+def first_environment(name: str | None, row: Row) -> object:
+    """Make the environment that a recipe names, if it does, and tell it a row."""
+    if name is None:
+        return None
+    columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
+    with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
+        return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
+
+
+def describe_run(config, model: nn.Module, world: World):
+    """Print what runs where."""
+    dtype = config.model.dtype
+    compute_dtype = config.model.compute_dtype or dtype
+    kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
+    device = f"CPU (threads: {torch.get_num_threads()})"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
+    print(
+        f"model: {num_parameters:,} parameters in {dtype}, computed in {compute_dtype}", flush=True
+    )
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        print(table(model))
+
+
+def describe_thought(processor: Processor):
+    """Print whether a model that thinks begins to do so in the prompt."""
+    if not processor.template or "<think>" not in processor.template.text:
+        return
+    opened = processor.template.opened
+    print(
+        f"prompts open the answer with {opened!r}; rewards read it with the completion", flush=True
+    )
+
+
+def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Say what of a recipe has no effect with these stages, or another one than was probably meant.
+
+    What has none with any stage is refused, see config/validation.py.
+    """
+    if not config.stages:
+        yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
+    for name in config.unused_sections:
+        yield f"{name}: no effect, stages does not name it"
+    for name in unnamed_stages(config):
+        section = getattr(config, name)
+        changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
+        if "reward_model" in config.rewards:  # it is scored by a model from elsewhere
+            changed = [option for option in changed if option != "reward_model.path"]
+        if changed:
+            yield f"{', '.join(changed)}: no effect, stages does not name {name}"
+    for stage in config.data.files:
+        if stage not in config.stage_names:
+            yield f"data.files.{stage}: no effect, stages does not name {stage}"
+    if config.stages and config.data.files.keys() >= {*config.stage_names}:
+        for name in ("train_file", "train"):
+            if getattr(config.data, name):
+                yield f"data.{name}: no effect, data.files has the rows of all stages"
+    if all(algorithm.answers for algorithm in algorithms.values()):
+        for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
+            if is_set(name, config):
+                yield f"{name}: no effect, no stage samples completions"
+    yield from mistakes(config, datasets)
+
+
+def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
+    dtype = DTYPES[config.model.dtype]
+    # neither adapters in float32 nor Kahan's sum lose any
+    rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
+    for stage in config.stage_names:
+        held_out = datasets.get("eval")
+        count = count_trained_on(held_out, datasets.get(stage))
+        if count:
+            yield (
+                f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too: "
+                "they say what it remembers; leave them out of data.eval_file"
+            )
+        rate = getattr(config, stage).learning_rate
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # a larger one stays as it is
+        if rounds and largest_weight < TYPICAL_WEIGHT:
+            yield (
+                f"model.dtype is {config.model.dtype}: updates of {stage}.learning_rate {rate} are "
+                f"lost in weights over {largest_weight:.1g}; "
+                "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
+            )
+
+
+def count_trained_on(held_out, rows) -> int:
+    """Count the rows of files that ask and show what training rows do, whatever their names."""
+    held_out_hashes = getattr(held_out, "asked", ())
+    training_hashes = getattr(rows, "asked", ())
+    shared = {*held_out_hashes} & {*training_hashes}
+    trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
+    alike = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]
+    return sum(held_out.content(i) in trained for i in alike)
+
+
+def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict[str, Dataset]:
+    """Leave out training rows with long prompts, and print what rows there are.
+
+    Image files are opened, not decoded.
+    """
+    max_tokens = config.data.max_prompt_tokens
+    fitted = {}
+    for name, rows in datasets.items():
+        long_rows = []
+        fitted[name] = rows
+        if name != "eval" and max_tokens is not None:
+            fitted[name], long_rows = without_long(rows, processor, max_tokens)
+        if world.is_main:
+            text = summary(fitted[name], processor)
+            if long_rows:
+                examples = ", ".join(long_rows[:5])
+                text += f"; {len(long_rows)} over data.max_prompt_tokens left out: {examples}"
+            print(f"rows of {name}: {text}", flush=True)
+    return fitted
+
+
+def stage_lengths(config, datasets: dict[str, Dataset]) -> dict[str, int]:
+    """Optimizer steps of each stage: max_steps, or fewer if max_epochs ends it before."""
+    lengths = {}
+    for stage in config.stage_names:
+        section = getattr(config, stage)
+        lengths[stage] = section.max_steps
+        if config.max_epochs is not None:
+            num_rows = config.max_epochs * len(datasets[stage])
+            num_steps = math.ceil(num_rows / section.prompts_per_step)
+            lengths[stage] = min(section.max_steps, num_steps)
+    return lengths
+
+
+def check_positions(config, needs: dict[str, str], datasets, model, processor: Processor):
+    """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
+    max_positions = model.config.max_position_embeddings
+    most_drawn = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
+    for name, rows in datasets.items():
+        is_answered = needs.get(name, "prompts") == "prompts"
+        num_new = config.sampling.max_new_tokens if is_answered else 0
+        most_tokens = max_positions
+        bound = f"the model's {max_positions} (max_position_embeddings)"
+        if needs.get(name) == "prompts" and most_drawn < max_positions:  # it draws no evaluation
+            most_tokens = most_drawn
+            bound = f"the {most_drawn} of sampling.engine"
+        limit = most_tokens - num_new
+        reason = (
+            f"and {num_new} new ones are over {bound}; "
+            f"shorten it, or leave it out, as data.max_prompt_tokens={limit} does in training"
+        )
+        check_lengths(rows, processor, limit, reason)

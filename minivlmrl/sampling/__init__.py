@@ -1,1 +1,0 @@
-"""A recipe's sampler: filters, stop strings, pieces of a token budget, steps as CUDA graphs."""

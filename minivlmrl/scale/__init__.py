@@ -1,1 +1,0 @@
-"""Many processes: ranks, sharded weights, and folders of models in and out."""

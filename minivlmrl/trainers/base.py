@@ -1,0 +1,129 @@
+"""What the loop of train.py asks of an algorithm, and the options that all have."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from torch import Tensor, nn
+
+from minivlmrl.data.rows import Processor
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.checkpoint import save_model
+from minivlmrl.model.families.experts import chosen_experts
+from minivlmrl.model.families.routers import RouterLog
+from minivlmrl.model.lora import dropout
+from minivlmrl.model.packing import MicroBatch
+from minivlmrl.model.trainable import select_trained
+from minivlmrl.trainers.reference import Reference
+
+
+@dataclass
+class TrainingConfig:
+    """What every stage has: its length, its batch and its learning rate."""
+
+    max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
+    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
+    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts in one forward and backward
+    learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the rate at the end, as a share
+    warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
+    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
+    router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0  # of load_balancing_loss
+
+    # see effects.py
+    needs = (("min_lr_ratio", "lr_scheduler_type != 'constant'"),)
+
+
+class Algorithm:
+    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
+
+    Args:
+        steps_done: optimizer steps of the stage before a resume, for those that count them.
+    """
+
+    stage: str  # its name, and that of its section in a recipe
+    config_type = TrainingConfig  # the dataclass of that section
+    needs = "prompts"  # what its rows must have, see data/loader.py
+    answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
+    trains_policy = True  # or a model of its own, and the policy stays as it is
+    steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
+
+    def __init__(
+        self, run, model: nn.Module, processor: Processor, world: World, steps_done: int = 0
+    ):
+        self.run = run
+        self.config = getattr(run, self.stage)
+        self.world = world
+        self.policy = model
+        self.trained = model
+        self.processor = processor
+        select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
+        self.router_log = RouterLog(model.config, world)
+        self.reference = None
+        if self.has_reference(self.config):
+            self.reference = Reference(model, run.reference, processor, world)
+
+    @staticmethod
+    def check(run):
+        """Refuse a recipe (ValueError) before anything is loaded."""
+
+    @staticmethod
+    def has_reference(config) -> bool:
+        """Say whether a stage of this section keeps a reference model."""
+        return False
+
+    def begin(self, batches, held_out, kept: dict | None) -> dict[str, list[float]]:
+        """Prepare the first step; returns what states keep beside weights.
+
+        Args:
+            batches, held_out: the rows of the stage and those that are evaluated, if any.
+            kept: what this returned before a resume; None: the stage begins.
+        """
+        return {}
+
+    def dropout(self, step: int, micro_batch: int):
+        """Let adapters drop inputs while a micro-batch is trained on (a context)."""
+        key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
+        return dropout(self.trained, self.run.adapter.dropout, key)
+
+    def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute loss(batch); of a model with experts also how its routers balance the tokens.
+
+        As a transformers model's, the balance loss is of all tokens of a micro-batch together.
+        Those of a step's micro-batches are averaged, weighed by their shares of its completions.
+        """
+        with chosen_experts(self.policy if self.trains_policy else self.trained) as chosen:
+            loss, metrics = self.loss(batch)
+        by_layer = chosen()
+        if by_layer:
+            metrics = metrics | self.router_metrics(batch, by_layer)
+        if self.config.router_aux_loss_coef:
+            share = len(batch.loss_mask) / batch.counts.sequences
+            loss = loss + self.config.router_aux_loss_coef * share * metrics["aux_loss"]
+        return loss, metrics
+
+    def router_metrics(self, batch: MicroBatch, chosen: dict) -> dict[str, Tensor]:
+        """Measure what routers did in a forward: its chosen_experts."""
+        return self.router_log.add(batch.group, chosen)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """List all that has weights which a resumed run needs."""
+        modules = {"policy": self.policy}
+        if self.reference is not None:
+            modules["reference"] = self.reference.model
+        return modules
+
+    def after_step(self, steps: int):
+        """Do what follows an update; steps: optimizer steps of this stage so far."""
+        if self.reference is not None:
+            self.reference.after_step(steps)
+
+    def save(self, folder: Path):
+        """Write what was trained into the run's folder; all ranks call it."""
+        base = self.run.model.path
+        save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
+
+    def evaluate(self, rows) -> dict[str, float]:
+        """Measure what held-out rows say besides answers: `pairs` or `loss`."""
+        return {}

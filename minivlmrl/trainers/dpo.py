@@ -1,0 +1,145 @@
+"""Direct preference optimization (arXiv 2305.18290); MPO, IPO and others are its loss types."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
+from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.files import digest
+from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
+from minivlmrl.losses.preference import DPOLoss, answer_logps, dpo_loss
+from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.offline import AnswerBatch, PairAlgorithm, pieces
+
+# columns of a row with what the reference says of its answers: sums of log-probabilities, in nats
+REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+@dataclass
+class DPOConfig(DPOLoss, TrainingConfig):
+    """Preference losses on pairs."""
+
+    # score all pairs once before the first step, but for rows that bring ref_chosen_logps and
+    # ref_rejected_logps; then no reference is kept in memory
+    precompute_ref_log_probs: bool = False
+    reference_free: bool = False  # no reference: its log-probabilities are taken to be 0
+
+
+class DPO(PairAlgorithm):
+    """Pairs of answers, held against the policy as the stage found it."""
+
+    stage = "dpo"
+    config_type = DPOConfig
+    counted = slice(0, None, 2)  # the chosen ones: `sft` is a mean over their tokens
+
+    @staticmethod
+    def has_reference(config) -> bool:
+        return not config.precompute_ref_log_probs and not config.reference_free
+
+    def begin(self, batches, held_out: Dataset | None, kept: dict | None) -> dict:
+        """Score all pairs, unless a resumed run has done so."""
+        self.precomputed = kept or {}  # pair_key: ref_logps of the pair
+        if kept is None and self.config.precompute_ref_log_probs:
+            self.score(batches.dataset, batches.row)
+            if held_out is not None:
+                self.score(held_out, held_out.__getitem__)
+        return self.precomputed
+
+    @torch.no_grad()
+    def score(self, rows: Dataset, make_row: Callable[[int], Row]):
+        """Let the policy, which is the reference before its first step, score rows, on all ranks.
+
+        Rows that bring their scores are left out.
+        """
+        unscored = [index for index in self.answered(rows) if self.brought(rows[index]) is None]
+        share, _ = self.world.equal_share(unscored)
+        parts = pieces(share, self.config.micro_batch_size)
+        scores = {}
+        for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
+            self.world.leave()
+            prompts, answers = self.encode([make_row(index) for index in part])
+            batch = super().pack(prompts, answers)
+            logps, _ = per_token_logps(self.policy, batch.group)
+            sums = self.summed(batch, batch.group.pad(logps)).tolist()
+            scores.update(zip(map(pair_key, prompts, answers), sums, strict=True))
+        reshard(self.policy)
+        for rank_scores in self.world.gather_objects(scores):
+            self.precomputed.update(rank_scores)
+
+    def brought(self, row: Row) -> list[float] | None:
+        """Read the ref_logps that a row brings (ValueError: this recipe cannot use them)."""
+        values = [row.columns.get(name) for name in REF_COLUMNS]
+        if values == [None, None]:
+            return None
+        config = self.config
+        if None in values or not config.precompute_ref_log_probs or config.ld_alpha is not None:
+            raise ValueError(
+                f"{row.where}: {' and '.join(REF_COLUMNS)} are sums over whole answers, for "
+                "dpo.precompute_ref_log_probs=true without dpo.ld_alpha: give both, or leave both out"
+            )
+        return values
+
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> AnswerBatch:
+        batch = super().pack(prompts, answers)
+        ref_logps = []
+        for prompt, pair in zip(prompts, answers, strict=True):
+            values = self.brought(prompt.row) if prompt.row else None  # made without its row
+            if values is None and self.config.precompute_ref_log_probs:
+                values = self.precomputed.get(pair_key(prompt, pair))
+                if values is None:
+                    raise ValueError(
+                        f"{prompt.row.where}: dpo.precompute_ref_log_probs: not scored before the "
+                        "first step: resume with the rows that the run began with"
+                    )
+            ref_logps.append(values or [0.0, 0.0])
+        batch.ref_logps = torch.tensor(ref_logps, dtype=torch.float64, device=self.world.device)
+        if self.reference is not None:
+            batch.ref_logps = self.summed(batch, batch.ref_per_token_logps)
+        return batch
+
+    def summed(self, batch: AnswerBatch, per_token_logps: Tensor) -> Tensor:
+        """Sum (R, T) log-probabilities over each answer: (R / 2, 2)."""
+        mask = by_pair(batch.loss_mask)
+        return answer_logps(by_pair(per_token_logps), mask, self.config.ld_alpha)
+
+    def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        group = batch.group
+        states = completion_states(self.policy, group)
+        logps, entropies = logps_of_states(self.policy, states, group)
+        log_sum_sq_probs = None
+        if self.config.use_weighting:
+            flat = linear_log_sum_sq_probs(states, self.policy.lm_head.weight)  # (M,)
+            log_sum_sq_probs = by_pair(group.pad(flat))
+        loss, metrics = dpo_loss(
+            by_pair(group.pad(logps)),
+            by_pair(batch.loss_mask),
+            self.config,
+            ref_logps=batch.ref_logps.to(logps.dtype),
+            log_sum_sq_probs=log_sum_sq_probs,
+            counts=batch.counts,
+        )
+        return loss, metrics | {"entropy": batch.mean(entropies)}
+
+    def margins(self, rows: Sequence[Row]) -> Tensor:
+        """Measure by how many nats the policy moved further to the chosen answers, (B,)."""
+        batch = self.micro_batch(rows)
+        logps, _ = per_token_logps(self.policy, batch.group)
+        log_ratio = self.summed(batch, batch.group.pad(logps)) - batch.ref_logps
+        return log_ratio[:, 0] - log_ratio[:, 1]
+
+
+def by_pair(rows: Tensor) -> Tensor:
+    """(2B, T) -> (B, 2, T)."""
+    return rows.unflatten(0, (-1, 2))
+
+
+def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
+    """Tell a pair from all others: a hash of its tokens, and of its pictures and their sizes."""
+    tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
+    tensors += [answer.ids for answer in answers]
+    return digest(tensor.numpy().tobytes() for tensor in tensors)

@@ -1,0 +1,114 @@
+"""Rows that come with answers: what SFT, DPO, KTO and the reward model have in common.
+
+A row is a group: its prompt and images are computed once for all of its answers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.losses.grpo import Counts, row_mean
+from minivlmrl.model.packing import MicroBatch, Step, pack
+from minivlmrl.trainers.base import Algorithm
+
+EVALUATED = 64  # pairs that are scored together
+
+
+@dataclass
+class AnswerBatch(MicroBatch):
+    """R completions; of pairs chosen, rejected, chosen, rejected, ..."""
+
+    margin: Tensor | None = None  # (R / 2,), of the reward model's pairs
+    ref_logps: Tensor | None = (
+        None  # (R / 2, 2) nats, of DPO's pairs: answer_logps by the reference
+    )
+
+    @property
+    def weight(self) -> float:
+        """Weigh its metrics, which are means over answers, or over pairs of them."""
+        return len(self.loss_mask)
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """Average a flat (M,) tensor over the tokens of each answer, then over answers."""
+        return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
+
+
+class AnswerAlgorithm(Algorithm):
+    """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
+
+    batch_type = AnswerBatch
+    answers = ("completion",)  # names of a row's answers
+    counted = slice(None)  # completions with tokens that count
+
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        for rows in batches:
+            parts = pieces(rows, self.config.micro_batch_size)
+            yield self.step([self.micro_batch(part) for part in parts])
+
+    def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
+        return self.pack(*self.encode(rows))
+
+    def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Encode the prompts, and each row's answers."""
+        answers = []
+        for row in rows:
+            texts = [getattr(row, name) for name in self.answers]
+            answers.append([encode_completion(self.processor, row.messages, x) for x in texts])
+        return [row.prompt(self.processor) for row in rows], answers
+
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
+        """Lay encoded rows end to end; the reference scores them, if there is one."""
+        group = pack(prompts, answers, self.policy.config, self.world.device)
+        batch = self.batch_type(group, group.completion_mask, None)
+        if self.reference is not None:
+            batch.ref_per_token_logps = self.reference.logps(group)
+        return batch
+
+    def answered(self, rows: Dataset) -> list[int]:
+        """Find the rows that have all answers: their indices, the same on all ranks."""
+        local = []
+        for index in range(self.world.rank, len(rows), self.world.size):
+            row = rows[index]
+            if all(getattr(row, name) is not None for name in self.answers):
+                local.append(index)
+        return sorted(chain(*self.world.gather_objects(local)))
+
+    def step(self, batches: list[MicroBatch]) -> Step:
+        """Make an optimizer step of micro-batches, with the counts of all ranks."""
+        tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
+        sequences = sum(len(batch.loss_mask) for batch in batches)
+        counts = Counts(*self.world.sum(sequences, tokens))
+        for batch in batches:
+            batch.counts = counts
+        return Step(batches)
+
+
+class PairAlgorithm(AnswerAlgorithm):
+    """Trained on pairs of answers; margins(rows) -> (B,), over 0 where the chosen one is ahead."""
+
+    needs = "pairs"
+    answers = ("chosen", "rejected")
+
+    @torch.no_grad()
+    def evaluate(self, rows: Dataset) -> dict[str, float]:
+        """Compute the share of pairs with the chosen answer ahead."""
+        indices = self.answered(rows)
+        if not indices:
+            return {}
+        share, count = self.world.equal_share(indices)
+        parts = pieces([rows[index] for index in share], EVALUATED)
+        margins = torch.cat([self.margins(part) for part in parts])[:count]
+        reshard(self.trained)
+        [ahead] = self.world.sum((margins > 0).sum().item())
+        return {"pairs": ahead / len(indices)}
+
+
+def pieces(items: Sequence, size: int) -> list[Sequence]:
+    """Cut a sequence into pieces of `size`; the last may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]

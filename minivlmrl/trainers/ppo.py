@@ -1,0 +1,169 @@
+"""Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), images included.
+
+The critic predicts, before every token, what the rest of the completion will earn: a value head on
+the policy's own backbone, or a model of its own. Left out: adaptive KL, entropy bonus.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.config.parsing import FilePath
+from minivlmrl.distributed.fsdp import copy_model
+from minivlmrl.distributed.micro_batching import PiecesConfig
+from minivlmrl.losses.advantages import combine
+from minivlmrl.losses.ppo import PPOLoss, gae, ppo_loss, token_rewards, whiten
+from minivlmrl.model.logprobs import completion_states, logps_of_states
+from minivlmrl.model.value_head import (
+    ValueModel,
+    check_value_model_folder,
+    load_critic,
+    save_value_model,
+    value_head,
+)
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.grpo import Rollout
+from minivlmrl.trainers.grpo_family import train_on
+from minivlmrl.trainers.grpo_stage import GRPOStage, StageBatch
+
+
+@dataclass
+class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
+    """PPO with a critic."""
+
+    num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
+    num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
+    num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
+    critic: Literal["shared", "separate"] = "shared"  # a head on the policy, or a model of its own
+    # what a separate critic begins as: a critic's or reward model's folder; None: the policy
+    critic_path: FilePath | None = None
+    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of a token's KL; 0: no reference model
+    kl_estimator: Literal["k1", "k3"] = "k1"  # of that KL, see token_rewards
+    # taken from the score of a completion without an end token, as TRL's; None: nothing
+    missing_eos_penalty: float | None = None
+    gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
+    lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
+
+    # what GRPO calls these options
+    steps_per_generation = property(lambda self: self.num_mini_batches)
+    num_iterations = property(lambda self: self.num_ppo_epochs)
+    beta = property(lambda self: self.kl_coef)
+
+
+@dataclass
+class PPOBatch(StageBatch):
+    old_values: Tensor | None = None  # (R, T)
+    returns: Tensor | None = None  # (R, T)
+
+
+class PPO(GRPOStage):
+    """Rollouts as in GRPO; advantages of single tokens, by a critic."""
+
+    stage = "ppo"
+    config_type = PPOConfig
+    batch_type = PPOBatch
+    compares_groups = False
+
+    @classmethod
+    def check(cls, run):
+        super().check(run)
+        if run.sampling.environment:
+            raise ValueError("sampling.environment: ppo has no values of forced tokens; take grpo")
+        if run.ppo.critic_path is not None:
+            check_value_model_folder(run.ppo.critic_path)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.critic = self.build_critic()
+        self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
+
+    def build_critic(self) -> nn.Module:
+        """Make a value head for the policy's states, or a ValueModel."""
+        if self.config.critic == "shared":
+            return value_head(self.policy)
+        self.sample.keeps_vision = False  # this critic sees with a tower of its own
+        path = self.config.critic_path
+        if path is None:
+            return ValueModel(copy_model(self.policy), self.run.model.freeze)
+        return load_critic(path, self.policy, self.processor, self.run, self.world.device)
+
+    def save(self, folder: Path):
+        super().save(folder)
+        if self.config.critic == "separate":
+            base = self.config.critic_path or self.run.model.path
+            save_value_model(folder / "critic", self.critic, self.processor, self.world, base)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {"critic": self.critic}
+
+    def add_logps(self, batch: PPOBatch):
+        """Add log-probabilities of the policy and the reference, and the critic's values."""
+        logps, _, values = self.logps_and_values(batch.group)
+        batch.old_per_token_logps = batch.group.pad(logps)
+        batch.old_values = batch.group.pad(values)
+        if self.reference is not None:
+            batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
+
+    def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
+        batches = super().micro_batches(rollout, part, advantages)
+        was_judged = ~rollout.rewards.isnan().all(1)  # (n,)
+        train_on(was_judged, rollout, part, batches, self.world)
+        return batches
+
+    @torch.no_grad()
+    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
+        """Pack the prompts of each optimizer step; advantages and returns of tokens, (R, T)."""
+        steps = [self.micro_batches(rollout, part) for part in parts]
+        rewards = self.world.all_gather(rollout.rewards)
+        total = combine(rewards, self.reward_weights)
+        rollout.metrics = self.metrics(rollout, rewards, total)
+        scores = self.world.local(total).nan_to_num(0.0)  # (n,)
+        if self.config.missing_eos_penalty is not None:
+            is_cut = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
+            scores = scores - self.config.missing_eos_penalty * is_cut
+        batches = list(chain(*steps))
+        for batch in batches:
+            self.estimate_advantages(batch, scores[batch.completion_index])
+        masks = [batch.loss_mask for batch in batches]
+        whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
+        for batch, advantages in zip(batches, whitened, strict=True):
+            batch.advantages = advantages
+        return steps
+
+    def estimate_advantages(self, batch: PPOBatch, scores: Tensor):
+        """Set advantages and returns of tokens, (R, T), from the scores of completions, (R,)."""
+        config = self.config
+        old_logps = batch.old_per_token_logps
+        ref_logps = batch.ref_per_token_logps if self.reference is not None else old_logps
+        scores = scores.to(old_logps.device)
+        mask = batch.group.completion_mask
+        kl_options = config.kl_coef, config.kl_estimator
+        rewards = token_rewards(scores, old_logps, ref_logps, mask, *kl_options)
+        batch.advantages, batch.returns = gae(rewards, batch.old_values, config.gamma, config.lam)
+
+    def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute log-probabilities, entropies and values, each (M,)."""
+        states = completion_states(self.policy, group)
+        logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
+        if self.config.critic == "shared":
+            return logps, entropies, self.critic(states)[:, 0]
+        return logps, entropies, self.critic(group)
+
+    def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logps, entropies, values = self.logps_and_values(batch.group)
+        loss, metrics = ppo_loss(
+            batch.group.pad(logps),
+            batch.group.pad(values),
+            batch.loss_mask,
+            self.config,
+            old_per_token_logps=batch.old_per_token_logps,
+            old_values=batch.old_values,
+            advantages=batch.advantages,
+            returns=batch.returns,
+            counts=batch.counts,
+        )
+        return loss, metrics | self.diagnose(batch, logps, entropies)

@@ -1,0 +1,169 @@
+"""The reference model: what the policy is held near, by default the policy as a stage found it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.config.parsing import FilePath, require
+from minivlmrl.data.rows import Processor
+from minivlmrl.data.tokenizer import load_tokenizer
+from minivlmrl.distributed.fsdp import copy_model, reshard
+from minivlmrl.files import find_folder
+from minivlmrl.model.checkpoint import load_model, read_config
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import ParameterCopy, adapters
+from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.trainable import trained_parameters
+
+# fields of ModelConfig that a prompt's patches and positions, and the head's rows, depend on
+ALIKE = [
+    "model_type",
+    "vocab_size",
+    "vision_config.patch_dim",
+    "vision_config.spatial_merge_size",
+    "vision_config.tokens_per_second",
+]
+
+
+@dataclass
+class ReferenceConfig:
+    """The model that stages hold the policy near."""
+
+    # a Hugging Face folder or the id of a repository; None: the policy as the stage found it
+    path: FilePath | None = None
+    sync_ref_model: bool = False  # move the reference towards the policy on the way (TR-DPO)
+    # reference = (1 - alpha) reference + alpha policy ...
+    ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6
+    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every so many optimizer steps
+    # all parameters before this layer are frozen and shared by both models; None: nothing is
+    num_shared_layers: Annotated[int, ">= 0"] | None = None
+    pattern: str = "model.layers.{layer}"  # what names of parameters of that layer contain
+
+    def __post_init__(self):
+        if self.path is not None and self.num_shared_layers is not None:
+            raise ValueError(
+                "num_shared_layers: a model of path shares none; leave one of them out"
+            )
+
+
+class Reference:
+    """The policy or its trained parameters, copied, or a model of a folder; without gradients.
+
+    It moves if config.sync_ref_model says so: TR-DPO (arXiv 2404.09656), of adapters A and B each.
+
+    Source: TRL 1.16's create_reference_model and SyncRefModelCallback.
+    """
+
+    def __init__(self, policy: nn.Module, config: ReferenceConfig, processor: Processor, world):
+        self.policy = policy
+        self.config = config
+        freeze_shared(policy, config)
+        to_compute = not config.sync_ref_model
+        if config.path is not None:
+            check_alike(policy, config.path)
+            model = load_frozen(config.path, policy, processor, world, to_compute)
+            same_shapes = shapes(model) == shapes(policy)
+            if config.sync_ref_model and not same_shapes:
+                raise ValueError(
+                    f"reference.sync_ref_model: the parameters of {config.path} are not the "
+                    "policy's; leave one of the two out"
+                )
+        elif adapters(policy) or config.num_shared_layers is not None:
+            trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+            model = ParameterCopy(policy, trained)
+        else:
+            model = copy_model(policy, to_compute)
+        self.model = model.requires_grad_(False)
+
+    @torch.no_grad()
+    def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
+        """Compute log-probabilities of a batch's completions, (R, T) nats."""
+        with computing(self.model, self.policy) as model:
+            logps, _ = per_token_logps(model, group, temperature)
+            reshard(model)
+        return group.pad(logps)
+
+    @torch.no_grad()
+    def after_step(self, steps: int):
+        """Move towards the policy after every ref_model_sync_steps of a stage's optimizer steps."""
+        config = self.config
+        if not config.sync_ref_model or steps % config.ref_model_sync_steps:
+            return
+        reshard(self.policy)
+        reshard(self.model)
+        policy_parameters = self.policy.parameters()
+        if isinstance(self.model, ParameterCopy):
+            policy_parameters = self.model.originals()
+        for kept, moved in zip(self.model.parameters(), policy_parameters, strict=True):
+            kept.lerp_(moved, config.ref_model_mixup_alpha)
+
+
+@contextmanager
+def computing(model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
+    """Give a model that computes beside the policy; copied parameters compute with its others."""
+    reshard(policy)
+    if not isinstance(model, ParameterCopy):
+        yield model
+        return
+    with model.computing() as changed:
+        yield changed
+        reshard(changed)
+
+
+def freeze_shared(policy: nn.Module, config: ReferenceConfig):
+    """Freeze what the reference shares: all before layer num_shared_layers (ValueError: all is)."""
+    if config.num_shared_layers is None:
+        return
+    layer_name = config.pattern.replace("{layer}", str(config.num_shared_layers))
+    for name, parameter in policy.named_parameters():
+        if layer_name in name:
+            break
+        parameter.requires_grad_(False)
+    if not trained_parameters(policy):
+        raise ValueError(
+            f"reference.num_shared_layers is {config.num_shared_layers}, nothing is left to train: "
+            f"no layer matched {layer_name!r}, or model.freeze names the rest"
+        )
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Name the parameters of a model, with their sizes."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def check_alike(policy: nn.Module, path: str):
+    """Refuse a folder (ValueError) whose model reads or predicts something else than the policy."""
+    file = find_folder(path) / "config.json"
+    other = read_config(file.parent)
+    for name in ALIKE:
+        expected = attrgetter(name)(policy.config)
+        value = attrgetter(name)(other)
+        require(value == expected, f"{file}: {name}", value, f"{expected!r}, as the policy's")
+
+
+def load_frozen(
+    path: str, policy: nn.Module, processor: Processor, world, to_compute=True
+) -> nn.Module:
+    """Load a model with the policy's tokenizer (ValueError: it has another), without gradients.
+
+    Args:
+        to_compute: in the dtype that a sharded policy computes in, else in that of its parameters.
+    """
+    ids = processor.tokenizer.backend.get_vocab()
+    other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
+    differing = [token for token in ids if other_ids.get(token) != ids[token]]
+    if differing:
+        raise ValueError(
+            f"{path}: {len(differing)} tokens of the policy are others here, "
+            f"such as {differing[0]!r}; take a model with the policy's tokenizer"
+        )
+    dtype = policy.lm_head.weight.dtype
+    sharding = getattr(policy, "sharding", None)
+    if sharding is not None and to_compute:
+        dtype = sharding.compute_dtype
+    return load_model(path, dtype, world.device, sharding).requires_grad_(False)

@@ -1,0 +1,159 @@
+"""The reward model (InstructGPT, step 2): a copy of the policy learns to rank answers as people.
+
+It is also the reward `reward_model` of later stages, and of other runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.config.parsing import FilePath
+from minivlmrl.data.rows import Completion, Processor, Prompt, Row
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.distributed.fsdp import copy_model, reshard
+from minivlmrl.losses.preference import RewardLoss, reward_loss
+from minivlmrl.model.checkpoint import load_processor
+from minivlmrl.model.value_head import (
+    ValueModel,
+    check_value_model_folder,
+    input_form,
+    load_beside,
+    pack_to_end,
+    save_value_model,
+)
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.offline import AnswerBatch, PairAlgorithm
+
+FOLDER = "reward_model"  # also the name of the stage and of its reward
+BATCH_SIZE = 16  # prompts that are scored together
+
+
+@dataclass
+class RewardModelConfig(RewardLoss, TrainingConfig):
+    """The reward model."""
+
+    path: FilePath | None = None  # whose scores the reward gives; None: of the one trained here
+
+
+class RewardModel(PairAlgorithm):
+    """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
+
+    stage = "reward_model"
+    config_type = RewardModelConfig
+    trains_policy = False
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.trained = ValueModel(copy_model(self.policy), self.run.model.freeze)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {"trained": self.trained}
+
+    def save(self, folder: Path):
+        base = self.run.model.path
+        save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base)
+
+    def micro_batch(self, rows: Sequence[Row]) -> AnswerBatch:
+        prompts, answers = self.encode(rows)
+        group = pack_to_end(prompts, answers, self.policy.config, self.world.device)
+        margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
+        margin = margin.to(self.world.device)
+        return AnswerBatch(group, group.completion_mask, None, margin=margin)
+
+    def rewards(self, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
+        """Score the chosen answers, (B,), and the rejected ones, (B,)."""
+        return self.trained.at_end(batch.group).view(-1, 2).unbind(1)
+
+    def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = self.rewards(batch)
+        margin = batch.margin.to(chosen.dtype)
+        return reward_loss(chosen, rejected, self.config, margin=margin, counts=batch.counts)
+
+    def margins(self, rows: Sequence[Row]) -> Tensor:
+        chosen, rejected = self.rewards(self.micro_batch(rows))
+        return chosen - rejected
+
+
+class RewardModelScores:
+    """Scores completions with the model of reward_model.path, by default the run's own.
+
+    A model of another tokenizer or family than the policy's reads texts, not the policy's ids: the
+    row's messages and images, and what the completion says, by its own processor and template.
+    """
+
+    def __init__(self, run, policy: nn.Module, processor: Processor, world):
+        path = run.reward_model.path or Path(run.output_dir) / FOLDER
+        model = load_beside(policy, path, world.device, same_base=run.reward_model.path is None)
+        self.model = model.requires_grad_(False)
+        self.world = world
+        self.policy_processor = processor
+        self.processor = load_processor(path)
+        self.reads_texts = input_form(model.backbone, self.processor) != input_form(
+            policy, processor
+        )
+        if self.reads_texts and run.sampling.environment:
+            raise ValueError(
+                f"{path}: this reward model has another tokenizer or family than the policy, so it "
+                "reads answers of one turn: leave out sampling.environment, or take another model"
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> list[float]:
+        """Score completions, in their order; all ranks call this with equally many prompts."""
+        if self.reads_texts:
+            prompts, completions = self.read_texts(prompts, completions)
+        scores = []
+        config = self.model.backbone.config
+        for start in range(0, len(prompts), BATCH_SIZE):
+            part = slice(start, start + BATCH_SIZE)
+            batch = pack_to_end(prompts[part], completions[part], config, self.world.device)
+            scores += self.model.at_end(batch).tolist()
+        reshard(self.model)
+        return scores
+
+    def read_texts(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Encode what the policy's prompts and completions say as this model's own."""
+        answers = []
+        for prompt, group in zip(prompts, completions, strict=True):
+            answers.append([self.encode(prompt.row, completion) for completion in group])
+        return [prompt.row.prompt(self.processor) for prompt in prompts], answers
+
+    def encode(self, row: Row, completion: Completion) -> Completion:
+        """Encode a completion as the answers that a reward model is trained on.
+
+        One that was cut has no end; names of control tokens that a Jinja template would take for
+        the tokens are left out.
+        """
+        text = self.policy_processor.turn(completion)
+        template = self.processor.template
+        if template is not None:
+            text = template.control.sub("", text)
+        answer = encode_completion(self.processor, row.messages, text)
+        if completion.stopped or len(answer.ids) == 1:  # there must be a token to read
+            return answer
+        return Completion(answer.ids[:-1], written=answer.written[:-1])
+
+
+def reward_model(
+    completions: list[str], reward_model_scores: list[float], **columns
+) -> list[float]:
+    """Return the scores of RewardModelScores, without bounds or unit: the reward of this name."""
+    return reward_model_scores
+
+
+def check_reward_model(run, stage: str):
+    """Refuse a recipe with a reward model that is not there when its stage begins (ValueError)."""
+    if run.reward_model.path is not None:
+        check_value_model_folder(run.reward_model.path)
+    elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:
+        raise ValueError(
+            f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to "
+            "the folder of one, or put reward_model before it in stages"
+        )

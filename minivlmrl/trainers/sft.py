@@ -1,0 +1,58 @@
+"""Supervised fine-tuning: raise the log-probability of demonstrations (InstructGPT, step 1)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivlmrl.data.rows import Dataset
+from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.losses.grpo import Counts
+from minivlmrl.losses.preference import SFTType, sft_loss
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import MicroBatch
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.offline import AnswerAlgorithm
+
+
+@dataclass
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning."""
+
+    loss_type: SFTType = "nll"  # or "dft", see sft_loss
+
+
+class SFT(AnswerAlgorithm):
+    """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
+
+    stage = "sft"
+    config_type = SFTConfig
+    needs = "demonstrations"
+    batch_type = MicroBatch
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logps, entropies = per_token_logps(self.policy, batch.group)
+        loss_type = self.config.loss_type
+        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, loss_type, counts=batch.counts)
+        return loss, {"entropy": batch.mean(entropies)}
+
+    @torch.no_grad()
+    def evaluate(self, rows: Dataset) -> dict[str, float]:
+        """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
+        indices = self.answered(rows)
+        if not indices:
+            return {}
+        share, count = self.world.equal_share(indices)
+        size = self.config.micro_batch_size
+        sums = torch.zeros(2).double()  # of the loss, of its tokens
+        for start in range(0, len(share), size):
+            batch = self.micro_batch([rows[index] for index in share[start : start + size]])
+            mask = batch.loss_mask
+            mask[max(0, count - start) :] = 0  # a row that another rank has too
+            logps, _ = per_token_logps(self.policy, batch.group)
+            padded = batch.group.pad(logps).double()
+            total = sft_loss(padded, mask, self.config.loss_type, counts=Counts(1, 1))
+            sums += torch.stack([total, mask.sum().double()]).cpu()
+        reshard(self.policy)
+        total, tokens = self.world.sum(*sums.tolist())
+        return {"loss": total / tokens}

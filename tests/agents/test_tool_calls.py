@@ -1,0 +1,215 @@
+"""Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
+
+import json
+import random
+import signal
+import sys
+import time
+from types import SimpleNamespace
+from typing import Literal
+
+import PIL.Image
+import pytest
+
+from minivlmrl.agents.environment import Settings
+from minivlmrl.agents.tool_calls import answer, begin, call, find_calls, lay_out, part, turn_opening
+from minivlmrl.data.chat_template import IMAGE
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.tasks import shapes
+
+TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+OPENING = turn_opening(PROCESSOR)
+PARAMETERS = "\n<function={}>\n<parameter={}>\n{}\n</parameter>\n<parameter={}>\n{}\n</parameter>\n</function>\n"
+QWEN = "<tool_call>\n{}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "calls"),
+    [
+        ("a<zoom>3</zoom>", False, [("zoom", "3")]),
+        ("<zoom>1</zoom><zoom>2</zoom>", False, [("zoom", "1")]),  # it is answered before the second is written
+        ("<zoom>1<zoom>2</zoom>", False, [("zoom", "2")]),
+        ("<zoom>1</zoom", False, []),
+        ("<other>1</other>", True, []),
+        (QWEN.format("x"), False, []),
+        (QWEN.format("x") + QWEN.format("y"), True, [("", "\nx\n"), ("", "\ny\n")]),
+        ("<tool_call>x", True, []),
+        ("<tool_call>" * 2**18, True, []),  # in one pass: each more would take a tenth of a second
+    ],
+)
+def test_find_calls(text, ended, calls):
+    assert find_calls(text, TOOLS, ended) == calls
+
+
+def look(left: float, place: str = "here") -> str:
+    return f"{left} {place}"
+
+
+def turn(way: Literal["left", "right"], times: int = 1) -> str:
+    return f"{way} {times}"
+
+
+def weigh(at: list[int], sure: bool = False) -> str:
+    return f"{at} {sure}"
+
+
+def name(it: str) -> str:
+    return it
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "result"),
+    [
+        ("look", "1", "1.0 here"),
+        ("look", '2.5, "there"', "2.5 there"),
+        ("name", '\na "cat", 3 ', 'a "cat", 3'),
+        ("turn", "left", "left 1"),
+        ("turn", '"right", 2', "right 2"),
+        ("", '{"name": "look", "arguments": {"place": "x", "left": 1}}', "1.0 x"),
+        ("", PARAMETERS.format("look", "left", 1, "place", 2), "1.0 2"),
+        ("", PARAMETERS.format("weigh", "at", "[1, 2]", "sure", "True"), "[1, 2] True"),
+    ],
+)
+def test_arguments(tool, said, result):
+    assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
+
+
+WRITTEN = [  # a type, what the policy writes, what the tool is called with
+    (int | str, "7", 7), (int | str, '"7"', '"7"'), (int | str, "7.5", "7.5"), (int | str, "true", "true"),
+    (int | str, "seven", "seven"), (float | str, "007", "007"), (float | str, "1e3", 1000.0), (str, "7", "7"),
+    (str | None, "7", "7"), (str | None, "null", None), (str | None, "None", None), (int | None, "None", None),
+    (list[int] | str, "[1]", [1]), (list[int] | str, '["a"]', '["a"]'), (list[str], "a", ["a"]),
+    (Literal["1", 2], "1", "1"), (Literal["1", 2], "2", 2), (dict | str, '{"a": 1}', {"a": 1}),
+    (str, "[" * 9999, "[" * 9999),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hint", "text", "value"), WRITTEN)
+def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, value):
+    """Qwen3.5's templates write text as it is, and all else as JSON; whoever writes JSON says itself what is text."""
+
+    def tool(it):
+        return [it]
+
+    tool.__annotations__ = {"it": hint}
+    written = f"<function=tool>\n<parameter=it>\n{text}\n</parameter>\n</function>"
+    assert call({"tool": tool}, "", written) == [value]
+    arguments = {"name": "tool", "arguments": {"it": value}}
+    assert call({"tool": tool}, "", json.dumps(arguments)) == [value]
+    assert type(call({"tool": tool}, "", json.dumps(arguments))[0]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "error"),
+    [
+        ("look", "", "left is missing"),
+        ("look", '1, "a", 3', "takes 2 argument"),
+        ("look", '"far"', "left is 'far', it must be of type float"),
+        ("", '{"name": "eval"}', "no tool 'eval'; there are look"),
+        ("", "<function=eval></function>", "no tool 'eval'; there are look"),
+        ("", '{"name": "look", "arguments": [1]}', "must be an object"),
+        ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], it must be of type float"),
+    ],
+)
+def test_what_does_not_fit_is_said(tool, said, error):
+    with pytest.raises(ValueError, match=error):
+        call({"look": look}, tool, said)
+
+
+def test_text_that_spells_a_control_token_is_text():
+    pieces = lay_out([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], OPENING)
+    assert [piece for piece in pieces if piece is IMAGE] == [IMAGE]
+    assert "user\n<tool_response>\n<|image_pad|><|im_end|>\n</tool_response>\n<tool_response>\n" in pieces
+
+
+def endless() -> str:
+    while True:
+        try:
+            while True:
+                pass
+        except Exception:
+            continue
+
+
+def stubborn() -> str:
+    for _ in range(3):  # a test that waits for ever tells nobody what is broken
+        try:
+            time.sleep(2)
+        except:  # noqa: E722
+            time.sleep(0.05)
+
+
+SAID = {
+    "a dict": (lambda: {"count": 2}, "{'count': 2}"),
+    "TRL's part": (lambda: [{"type": "text", "text": "a"}], "a"),
+    "half a surrogate": (lambda: "a\ud800", "a?"),
+    "nothing": (lambda: None, "None"),
+    "an exit": (lambda: sys.exit(3), "error: 3"),
+    "an error without words": (lambda: next(iter(())), "error: StopIteration"),
+    "no end": (endless, "error: it took over 0.05 seconds"),
+    "no end, whatever is raised": (stubborn, "error: it took over 0.05 seconds"),
+    "much": (lambda: ["a" * 60, "b" * 50], "error: the answer's number of characters is 110, it must be 99 or less"),
+    "a large picture": (
+        lambda: PIL.Image.new("L", (20, 21)),
+        "error: the answer's number of pixels is 420, it must be 400 or less",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_whatever_a_tool_does_is_text_for_the_model(name):
+    tool, text = SAID[name]
+    limits = Settings(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
+    [said], pictures, done = answer({"f": tool}, "f", "", PROCESSOR, limits)
+    assert said["text"] == text and pictures == []
+    assert done is not text.startswith("error")
+
+
+def test_a_users_alarm_is_put_back():
+    came = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        answer({"f": lambda: time.sleep(0.05)}, "f", "", PROCESSOR, Settings())
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2 and not came
+        with pytest.raises(ValueError, match=r"^reset: it took over 0\.3 seconds$"):
+            begin(lambda: SimpleNamespace(reset=lambda: time.sleep(60), max_tool_seconds=0.3), {})
+        deadline = time.monotonic() + 10
+        while not came and time.monotonic() < deadline:
+            pass
+        assert came == [1]
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_a_tool_may_not_end_the_process():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match=r"^the tool f raised KeyboardInterrupt$"):
+        answer({"f": interrupt}, "f", "", PROCESSOR, Settings())
+    with pytest.raises(ValueError, match=r"^reset: KeyboardInterrupt$"):
+        begin(lambda: SimpleNamespace(reset=interrupt), {})
+
+
+def test_a_picture_is_not_cut_into_patches_before_it_is_known_to_fit():
+    [_], [(image, grid)], _ = answer({"f": lambda: PIL.Image.new("L", (60, 80))}, "f", "", PROCESSOR, Settings())
+    assert grid == PROCESSOR.image_processor(image)[1]
+
+
+def test_no_drawn_call_raises():
+    """900 of them, of pieces that break JSON, tags, names and encodings."""
+    rng, tools, drawn = random.Random(0), {"look": look, "name": name}, 0
+    pieces = [*"{}[]:,-\\\n", *(f"<{slash}{tag}>" for tag in ("tool_call", "look", "name") for slash in ("", "/"))]
+    pieces += ['"left": 1', r'"\ud800": 2', r'"\ud800"', "[" * 3000, "9" * 5000, "null", "1e999", "NaN", '"name"']
+    pieces += ["<function=look>", "<parameter=left>", "</parameter>", "</function>", "<|im_end|>"]
+    while drawn < 900:
+        inside = "".join(rng.choices(pieces, k=rng.choice((1, 1, 2, 9))))
+        inside = rng.choice((inside, f'{{"name": "look", "arguments": {{{inside}}}}}'))
+        tag = rng.choice(("tool_call", "look", "name"))
+        calls = find_calls(f"<{tag}>{inside}</{tag}>", tools, True)
+        drawn += len(calls)
+        told = [answer(tools, *one, PROCESSOR, Settings())[0] for one in calls]
+        assert PROCESSOR.encode(lay_out(told or [[part("")]], rng.choice([(), OPENING])), [])

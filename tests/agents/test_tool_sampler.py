@@ -1,0 +1,420 @@
+"""Completions that call tools: what the sampler records is what the trainer computes, pictures in them included."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import chain, groupby
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from pretend_cuda import CUDA, PretendCuda, pretend
+from runs import metrics
+from talk import IMAGE_PART, assistant, text, user
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from minivlmrl.agents import tool_sampler
+from minivlmrl.agents.environment import with_tools
+from minivlmrl.agents.tool_sampler import ToolSampler
+from minivlmrl.agents.trajectories import build_sampler
+from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Completion, Processor, Row
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation import cuda_graphs, generate
+from minivlmrl.generation import sampler as sample
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+
+import tiny
+from draws import STOP, ids_of
+from stages import ONE
+
+
+def seen(generator, grids, dtype=torch.float64):
+    """A completion with so many pictures, each after three written tokens; and one of the picture's ids written."""
+    made = tiny.prompt(generator, grids, text=3, dtype=dtype)
+    ids = torch.cat([made.input_ids, torch.tensor([tiny.IMAGE, 7, 2])])
+    written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
+    patches = made.pixel_values.split([t * h * w for t, h, w in grids])
+    pictures = [(None, own, grid) for own, grid in zip(patches, grids, strict=True)]
+    return Completion(ids, written=written, pictures=pictures)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_a_packed_group_with_crops_equals_single_rows(model_type):
+    """Groups whose completions hold 0, 1 and 3 crops: log-probabilities, and gradients of all modules through both."""
+    model = tiny.model(dtype=torch.float64, model_type=model_type)
+    generator = torch.Generator().manual_seed(0)
+    shown = [(1, 4, 6)], [], [(1, 2, 2), (1, 8, 4)]
+    prompts = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in shown]
+    crops = [[], [(1, 4, 4)], [(1, 2, 6), (1, 6, 2), (1, 4, 8)]]
+    groups = [[seen(generator, some) for some in crops] for _ in prompts]
+    assert len(pack(prompts, groups, model.config).image_grid_thw) == 3 + 3 * 4
+
+    def score(prompts, groups):
+        batch = pack(prompts, groups, model.config)
+        return batch.pad(per_token_logps(model, batch)[0]) * batch.completion_mask
+
+    together = score(prompts, groups)
+    together.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    alone = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        alone += [score([prompt], [[completion]])[0] for completion in group]
+    sum(x.sum() for x in alone).backward()
+    assert max((together[i, : len(x)] - x).abs().max().item() for i, x in enumerate(alone)) < 1e-12
+    for name, parameter in model.named_parameters():
+        scale = gradients[name].abs().max()
+        assert scale > 0 and (gradients[name] - parameter.grad).abs().max() < 1e-12 * max(scale, 1), name
+
+
+class Eye:
+    """Shows what it is asked for: a picture of so many tokens a side, or words."""
+
+    def reset(self, problem, images, extents, **columns):
+        self.problem, self.size, self.extents = problem, images[0].size, extents
+
+    def look(self, columns: int, rows: int = 1) -> PIL.Image.Image:
+        return PIL.Image.radial_gradient("L").resize((28 * columns, 28 * rows))
+
+    def read(self, what: str) -> str:
+        return f"{self.problem} {what} {self.size}"
+
+    def both(self) -> list:
+        return ["a", PIL.Image.new("RGB", (56, 28)), "b"]
+
+
+PROCESSOR = Processor(
+    train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300), ImageProcessor(min_pixels=28 * 28)
+)
+ZOOM, CALCULATOR = (f"{ROOT}/recipes/tools.py:{name}" for name in ("Zoom", "calculator"))
+END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+RATIO = ": its aspect ratio is over 200; crop or drop it"
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+def row(size=(56, 84), **columns):
+    """A question about a picture."""
+    return Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", size)], columns)
+
+
+def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
+    """A tiny model with the tokenizer's ids of images and videos."""
+    ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
+    return tiny.model_of(config).to(dtype)
+
+
+def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
+    """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
+    model = model or model_of()
+    sampling = SamplingOptions(environment="tests.agents.test_tool_sampler:Eye", max_new_tokens=tokens, **options)
+    sampler = ToolSampler(model, processor, sampling, world)
+    turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
+    scripts = [[token for turn in some for token in turn] for some in turns]
+
+    def draw(probs, rows, step):
+        at = [sum(sampler.plays[row].written) for row in rows.tolist()]
+        ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
+        return torch.tensor(ids, device=rows.device)
+
+    monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
+    rows = [row((56, 84 + 28 * i), **{"problem": "P"} | dict(columns)) for i in range(2 - len(texts) % 2)]
+    prompts = [one.prompt(processor) for one in rows]
+    return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
+
+
+def said(completion):
+    """The text of a completion, what was forced in brackets, a picture by its number of tokens."""
+    runs = groupby(zip(completion.written.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
+    texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
+    text = "".join(text if written else f"[{text}]" for written, text in texts)
+    text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
+    return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
+
+
+TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</look>c", "<both></both>d"]
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 1e-9, "repetition_penalty": 1.01}], ids=["", "filters"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
+    """Two prompts, rows with 0, 1 and 3 pictures between other rows' words: each written token within 1e-5 nats.
+
+    An answer costs no decode step: there are as many as the longest row wrote, less the first token.
+    """
+    model, steps, step = model_of(model_type), [], generate.Decode.__call__
+    monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
+    groups, prompts, _ = play(monkeypatch, *TEXTS, model=model, **options)
+    assert len(steps) == max(int(c.written.sum()) for group in groups for c in group) - 1
+    assert [len(c.pictures) for group in groups for c in group] == [0, 1, 3, 1]
+    batch = pack(prompts, groups, model.config)
+    logps = batch.pad(per_token_logps(model, batch)[0])
+    drawn = batch.pad(torch.cat([c.logps for group in groups for c in group]))
+    assert ((logps - drawn) * batch.completion_mask).abs().max() < 1e-5
+    assert batch.completion_mask.sum() == sum(len(PROCESSOR.tokenizer.encode(text)) + 1 for text in TEXTS)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
+def test_a_graph_of_the_pretended_card_goes_on_after_answers(monkeypatch, model_type):
+    """Own keys get more room by an answer."""
+    monkeypatch.setattr(cuda_graphs, "KEYS", 16)
+    monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "check_every", 4)
+    expected, *_ = play(monkeypatch, *TEXTS, model=model_of(model_type))
+    with PretendCuda(), torch.inference_mode():
+        found, *_ = play(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))
+    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
+        assert said(ours) == said(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
+
+
+def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
+    """An answer is before what follows it, but ends nothing."""
+    answer = "[<result>P x (56, 84)</result>]"
+    ends = {"</read>": "<read>x</read>", "t><look>": f"<read>x</read>{answer}<look>"}
+    ends["ult>"] = f"<read>x</read>{answer}<look>1</look>[(1)]end<|im_end|>"
+    for stop, expected in ends.items():
+        [[completion]], *_ = play(monkeypatch, "<read>x</read><look>1</look>end", stop_strings=[stop])
+        assert said(completion) == expected and completion.stopped
+        assert len(completion.pictures) == expected.count("(1)")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "after"),
+    [
+        ("<look>2, 1</look>", "(2)", "ok"),
+        ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
+        ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
+        ("<look>two</look>", "<result>error: look: columns is 'two', it must be of type int</result>", "ok"),
+        ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
+    ],
+)  # fmt: skip
+def test_a_call_in_tags(monkeypatch, words, answer, after):
+    [[completion]], _, _ = play(monkeypatch, words + after)
+    assert said(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
+    assert PROCESSOR.decode(completion.ids[completion.written]) == words + after
+    assert (completion.logps[~completion.written] == 0).all()
+
+
+def picture(columns):
+    return PIL.Image.radial_gradient("L").resize((28 * columns, 28))
+
+
+TOLD, LAST = "P left (56, 84)", {"role": "assistant", "content": "<answer>a</answer>"}
+DEMONSTRATED = {
+    "a turn of a tool": [assistant("<read>left</read>\n"), {"role": "tool", "content": TOLD}, LAST],
+    "its text": [assistant(f"<read>left</read><result>{TOLD}</result><answer>a</answer>")],
+    "a tool's picture": [
+        assistant("<look>2</look>"), {"role": "tool", "content": [text(""), IMAGE_PART | {"image": picture(2)}]}, LAST,
+    ],
+    "a picture": [assistant([text("<look>2</look>"), IMAGE_PART | {"image": picture(2)}, text(LAST["content"])])],
+    "both": [
+        assistant("<both></both>"),
+        {"role": "tool", "content": [text("a"), IMAGE_PART | {"image": Eye().both()[1]}, text("b")]}, LAST,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEMONSTRATED)
+def test_a_demonstrated_call_is_what_the_sampler_makes(monkeypatch, name):
+    """In the forms in which one writes it first: the same ids are written and read."""
+    turns = DEMONSTRATED[name]
+    demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
+    words = PROCESSOR.decode(demonstrated.ids[demonstrated.written]).replace("\n", "")
+    [[completion]], _, _ = play(monkeypatch, words)
+    assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
+    assert said(demonstrated).replace("\n", "") == said(completion)
+
+
+WRONG = 'error: a call is {"name": ..., "arguments": {...}}'
+TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}')
+TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
+        (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
+        ("<tool_call>3</tool_call>", WRONG),
+    ],
+)  # fmt: skip
+def test_a_call_as_qwen_writes_it(monkeypatch, words, answer):
+    [[completion]], _, _ = play(monkeypatch, f"{words}~done")
+    assert said(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
+
+
+PARAMETERS = "<tool_call>\n<function={}>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
+THOUGHT = "{}\n</think>\n\n"
+FAMILIES = {name: (CALL, "") for name in ("qwen2_5_vl", "qwen3_vl")}
+FAMILIES |= {name: (PARAMETERS, THOUGHT) for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")}
+FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monkeypatch, published, name):
+    """Declared tools, calls, answers and a picture in the form of each family: the ids that are trained on, and those
+    of a file that demonstrates them."""
+    form, thought = FAMILIES[name]
+    template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
+    processor = with_tools(replace(PROCESSOR, template=template), "tests.agents.test_tool_sampler:Eye")
+    words, turns, reasons = "", [], {"reasoning_content": "hm"} if thought else {}
+    told = [IMAGE_PART | {"image": picture(2)}], 'P a "b" <c> é (56, 84)'
+    for (tool, key, value), answer in zip((("look", "columns", 2), ("read", "what", 'a "b" <c> é')), told, strict=True):
+        written = (json.dumps({key: value}, ensure_ascii=False),) if form == CALL else (key, value)
+        words += thought.format("hm") + form.format(tool, *written) + "~"
+        called = {"tool_calls": [{"function": {"name": tool, "arguments": {key: value}}}]}
+        turns += [{"role": "assistant", "content": ""} | called | reasons, {"role": "tool", "content": answer}]
+    turns += [assistant("done") | reasons]
+    words += thought.format("hm") + "done"
+    [[completion]], [prompt], _ = play(monkeypatch, words, processor=processor, tokens=900)
+    given = {"chat_template": processor.template.text, "tools": processor.template.tools}
+    (theirs,), _ = render_jinja_template([prompt.row.messages + turns], **given)
+    grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
+    ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n")), grids))
+    assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids) and completion.calls == (2, 0, False)
+    turns[0]["content"], [call] = None, turns[0]["tool_calls"]
+    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    demonstrated = encode_completion(processor, prompt.row.messages, turns)
+    assert said(demonstrated) == said(completion)
+
+
+def test_limits(monkeypatch):
+    """Calls over the limit are text; an answer that does not fit ends a completion, as one that was cut."""
+    words = "<look>1</look><look>2</look>end"
+    monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
+    [[completion]], _, _ = play(monkeypatch, words)
+    assert said(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
+    long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
+    for tokens, fits in ((long + 83, False), (long + 84, True)):  # 81 of the picture, 2 around it, one more
+        [[completion]], _, _ = play(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
+        assert not completion.stopped and len(completion.pictures) == fits
+        assert len(completion.ids) == (tokens if fits else long) and completion.written[-1]
+        assert completion.calls == (1, 0, not fits)
+    [[completion]], _, _ = play(monkeypatch, "<look>two</look>end")
+    assert completion.calls == (1, 1, False)
+
+
+def test_what_an_environment_cannot_have(monkeypatch):
+    with pytest.raises(ValueError, match="gather_weights: false"):
+        ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
+    resets = {
+        "reset returned 'see'; put it": lambda self, **columns: "see",
+        r"reset raised KeyError: 'x' in .*test_tool_sampler.py:": lambda self, **columns: columns["x"],
+        r"reset raised SystemExit:  in": lambda self, **columns: sys.exit(),
+        r"reset raised TypeError: .*multiple values for argument 'problem'": lambda problem, **columns: 0,
+    }
+    for error, reset in resets.items():
+        monkeypatch.setattr(Eye, "reset", reset)
+        with pytest.raises(ValueError, match=f"^row -1: sampling.environment tests.agents.test_tool_sampler:Eye: {error}"):
+            play(monkeypatch, "a")
+
+
+def test_no_completion_sees_what_another_did_to_its_row(monkeypatch):
+    """A list of pictures, a column, and pixels: each completion of a group has its own."""
+
+    def reset(self, images, marks, **columns):
+        self.images, self.marks = images, marks
+
+    def draw(self, text: str) -> str:
+        before = f"{len(self.images)} {self.marks} {self.images[0].getpixel((0, 0))}"
+        self.images[0].paste("red", (0, 0, 9, 9))
+        self.images.append(self.images[0])
+        self.marks["all"].append(text)
+        return before
+
+    monkeypatch.setattr(Eye, "reset", reset)
+    monkeypatch.setattr(Eye, "read", draw)
+    groups, [prompt, _], _ = play(monkeypatch, *["<read>a</read>"] * 4, columns={"marks": {"all": []}})
+    told = "[<result>1 {'all': []} (0, 0, 0)</result>]"
+    assert {said(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
+    assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
+
+
+def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
+    """Else 20,000 tokens would be searched as often."""
+    read = []
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
+    one = tool_sampler.Play(Eye())
+    for step in range(2000):
+        sampling = SimpleNamespace(max_new_tokens=2000)
+        one.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+    assert read == [2000 * 25]
+
+
+def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
+    model = model_of(dtype=torch.float64)
+    prompts = [row().prompt(PROCESSOR) for _ in range(2)]
+    options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
+    settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
+    plain, tools = (build_sampler(model, PROCESSOR, one, ONE) for one in settings)
+    assert type(plain) is sample.RunSampler and type(tools) is ToolSampler
+    assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
+
+
+def test_a_prompt_without_its_row_says_what_to_set():
+    asked = row()
+    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
+    with pytest.raises(ValueError, match="told a prompt's row"):
+        sampler([PROCESSOR(asked.messages, asked.images)], 1, [""])
+
+
+def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<zoom></zoom>")
+    monkeypatch.setattr(
+        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 64 and not ended)
+    )
+    for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
+        words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
+        (tmp_path / name).write_text(words)
+    options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1"]
+    options += ["--grpo.max_steps=2", "--grpo.prompts_per_step=2"]
+    whole = run(*options, recipe=tmp_path / "zoom.yaml")
+    said = [one for line in metrics(whole, "completions.jsonl") for one in line["completions"]]
+    assert max(len(one.get("pictures", ())) for one in said) == 2
+    for one in said:
+        forced = [text for text, logp in one["tokens"] if logp is None]
+        begins = [text for text in forced if text.endswith("<|vision_start|>")]  # after half a character, too
+        assert len(begins) == len(one.get("pictures", ()))
+        assert all((whole / path).is_file() for path in one.get("pictures", ()))
+    for line in metrics(whole):
+        assert line["rollout/logp_mismatch"] < 1e-4 and line["tools/call_frequency"] > 1
+        assert line["tools/failure_frequency"] == line["tools/cut_ratio"] == 0
+
+
+@pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50))])
+def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent):
+    """In pixels of Qwen2.5-VL those of the picture that the model sees, not of the file."""
+    processor = replace(PROCESSOR, box_space=space)
+    sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="tests.agents.test_tool_sampler:Eye"), ONE)
+    [play] = sampler.begin(row((90, 50), problem="P").prompt(processor), 1)
+    assert play.environment.extents == [extent]
+
+
+def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
+    """Else 8,192 tokens take half a minute."""
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
+    play = tool_sampler.Play(Eye())
+    sampling = SimpleNamespace(max_new_tokens=2000)
+    for _ in range(100):
+        play.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+
+
+def test_a_picture_that_does_not_fit_is_not_cut_into_patches(monkeypatch):
+    picture = PIL.Image.new("RGB", (9, 9))
+    shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
+    monkeypatch.setattr(tool_sampler, "answer", lambda *_: shown)
+    monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut into patches"))
+    play = tool_sampler.Play(Eye())
+    play.answer([("look", "")], False, 500, PROCESSOR)
+    assert play.cut and play.num_calls == 1

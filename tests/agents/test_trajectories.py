@@ -1,0 +1,448 @@
+"""Trajectories of windows: the loss's expected gradient is that of the expected reward, enumerated; what windows show;
+with all rounds in them, what a growing completion computes."""
+
+import html
+import itertools
+import json
+import re
+import runpy
+from dataclasses import replace
+from itertools import chain
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from runs import metrics
+from talk import IMAGE_PART, text, user
+
+from minivlmrl.__main__ import main
+from minivlmrl.agents import tool_sampler
+from minivlmrl.agents.environment import earned
+from minivlmrl.agents.trajectories import build_sampler, has_windows, pack_turns, packed_length
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.diagnostics.replay import go_to
+from minivlmrl.diagnostics.trace import Film
+from minivlmrl.generation import generate
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
+from minivlmrl.losses.ppo import leave_one_out
+from minivlmrl.model.attention import visible
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.run.loop import optimizer_step
+from tests.agents.test_tool_sampler import END as EYE_END
+from tests.agents.test_tool_sampler import PROCESSOR as TOOLS
+from tests.agents.test_tool_sampler import TEXTS as EYE_TEXTS
+from tests.agents.test_tool_sampler import row as eye_row
+from tests.diagnostics.test_page import browse
+
+import tiny
+from stages import ONE
+
+CLICKS = ["<click>red</click>", "<click>blue</click>"]
+
+
+def tokenizer():
+    """Calls that are a token each."""
+    trained = train_tokenizer(["click red or blue, well"] * 3, 290)
+    trained.backend.add_tokens(CLICKS)
+    return trained
+
+
+PROCESSOR = Processor(tokenizer(), ImageProcessor(min_pixels=28 * 28))
+RED, BLUE = (PROCESSOR.tokenizer.backend.token_to_id(call) for call in CLICKS)
+[WELL] = PROCESSOR.tokenizer.encode("l")
+END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+
+
+def picture(shade, columns=2):
+    return PIL.Image.new("RGB", (28 * columns, 28), (shade, 99, 255 - shade))
+
+
+class Site:
+    """Two pages in turn; the goal is named on the first alone. Pressed on a second page it ends well."""
+
+    declare_tools = False
+
+    def reset(self, goal="red", **columns):
+        self.goal, self.clicks, self.done, self.earned = goal, [], False, []
+
+    def click(self, colour: str) -> list:
+        self.clicks.append(colour)
+        won = len(self.clicks) == 2 and colour == self.goal
+        self.done = won or len(self.clicks) == 3
+        self.earned.append(1.0 if won else 0.25 * (self.clicks == ["red", "blue", "red"]))
+        return [f"page {len(self.clicks)}", picture(60 * len(self.clicks), 1 + len(self.clicks))]
+
+    def get_reward(self) -> list:
+        return self.earned
+
+
+class Shown(Site):
+    """Shows the last page alone, and how often was clicked; what it earns is one number."""
+
+    def get_reward(self):
+        return sum(self.earned)
+
+    def observe(self, rounds):
+        said, parts = rounds[-1]
+        return [user([*parts[1:], text(f"{len(rounds)} {said}")])]
+
+
+def model_of(dtype=torch.float64, model_type="qwen2_5_vl", processor=PROCESSOR):
+    ids = [processor.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    vocabulary = len(processor.tokenizer)
+    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
+    return tiny.model_of(replace(config, vocab_size=vocabulary)).to(dtype)
+
+
+def row(**columns):
+    return Row([user([IMAGE_PART, text("Press red.")])], [picture(9)], {"goal": "red"} | columns, where="rows:1")
+
+
+def play(monkeypatch, scripts, environment="Site", history=None, model=None, rows=None, processor=PROCESSOR, **options):
+    """What a sampler makes of rows that write these tokens, as far as it lets them; their prompts; the model."""
+    model = model or model_of()
+    where = environment if ":" in environment else f"tests.agents.test_trajectories:{environment}"
+    sampling = SamplingOptions(environment=where, history=history, **{"max_new_tokens": 60} | options)
+    sampler = build_sampler(model, processor, sampling, ONE)
+    rows = rows or [row()]
+
+    def drawn_by(play):
+        before = sum(len(turn.ids) for turn in getattr(play, "turns", ()))
+        return before + sum(play.written)
+
+    def draw(probs, numbers, step):
+        ids = []
+        for number in numbers.tolist():
+            script = scripts[sampler.plays[number].script]
+            ids.append(script[min(drawn_by(sampler.plays[number]), len(script) - 1)])
+        return torch.tensor(ids)
+
+    original = type(sampler).chooser
+
+    def chooser(self, prompts, num_generations, keys):
+        choose = original(self, prompts, num_generations, keys)
+        for number, play in enumerate(self.plays):
+            play.script = number
+        return choose
+
+    monkeypatch.setattr(type(sampler), "chooser", chooser)
+    monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
+    prompts = [one.prompt(processor) for one in rows]
+    groups = sampler(prompts, len(scripts) // len(rows), [f"k{i}" for i in range(len(rows))])
+    monkeypatch.undo()
+    return groups, prompts, model
+
+
+# a turn is a click, or a token and a click: 4 of them, up to three in a trajectory
+TURNS = [(RED,), (WELL, RED), (WELL, BLUE)]
+KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # what the policy may write next in a turn
+
+
+def all_trajectories(monkeypatch, goal, history, model):
+    """Every trajectory of the site, once: of a policy that draws from KEPT alone."""
+    scripts = [tuple(chain(*turns)) for turns in itertools.product(TURNS, repeat=3)]
+    [group], [prompt], _ = play(monkeypatch, scripts, history=history, model=model, rows=[row(goal=goal)])
+    found = {}
+    for trajectory in group:
+        for turn in trajectory.turns:
+            ids = turn.ids.tolist()
+            kept = [KEPT[tuple(ids[:i])] for i in range(len(ids))]
+            turn.sampling_mask = torch.tensor([2] * len(ids)), torch.tensor(kept).flatten()
+        found.setdefault(tuple(trajectory.ids.tolist()), trajectory)
+    return prompt, list(found.values())
+
+
+def weights_of(way, trajectory):
+    """What a shortcut multiplies each token's term by."""
+    lengths = [len(turn.ids) for turn in trajectory.turns]
+    weights = {
+        "windows as rows of the group": [torch.full((n,), 1.0) for n in lengths],
+        "average by turn": [torch.full((n,), 1 / n / len(lengths)) for n in lengths],
+        "the last turn alone": [
+            torch.full((n,), float(n_turn == len(lengths) - 1)) for n_turn, n in enumerate(lengths)
+        ],
+    }
+    return torch.cat(weights[way]).double()
+
+
+def expected_loss(logps, mask, rewards, probabilities, group, way=None):
+    """Mean over all groups of two, in one of their orders, of the implemented loss, or of a shortcut's."""
+    options = PolicyLoss(loss_type="dr_grpo")
+    total = 0.0
+    for i, j in itertools.combinations_with_replacement(range(len(rewards)), 2):
+        pair = [i, j]
+        advantages = leave_one_out(rewards[pair], 2)
+        weights = mask[pair]
+        if way is not None:
+            weights = torch.zeros_like(weights)
+            for k, index in enumerate(pair):
+                own = weights_of(way, group[index])
+                weights[k, : len(own)] = own
+        if way == "windows as rows of the group":
+            counts = torch.tensor([len(group[index].turns) for index in pair])
+            advantages = rewards[pair] - (rewards[pair] * counts).sum() / counts.sum()
+        loss, _ = grpo_loss(logps[pair], advantages, weights, options, counts=Counts(2, 1, 1))
+        orders = 1 if i == j else 2
+        total = total + orders * probabilities[i] * probabilities[j] * loss
+    return total
+
+
+def gradient_of(model, scalar):
+    gradients = torch.autograd.grad(scalar, list(model.parameters()), retain_graph=True, allow_unused=True)
+    return torch.cat([g.flatten() for g in gradients if g is not None])
+
+
+def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
+    """Windows of 1, 2 and all rounds: to 1e-9; what shortcuts are off by is in docs/agents.md (print with -s)."""
+    lengths = {}
+    for history in (1, 2, 3):
+        model = model_of()
+        truth, losses = 0.0, dict.fromkeys((None, *SHORTCUTS), 0.0)
+        for goal in ("red", "blue"):
+            prompt, group = all_trajectories(monkeypatch, goal, history, model)
+            assert {len(trajectory.turns) for trajectory in group} == {2, 3}
+            batch = pack_turns([prompt], [group], model.config)
+            logps = batch.pad(per_token_logps(model, batch)[0])
+            mask = batch.completion_mask
+            assert torch.equal(mask.sum(1).long(), torch.tensor([len(one.ids) for one in group]))
+            likely = (logps * mask).sum(1).exp()
+            assert abs(likely.sum().item() - 1) < 1e-12
+            rewards = torch.tensor(
+                earned([one.environment for one in group], [["?"] * len(one.turns) for one in group]),
+                dtype=torch.float64,
+            )
+            truth = truth + (likely * rewards).sum()
+            for way in losses:
+                losses[way] = losses[way] - expected_loss(logps, mask, rewards, likely.detach(), group, way)
+        true_gradient = gradient_of(model, truth)
+        for way, loss in losses.items():
+            found = gradient_of(model, loss)
+            off = ((found - true_gradient).norm() / true_gradient.norm()).item()
+            cosine = (found @ true_gradient / found.norm() / true_gradient.norm()).item()
+            lengths[history, way] = off
+            print(f"window of {history} round(s), {way or 'the loss'}: off by {off:.1e}, cosine {cosine:.4f}")
+    for (_, way), off in lengths.items():
+        assert off < 1e-9 if way is None else off > 0.5
+
+
+SHORTCUTS = "windows as rows of the group", "average by turn", "the last turn alone"
+
+
+@pytest.mark.parametrize("name", ["site", "tools", "zoom"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatch, name, model_type):
+    """The same tokens; losses of all averages, tokens' and sequences' ratios, and gradients to 1e-12."""
+    task = TASKS[name]()
+    model = model_of(model_type=model_type, processor=task["processor"])
+    found = []
+    for history in (None, 99):
+        groups, prompts, _ = play(monkeypatch, **task, history=history, model=model, max_new_tokens=400)
+        batch = pack_turns(prompts, groups, model.config)
+        logps, mask = batch.pad(per_token_logps(model, batch)[0]), batch.completion_mask
+        drawn = [logps[i][mask[i] > 0] for i in range(len(mask))]
+        sampled = [c.logps[c.written] for c in chain(*groups)]
+        assert all((a - b).abs().max() < 1e-5 for a, b in zip(drawn, sampled, strict=True))
+        generator = torch.Generator().manual_seed(0)
+        noise = [0.2 * torch.randn(len(x), generator=generator, dtype=torch.float64) for x in drawn]
+        old = torch.zeros_like(logps).masked_scatter(mask > 0, torch.cat(noise)) + logps.detach()
+        advantages = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
+        losses = []
+        for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
+            options = PolicyLoss(loss_type=average, importance_sampling_level=level)
+            counts = Counts(len(mask), mask.sum(), 40)
+            losses.append(grpo_loss(logps, advantages, mask, options, old_per_token_logps=old, counts=counts)[0])
+        found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
+    (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
+    assert len({len(some) for some in turns}) > 1
+    assert torch.equal(mask.sum(1), grown_mask.sum(1))  # each written token once
+    assert (losses - growing).abs().max() < 1e-12 and (gradients - gradient).abs().max() < 1e-12 * gradient.abs().max()
+
+
+def site():
+    scripts = [(WELL, RED, BLUE, WELL, RED), (RED, RED), (RED, BLUE, RED), (BLUE, WELL, RED)]
+    return {"scripts": scripts, "environment": "Site", "rows": [row(), row()], "processor": PROCESSOR}
+
+
+def tools():
+    """Those of tests/agents/test_tool_sampler.py: pictures, text, both, two calls in a turn, and wrong ones."""
+    scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
+    return {
+        "scripts": scripts,
+        "environment": "tests.agents.test_tool_sampler:Eye",
+        "rows": [eye_row(problem="P")],
+        "processor": TOOLS,
+    }
+
+
+def zoom():
+    """Demonstrations of recipes/zoom.py, and one that never looks."""
+    task = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
+    rows = [task["Stripes"](2, "test")[i] for i in range(2)]
+    processor = Processor(task["tokenizer"](), ImageProcessor(min_pixels=28 * 28))
+    words = [f"<think>{corner}</think><zoom>{corner}</zoom><answer>red rows</answer>" for corner in task["CORNERS"][1:]]
+    end = processor.tokenizer.special_tokens["<|im_end|>"]
+    scripts = [[*processor.tokenizer.encode(text), end] for text in (*words, "<answer>red rows</answer>")]
+    environment = f"{ROOT}/recipes/zoom.py:Quarters"
+    return {"scripts": scripts, "environment": environment, "rows": rows, "processor": processor}
+
+
+TASKS = {"site": site, "tools": tools, "zoom": zoom}
+
+
+def shown(prompt):
+    """The text of a window, a picture by its number of tokens."""
+    return re.sub(
+        r"(<\|image_pad\|>)+",
+        lambda found: str(len(found[0]) // 13),
+        PROCESSOR.tokenizer.decode(prompt.input_ids.tolist()),
+    )
+
+
+def test_what_windows_show(monkeypatch):
+    """history: all text, pictures of the newest rounds, none that the policy wrote; observe: its messages alone."""
+    pad = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
+    script = [RED, pad, WELL, BLUE, RED]
+    for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):
+        [[trajectory]], _, _ = play(monkeypatch, [script], history=history)
+        windows = [
+            shown(turn.prompt).replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
+            for turn in trajectory.turns[1:]
+        ]
+        assert [re.findall(r"\(\d+\)", window) for window in windows] == pictures
+        assert all("Press red." in window for window in windows) and "page 1" in windows[1]
+        assert trajectory.turns[2].prompt.image_grid_thw.tolist() == [[1, 2, 2 * int(x[1])] for x in pictures[1]]
+    assert f"{CLICKS[0]}" in windows[1] and f"l{CLICKS[1]}" in windows[1] and pad in trajectory.ids
+    [[trajectory]], _, _ = play(monkeypatch, [[RED, WELL, BLUE, RED]], "Shown")
+    expected = [user([IMAGE_PART, text(f"2 l{CLICKS[1]}")])], [picture(120, 3)]
+    last = trajectory.turns[2].prompt
+    ours = PROCESSOR(*expected)
+    assert torch.equal(last.input_ids, ours.input_ids) and torch.equal(last.pixel_values, ours.pixel_values)
+    assert trajectory.turns[0].prompt is None and len(trajectory.pictures) == 2
+    assert trajectory.environment.clicks == ["red", "blue", "red"] and trajectory.calls == (3, 0, False)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """A random model calls whenever it has written two tokens."""
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda text, *_: [("click", "red")] if len(text) > 2 else [])
+    monkeypatch.setattr(tool_sampler.Play, "closes_a_call", lambda *_: True)
+
+
+@pytest.mark.parametrize("environment", ["Site", "Shown"])
+def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environment):
+    """Together, a row alone, in pieces of a token budget: the same; with filters training scores what was drawn."""
+    model = model_of(torch.float32)
+    prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
+    history = 1 if environment == "Site" else None
+    options = {"environment": f"tests.agents.test_trajectories:{environment}", "history": history, "max_new_tokens": 6}
+
+    def drawn(prompts, keys, **more):
+        sampler = build_sampler(model, PROCESSOR, SamplingOptions(**options | more), ONE)
+        return [[one.ids.tolist() for one in group] for group in sampler(prompts, 3, keys)]
+
+    together = drawn(prompts, "ab")
+    assert drawn(prompts[1:], "b") == together[1:]
+    assert drawn(prompts, "ab", max_tokens_at_once=60) == together
+    assert len({tuple(ids) for group in together for ids in group}) == 6
+    sampler = build_sampler(model, PROCESSOR, SamplingOptions(**options, top_k=5, repetition_penalty=1.1), ONE)
+    groups = sampler(prompts, 3, "ab")
+    assert {len(one.turns) for group in groups for one in group} <= {2, 3}
+    batch = pack_turns(prompts, groups, model.config)
+    logps = batch.pad(per_token_logps(model, batch)[0])
+    sampled = torch.nn.utils.rnn.pad_sequence([one.logps for group in groups for one in group], batch_first=True)
+    assert (logps - sampled).abs().max() < 1e-4
+    own = sum(packed_length(one) - len(one.turns) for group in groups for one in group)  # last tokens predict nothing
+    assert own == batch.layout.num_tokens - sum(len(prompt.input_ids) for prompt in prompts)
+
+
+BAD = {
+    "turn 1: observe returned None; it must be a list of messages": lambda self, rounds: None,
+    r"turn 1: observe returned \[\]; it must be": lambda self, rounds: [],
+    "turn 1: message 0 needs a role": lambda self, rounds: ["look"],
+    "turn 1: observe shows None; a part names its picture": lambda self, rounds: [user([IMAGE_PART])],
+    "turn 1: observe raised KeyError": lambda self, rounds: {}["a"],
+    "turn 1: its window has 1[0-9]+ tokens; with sampling.max_new_tokens that is over the model's 128": (
+        lambda self, rounds: [user([IMAGE_PART | {"image": picture(0, 140)}])]
+    ),
+}
+
+
+@pytest.mark.parametrize("error", BAD)
+def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
+    model = model_of()
+    model.config = replace(model.config, max_position_embeddings=128)
+    monkeypatch.setattr(Shown, "observe", BAD[error])
+    with pytest.raises(ValueError, match=f"^rows:1: {error}"), monkeypatch.context() as patch:
+        play(patch, [[RED, RED]], "Shown", model=model)
+
+
+def test_what_is_refused():
+    two = SamplingOptions(environment="tests.agents.test_trajectories:Shown", history=2)
+    with pytest.raises(ValueError, match=r"^sampling.history: tests.agents.test_trajectories:Shown has observe, which"):
+        has_windows(two)
+    site = Site()
+    site.earned = [1.0, 0.5]
+    with pytest.raises(ValueError, match=r"^reward environment: get_reward returned 2 numbers for 3 turns; return one"):
+        earned([site], [["a", "b", "c"]])
+    assert earned([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+
+
+SEEN = """<script>
+document.title = JSON.stringify(RUNS.map((run) => ({
+  spans: run.ids.map((_, token) => sees(run, token)), rows: run.rows, places: run.places,
+})));
+</script></body>"""
+
+
+@pytest.mark.slow
+def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
+    """In a browser: what each token sees, and which tokens are a row, whose turns lie apart."""
+    options = ["--stages=[grpo]", "--sampling.environment=test_trajectories:Shown", "--rewards={environment: 1}"]
+    config = load_config(home / "recipe.yaml", [*options, f"--output_dir={tmp_path / 'none'}"])
+    film = Film([], "grpo", 1)
+    algorithm, optimizer, step, _ = go_to(config, "grpo", 1, film)
+    with film:
+        optimizer_step(algorithm, step, optimizer, 1)
+    path = tmp_path / "step.html"
+    film.write(path, "a step")
+    path.write_text(path.read_text("utf-8").replace("</body>", SEEN), "utf-8")
+    shown = browse(path, "", tmp_path, "--virtual-time-budget=60000")
+    runs = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))
+    for batch, run in zip(step.micro_batches, runs, strict=True):
+        group = batch.group
+        assert len(group.layout.prompt_lengths) > len(set(map(id, step.rollout.rows)))  # later windows, too
+        for seen, says in zip(visible(group.layout), run["spans"], strict=True):
+            spans = re.findall(r"(\d+) to (\d+)", says.partition(" sees ")[2])
+            assert seen.nonzero()[:, 0].tolist() == [i for a, b in spans for i in range(int(a), int(b) + 1)]
+        rows = group.pad(group.completion_ids)
+        assert [len(row) for row in run["rows"]] == group.layout.row_lengths
+        for row, ids in zip(run["rows"], rows.tolist(), strict=True):
+            assert row == ids[: len(row)]
+        T = group.completion_mask.shape[1]
+        assert [row * T + i for row, i in run["places"]] == group.layout.row_index.tolist()
+
+
+def test_a_run_says_its_turns(run, plain, eager, capsys):
+    """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
+    options = ["--stages=[grpo]", "--sampling.environment=test_trajectories:Shown", "--rewards={environment: 1}"]
+    folder = run(*options, "--data.eval_rewards=[environment]", "--log_completions=1", "--grpo.max_steps=2")
+    for line in metrics(folder):
+        assert 1 < line["mean_turns"] <= 3 and line["rollout/logp_mismatch"] < 1e-4
+        lengths = line["completions/mean_length"], line["completions/mean_turn_length"] * line["mean_turns"]
+        assert lengths[0] == pytest.approx(lengths[1])
+    completions = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
+    assert {len(one["turns"]) for one in completions} == {2}
+    for one in completions:
+        assert len(one["tokens"]) == sum(turn["tokens"] for turn in one["turns"])
+        assert [turn["shown"] for turn in one["turns"]] == [False] + [True] * (len(one["turns"]) - 1)
+        assert len(one.get("pictures", ())) == len(one["turns"]) - 1
+        assert all((folder / path).is_file() for path in one.get("pictures", ()))
+    code = main(["replay", str(folder), f"--recipe={folder}/config.yaml"])
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"\d+  ", line)]
+    assert code == 0 and len(table) == 3
+    assert all(float(differ_by) < 1e-4 for *_, differ_by in table)

@@ -1,0 +1,206 @@
+"""`python -m minivlmrl ask`: what it prints is what a run's sampler draws, character by character."""
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from children import exit_code, fork
+from links import ROOT
+
+from minivlmrl.__main__ import main as start
+from minivlmrl.agents import tool_sampler
+from minivlmrl.commands import chat as command
+from minivlmrl.data.conversations import conversation
+from minivlmrl.data.image import load_image
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.data.video import Video
+from minivlmrl.generation import sampler
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_model
+
+import tiny
+from stages import ONE
+
+TEXT = ["How many cats are there on the mat? naïve café 猫が好き 🐈"] * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of a random model, which says half characters more often than whole ones, and two images."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+    model, processor = random_model(folder / "model.json", train_tokenizer(TEXT, vocab_size=360), seed=0)
+    save_model(folder / "checkpoint", tiny.telling_weights(model), processor)
+    for seed, (name, size) in enumerate({"a.png": (84, 56), "b.png": (28, 112)}.items()):
+        noise = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+        PIL.Image.fromarray(noise).save(folder / name)
+    return folder
+
+
+@pytest.fixture
+def ask(folder, capsys):
+    """Run the command in this process; its status, stdout and stderr."""
+
+    def ask(*arguments, prompt="How many cats?"):
+        status = start(["ask", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return ask
+
+
+def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings):
+    """What the sampler draws, as text, and whether it was cut; pixels: the least and the most."""
+    model = load_model(folder / "checkpoint")
+    processor = load_processor(folder / "checkpoint", *pixels)
+    messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
+    question = processor(messages, [load_image(folder / name) for name in images], list(videos))
+    [[completion]] = RunSampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
+    return processor.decode(completion.ids), not completion.stopped
+
+
+def test_images_text_system_and_size_reach_the_model(folder, ask):
+    """Each changes the answer as it changes the sampler's; images replace <image>, in their order."""
+    a = folder / "a.png"
+    b = folder / "b.png"
+    cases = [
+        (dict(), []), (dict(images=["a.png"]), ["--image", a]), (dict(system="Be brief."), ["--system", "Be brief."]),
+        (dict(images=["a.png", "b.png"]), ["--image", a, "--image", b]),
+        (dict(images=["b.png", "a.png"]), ["--image", b, "--image", a]),
+        (dict(images=["a.png"], prompt="Is <image> a cat?"), ["--image", a]),
+        (dict(images=["a.png"], pixels=(None, 28 * 28)), ["--image", a, f"--data.max_pixels={28 * 28}"]),
+        (dict(images=["a.png"], pixels=(28 * 28 * 20, None)), ["--image", a, f"--data.min_pixels={28 * 28 * 20}"]),
+    ]  # fmt: skip
+    answers = []
+    for expected, arguments in cases:
+        prompt = expected.get("prompt", "How many cats?")
+        text, cut = said(folder, max_new_tokens=30, temperature=0.3, **expected)
+        status, out, err = ask(*arguments, "--max_new_tokens", 30, "--temperature", 0.3, prompt=prompt)
+        assert (status, out, bool(err)) == (0, text + "\n", cut)
+        answers.append(text)
+    assert len(set(answers)) == len(cases)
+
+
+def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp_path):
+    """With the thought that its prompt opens in front of what the model writes."""
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
+    (copy / "minivlmrl.yaml").write_text(
+        "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
+    )
+    for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
+        text, _ = said(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
+        status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)
+        assert (status, out) == (0, text + "\n")
+        assert f"asked as {copy / 'minivlmrl.yaml'} says: 'Look. {{problem}} Now.'" in err
+    (copy / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
+    for value in (True, False):
+        (copy / "minivlmrl.yaml").write_text(f"data: {{template: {{enable_thinking: {value}}}}}")
+        assert ask("--model", copy, "--max_new_tokens", 2)[1].startswith("<think>\n") is value
+
+
+def test_videos_reach_the_model(folder, ask, monkeypatch):
+    """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
+    frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
+    monkeypatch.setattr(command, "load_video", lambda source, **_: Video(frames[:: int(source)], 2.0))
+    answers = []
+    prompt = "Is <video> like <image>?"
+    for step in (1, 2):
+        text, _ = said(folder, ["a.png"], prompt, videos=[Video(frames[::step], 2.0)], max_new_tokens=12)
+        answers.append(ask("--image", folder / "a.png", "--video", step, "--max_new_tokens", 12, prompt=prompt)[1])
+        assert answers[-1] == text + "\n"
+    assert answers[0] != answers[1]
+
+
+def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
+    """But the engine: it is the model itself."""
+    given = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
+        "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
+        "max_tokens_at_once": 500, "graph": "never", "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
+    }  # fmt: skip
+    assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
+    words = ["--model", str(folder / "checkpoint"), "--prompt", "p"]
+    for name, value in given.items():
+        words += [f"--{name}", json.dumps(value)]
+    parse = command.build_parser().parse_args
+    assert command.read_config(parse(words), []).sampling == SamplingOptions(**given)
+    assert command.read_config(parse(words[:4]), []).sampling == SamplingOptions()
+    assert "ties with the k-th stay" in " ".join(command.build_parser().format_help().split())
+
+
+def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
+    """Its temperature would make draws nearly greedy; options of the command line say what is drawn."""
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
+    plain = said(folder, max_new_tokens=9)
+    greedy = said(folder, max_new_tokens=9, temperature=1e-6)
+    assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
+
+
+@pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
+def test_a_character_is_printed_with_its_last_byte(capsys, text):
+    """With one token a byte; the sign for the unreadable is a character like others, half a character at the end is
+    shown as it, and a stop token not at all."""
+    tokenizer = train_tokenizer([], vocab_size=270)
+    stop = tokenizer.special_tokens["<|im_end|>"]
+    stream = command.Stream(tokenizer, [stop])
+    pieces = []
+    for token_id in [*tokenizer.encode(text), *tokenizer.encode("猫")[:-1], stop]:
+        stream.hear(None, torch.tensor([token_id]))
+        pieces.append(capsys.readouterr().out)
+    assert pieces == [piece for char in text for piece in [""] * (len(char.encode()) - 1) + [char]] + [""] * 3
+    stream.end()
+    assert capsys.readouterr().out == "\ufffd\n"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--image", "missing.png"], "missing.png"),
+    (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
+    (["--prompt", "<image>"], "the prompt has 1 image placeholder(s) but 0 image(s) came with it; put one where "
+     "each image belongs and name as many images\n"),
+], ids=str)  # fmt: skip
+def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
+    status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("python -m minivlmrl ask: ") and message in err
+    assert err.count("\n") == 1
+
+
+def test_weights_are_read_in_the_dtype_that_is_asked_for_and_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
+    dtypes = []
+
+    def interrupted(model, *rest, **_):
+        dtypes.append(model.lm_head.weight.dtype)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sampler, "generate", interrupted)
+    assert ask() == ask("--model.dtype=bfloat16") == (130, "\n", "")
+    assert dtypes == [torch.float32, torch.bfloat16]
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
+    """As in `ask | head`, where nobody reads any more; Python flushes once more in the end."""
+    reader, writer = os.pipe()
+    os.close(reader)  # before a word is said
+
+    def work():
+        os.dup2(writer, 1)
+        with open(1, "w") as sys.stdout, (tmp_path / "errors").open("w") as sys.stderr:
+            return start(["ask", "--model", str(folder / "checkpoint"), "--prompt", "How many cats?"])
+
+    assert exit_code(fork(work)) == 141 and (tmp_path / "errors").read_text() == ""
+
+
+def test_a_tool_answers(ask, monkeypatch):
+    """It is called after the first words; what it says is printed with the rest."""
+    calls = iter([[("calculator", "1 + 1")]])
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<calculator></calculator>")
+    monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: next(calls, []))
+    status, out, _ = ask("--environment", f"{ROOT}/recipes/tools.py:calculator", "--max_new_tokens", "40")
+    assert status == 0 and out.count("<result>2</result>") == 1

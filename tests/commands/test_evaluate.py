@@ -1,0 +1,137 @@
+"""`evaluate` and `generate` over a file of rows: lines and means; pass@k and a band of such a file."""
+
+import json
+import runpy
+import shutil
+import sys
+
+import pytest
+from links import ROOT
+from pytest import approx
+
+from minivlmrl.commands import evaluate as answer_rows
+from minivlmrl.rewards.text import accuracy, find_answer
+from recipes import bands, pass_at_k
+
+SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
+
+
+@pytest.fixture
+def evaluate(checkpoint, rows, tmp_path, monkeypatch):
+    """Evaluate the untrained checkpoint on eight rows; returns lines and summary."""
+    monkeypatch.chdir(tmp_path)
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")  # beside no config.yaml of a run
+
+    def evaluate(*arguments, tool=answer_rows.main, model=bare, data=rows):
+        tool(["--model", str(model), "--data", str(data), "--out", "out.jsonl", *SMALL, *arguments])
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        return lines, json.loads((tmp_path / "out.summary.json").read_text())
+
+    return evaluate
+
+
+def test_results_scored_again_give_the_same_mean(evaluate, capsys):
+    lines, summary = evaluate("--num_generations=2", "--data.answer=whole")
+    assert [line["row"] for line in lines] == list(range(8)) and summary["rows"] == 8
+    texts = [one["text"] for line in lines for one in line["answers"]]
+    solutions = [line["solution"] for line in lines for _ in "12"]
+    again = accuracy(answer_texts=[find_answer(text, "whole") for text in texts], solution=solutions)
+    assert summary["accuracy"] == approx(sum(again) / 16)
+    assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
+    assert "format" in summary and pass_at_k.summarise(lines)["pass@1"] == approx(summary["accuracy"])
+    assert f"accuracy                    {summary['accuracy']:.3f}" in capsys.readouterr().out
+
+
+def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
+    """A run's checkpoint has the adapter in its weights."""
+    options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"
+    plain = evaluate(*options)[0]
+    (tmp_path / "config.yaml").write_text("data: {prompt_template: 'Look. {problem}'}\nadapter: {r: 2}\n")
+    for folder in ("checkpoint", "best/checkpoint"):
+        assert plain == evaluate("--rows=2", model=shutil.copytree(checkpoint, tmp_path / folder))[0]
+        assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
+
+
+def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
+    said = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer=whole")
+    trained = run("--stages=[]", *own, *said, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
+    lines = evaluate("--rows=2", model=trained / "checkpoint")[0]
+    alone = shutil.copytree(trained / "checkpoint", tmp_path / "elsewhere" / "alone")
+    capsys.readouterr()
+    assert evaluate("--rows=2", model=alone)[0] == lines
+    assert f"recipe: {alone / 'minivlmrl.yaml'}" in capsys.readouterr().out
+    (alone / "minivlmrl.yaml").unlink()
+    assert evaluate("--rows=2", "--sampling.stop_strings=[x]", model=alone)[0] != lines
+
+
+@pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/answers.py:class_name(classes=None)", "accuracy"]])
+def test_rewards_judge_as_they_are_named(evaluate, names):
+    """As held-out rewards, one or several, or as rewards with their weights, which do not matter here."""
+    asked = json.dumps(dict.fromkeys(names, 0.5))
+    for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={asked}"):
+        lines, summary = evaluate("--rows=2", option)
+        assert [*lines[0]["answers"][0]["rewards"]] == names and set(names) <= summary.keys()
+    assert set(summary) - set(names) == {"rows", "cut"}
+
+
+def test_generate_writes_answers_alone(evaluate):
+    lines, summary = evaluate(tool=answer_rows.generate)
+    assert summary.keys() == {"rows", "cut"} and lines[0]["answers"][0]["rewards"] == {}
+    assert evaluate("--rows=3", tool=answer_rows.generate)[0] == lines[:3]
+
+
+def test_pass_at_k_by_hand():
+    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0; without a solution nothing."""
+    rows = [("cat", ["Cat.", "dog", "cat", "bird"]), ("cat", ["dog"] * 4), (None, ["dog"])]
+    lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]
+    by_hand = {"pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5}
+    assert pass_at_k.summarise(lines) == approx(by_hand)
+
+
+def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows, monkeypatch, capsys):
+    """Of what `generate` wrote, with other answers: row i of eight is right i times; the last is not judged."""
+    lines, _ = evaluate("--num_generations=8", tool=answer_rows.generate)
+    for i, line in enumerate(lines):
+        for g, answer in enumerate(line["answers"]):
+            answer["answer"] = line["solution"] if g < i else "no"
+    lines[7]["solution"] = None
+    texts = rows.read_text().splitlines()
+    assert [*bands.rows_in_band(lines, 0.25, 0.75)] == texts[2:7]
+    assert [*bands.rows_in_band(lines, 0.0, 1.0)] == texts[:7]
+    lines[3]["where"] = "rows.parquet: row 3"
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 3: rows must be in a \.jsonl, one a line"):
+        [*bands.rows_in_band(lines, 0.0, 1.0)]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["bands.py", "out.jsonl", "0", "0"])
+    runpy.run_path(bands.__file__, run_name="__main__")
+    assert capsys.readouterr().out == rows.read_text()  # the untrained model is never right
+
+
+def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_path):
+    """Somebody may have sent the folder; a judge gets the key."""
+    model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    evil = tmp_path / "evil.py"
+    trace = tmp_path / "executed"
+    evil.write_text(f"open({str(trace)!r}, 'w')\ndef f(completions, **columns):\n    return [1.0] * len(completions)\n")
+    for name in (f"{evil}:f", "recipes/judge.py:judge(url='http://127.0.0.1:9/v1')"):
+        recipe = tmp_path / "config.yaml"
+        recipe.write_text(json.dumps({"data": {"eval_rewards": [name, "format"]}}))
+        with pytest.raises(ValueError, match=r"config.yaml: it was found, .* names code, .*; read it; --recipe="):
+            evaluate("--rows=1", model=model)
+        evaluate("--rows=1", model=model, tool=answer_rows.generate)  # asks no reward
+        assert not trace.exists()
+    recipe.write_text(json.dumps({"stages": [f"{evil}:f"], "data": {"eval_rewards": ["format"]}, "own": {}}))
+    evaluate("--rows=1", model=model)  # trains by no stage
+    assert not trace.exists()
+    asked = f"--data.eval_rewards=[{evil}:f, format]"
+    assert evaluate("--rows=1", asked, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
+    recipe.write_text(json.dumps({"data": {"eval_rewards": [f"{evil}:f", "format"]}}))
+    assert evaluate("--rows=1", f"--recipe={recipe}", model=model)[1][f"{evil}:f"] == 1.0
+
+
+def test_answers_are_beside_the_model(checkpoint, rows, tmp_path, monkeypatch):
+    """Not in the folder where the command runs, which the next model's answers would replace."""
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
+    answer_rows.generate(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])
+    assert (tmp_path / "run" / "generate.jsonl").is_file() and not (tmp_path / "generate.jsonl").exists()

@@ -1,0 +1,47 @@
+"""`train.py --help`: every option is there, with its default, its type and its sentence."""
+
+import dataclasses
+
+import pytest
+
+from minivlmrl.commands import help as page
+from minivlmrl.config.loading import RunConfig, load_config
+
+
+def test_every_option_is_listed_once_and_has_a_sentence(capsys):
+    page.show()
+    out = capsys.readouterr().out
+    for name, config in page.sections().items():
+        prefix = "" if name == "run" else f"{name}."
+        sentences = page.help_of(type(config))
+        for field in dataclasses.fields(config):
+            if not dataclasses.is_dataclass(getattr(config, field.name)):
+                assert out.count(f"  --{prefix}{field.name}=") == 1, field.name
+                assert sentences[field.name], f"{prefix}{field.name} has no comment that explains it"
+    assert "  --data.video={}\n" in out and out.startswith("usage: python -m minivlmrl train")
+
+
+def test_one_section(capsys):
+    page.show("sampling")
+    out = capsys.readouterr().out
+    assert "  --sampling.top_k=0\n        int" in out and "ties with the k-th stay" in out
+    assert "--grpo." not in out and "--seed" not in out
+
+
+def test_the_section_of_a_stage_in_a_file(capsys):
+    page.show("shapes_kto.yaml", "kto")
+    assert "  --kto.beta=0.1\n        float, over 0" in capsys.readouterr().out
+    page.show("shapes_kto.yaml")
+    assert "  --kto.beta=0.1\n" in capsys.readouterr().out
+
+
+def test_an_unknown_section_is_named_with_the_valid_ones():
+    with pytest.raises(ValueError, match=r"--help grop: no such section; sections are run, model, .*grpo"):
+        page.show("grop")
+
+
+def test_the_defaults_as_they_are_printed_give_the_default_run(tmp_path, capsys):
+    page.show()
+    options = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    (tmp_path / "empty.yaml").write_text("{}")
+    assert load_config(tmp_path / "empty.yaml", options) == RunConfig()

@@ -1,0 +1,175 @@
+"""The command `plan`: what it prints, and what recipes' heads say of cards."""
+
+import copy
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hub_configs import real_config
+
+from minivlmrl.__main__ import main as start
+from minivlmrl.commands.memory import table
+from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, peak_bytes, plan
+from minivlmrl.model.config import ModelConfig
+
+import tiny
+
+
+def head_of(path):
+    """The comment at the head of a recipe."""
+    lines = path.read_text().splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
+@functools.cache
+def costs_of(model, num_layers=None):
+    """Of a model of the hub, or of one with its first layers alone."""
+    values = copy.deepcopy(real_config(model))
+    if num_layers is not None:
+        values["text_config"]["num_hidden_layers"] = num_layers
+        if "layer_types" in values["text_config"]:
+            del values["text_config"]["layer_types"][num_layers:]
+    return Costs(ModelConfig.from_dict(values))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once():
+    """Several rows count the activations of one and the same model: once here, by all that they depend on."""
+    counted = {}
+    count = Costs.activations
+
+    def activations(costs, run, models, work, train):
+        weights = [(name, p.shape, p.dtype, train and p.requires_grad) for name, p in models.named_parameters()]
+        options = (run.model.compute_dtype, run.model.activation_checkpointing, run.adapter.dropout)
+        key = (costs, *weights, *options, work, train)
+        if key not in counted:
+            counted[key] = count(costs, run, models, work, train)
+        return counted[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Costs, "activations", activations)
+        yield
+
+
+def needed(config, stage, model, num_layers=None):
+    """GB of a step of these lengths on one card, as the command says."""
+    return peak_bytes(plan(config, stage, costs_of(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+
+
+def needed_by_layers(config, stage, model):
+    """The same of a model whose layers each add as much: what 4 and 8 of them need gives it."""
+    of_four, of_eight = (needed(config, stage, model, num_layers) for num_layers in (4, 8))
+    num_layers = real_config(model)["text_config"]["num_hidden_layers"]
+    return of_four + (of_eight - of_four) / 4 * (num_layers - 4)
+
+
+def cell(size):
+    """A size in GB and the cards that hold it, as docs/memory.md has them."""
+    return f"{size:.1f}: {', '.join(str(card) for card in (24, 48, 80) if size <= card)}"
+
+
+def rows_of_memory(name):
+    """Cells of the rows of docs/memory.md of this name."""
+    lines = Path("docs/memory.md").read_text().splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
+    return [[text.strip() for text in row] for row in rows]
+
+
+THOUGHTS = ["--data.template.enable_thinking=true", "--sampling.max_new_tokens=2048"]
+BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
+
+
+def test_a_phase_that_does_not_fit_is_marked():
+    lines = table({"score": {"weights": GB}, "train": {"weights": GB, "gradients": 2 * GB}}, 5 * GB).splitlines()
+    assert lines[0] == "| GB on each GPU | score | train |" and lines[-1] == "| all | 4.0 | 6.0 (too much) |"
+    assert lines[3] == "| gradients |  | 2.0 |"
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny.RUN_MODEL))
+    small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
+    start(["plan", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
+    shown = capsys.readouterr().out
+    assert f"{Costs(ModelConfig.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
+    assert "grpo" in shown and "too much" not in shown
+    start(["plan", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
+    assert "does not fit: docs/memory.md" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_recipes_fit_the_cards_that_their_heads_name():
+    """Each recipe of a real size says what it needs on one card of 80 GB, and with which options on one of 24 GB."""
+    recipes = []
+    for path in sorted(Path("recipes").glob("*.yaml")):
+        head = head_of(path)
+        if "80 GB: " not in head:
+            continue
+        recipes.append(path.stem)
+        sizes = (re.search(text, head)[1] for text in (r"80 GB: (\d+) GB by", r": (\d+) GB on the card"))
+        by_plan, on_small = map(int, sizes)
+        small = re.search(r"on the card with (--\S+ --\S+[^,. ])", head)[1].split()
+        for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
+            run = load_config(path, options)
+            [stage] = run.stages
+            assert round(needed(run, stage, "Qwen2.5-VL-3B")) == expected <= card, (path, options)
+    assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "other", "options"),
+    [
+        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 13, ["--adapter.r=64", *BFLOAT16]),
+        ("lora_7b", "Qwen2.5-VL-7B", 25, ["--adapter.quantize=null"]),
+        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 12, ["--adapter.quantize=nf4"]),
+        ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 27, ["--adapter.quantize=null"]),
+        ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
+        ("lora_qwen3_5_4b", "Qwen3.5-4B", 19, THOUGHTS),
+        ("lora_qwen3_5_9b", "Qwen3.5-9B", 30, THOUGHTS),
+    ],
+)
+def test_recipes_of_one_card_fit_it(name, model, other, options):
+    path = Path("recipes") / f"{name}.yaml"
+    head = head_of(path)
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl plan`", head).groups())
+    by_layers = model in ("Qwen3.5-4B", "Qwen3.5-9B")  # the 2B has all of its layers here
+    size_of = needed_by_layers if by_layers else needed
+    found = [size_of(load_config(path, given), "grpo", model) for given in ([], options)]
+    assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
+    assert f"{other} GB" in head and model.partition("VL-")[2] in head
+    [row] = rows_of_memory(name) or [None]
+    if model.startswith("Qwen3-VL"):  # docs/memory.md has a line of it
+        assert row[1:] == [cell(size) for size in sorted(found)[::-1]]
+    if options is THOUGHTS:
+        card_and_sizes = [str(card), *(f"{size:.1f}" for size in found)]
+        assert row[1:] == card_and_sizes and " ".join(options) in head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
+def test_recipes_of_experts_fit_their_card(model):
+    """Which docs/experts.md says, too."""
+    name = f"lora_{model.lower().replace('-', '_').replace('.', '_')}"
+    path = Path("recipes") / f"{name}.yaml"
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m min", head_of(path)).groups())
+    size = needed_by_layers(load_config(path), "grpo", model)
+    assert round(size) == by_plan <= card
+    assert f"[{name}.yaml](../recipes/{name}.yaml) needs {size:.1f} GB" in Path("docs/experts.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
+)
+def test_the_readme_and_the_table_of_one_card(what, model):
+    """What README quotes of docs/memory.md is what plan says of the row's options, and which cards hold it."""
+    [[*cells, options]] = rows_of_memory(what)
+    config = load_config("own_data.yaml", options.replace("`", "").replace(", ", ",").split())
+    size = needed(config, "grpo", f"Qwen2.5-VL-{model}")
+    assert cells[1 if model == "3B" else 2] == cell(size)
+    assert f"{size:.1f} GB" in Path("README.md").read_text()

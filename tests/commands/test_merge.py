@@ -1,0 +1,52 @@
+"""`merge`: a plain folder whose logits are those of base plus adapter, here and in transformers."""
+
+import pytest
+import torch
+from oracle import CLASSES, ROUNDING, worst_difference
+
+from minivlmrl.__main__ import main
+from minivlmrl.commands import merge
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.peft import gather_adapter, load_adapter
+from minivlmrl.tasks import shapes
+from tests.model.test_lora import EVERYTHING, adapted
+from tests.model.test_peft import FORMS, base, prompts
+
+
+@pytest.mark.parametrize(("model_type", "tied"), FORMS)
+def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
+    processor = Processor(shapes.tokenizer(), ImageProcessor())  # has other ids than the tiny models of random prompts
+    monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
+    base(tmp_path, model_type, tied)
+    gather_adapter(adapted(EVERYTHING, model_type=model_type, dtype=torch.float32))(tmp_path / "adapter")
+    options = {"model": "base", "adapter": "adapter", "out": "merged"}
+    assert main(["merge", *(f"--{name}={tmp_path / folder}" for name, folder in options.items())]) == 0
+    ours = load_model(tmp_path / "base")
+    load_adapter(ours, tmp_path / "adapter")
+    theirs = CLASSES[model_type].from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
+
+
+def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_path, checkpoint, own, run, plain, capsys):
+    said = "--data.prompt_template=Look. {problem}"
+    trained = run(*own, said, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
+
+    def merge_with(folder, out, adapter=trained / "adapter"):
+        return main(["merge", f"--model={folder}", f"--adapter={adapter}", f"--out={out}"])
+
+    capsys.readouterr()
+    assert merge_with(checkpoint, tmp_path / "merged") == 0
+    assert f"written: {tmp_path / 'merged'}" in capsys.readouterr().out
+    load_processor(tmp_path / "merged")
+    assert (tmp_path / "merged/minivlmrl.yaml").read_text() == (trained / "minivlmrl.yaml").read_text()
+    assert "Look. {problem}" in (trained / "minivlmrl.yaml").read_text()
+    assert merge_with(checkpoint, tmp_path / "of_run", trained.parent) == 0
+    assert (tmp_path / "of_run/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
+    assert merge_with(checkpoint, tmp_path / "again", tmp_path) == 2
+    assert f"{tmp_path}: neither it nor its checkpoint/adapter has adapter_config.json" in capsys.readouterr().err
+    for merged in (trained, tmp_path / "merged"):
+        capsys.readouterr()
+        assert merge_with(merged, tmp_path / "again") == 2
+        assert f"{merged}: has this adapter in its weights already; give its base" in capsys.readouterr().err

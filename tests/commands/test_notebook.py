@@ -1,0 +1,63 @@
+"""Training from Python: own rows and rewards. The README's lines are run in test_docs.py."""
+
+from functools import partial
+
+import PIL.Image
+import pytest
+from runs import metrics, read_lines
+
+from minivlmrl.commands.notebook import train, write_rows
+from minivlmrl.rewards.registry import REWARDS
+
+SMALL = {"num_threads": 1, "stages": ["grpo"], "sampling": {"max_new_tokens": 4}}
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture
+def own(home, checkpoint, tmp_path, monkeypatch, plain):
+    """Train the tiny checkpoint in a folder of its own; functions leave the table of rewards again."""
+    before = dict(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    step = {"max_steps": 1, "prompts_per_step": 2, "micro_batch_size": 2}
+    model = {"path": str(checkpoint), "config": None}
+    yield partial(train, home / "recipe.yaml", output_dir="run", model=model, grpo=step, **SMALL)
+    REWARDS.clear()
+    REWARDS.update(before)
+
+
+COLORS = "red", "blue"
+ROWS = [{"image": PIL.Image.new("RGB", (30, 40), color), "problem": "?", "solution": color} for color in COLORS]
+
+
+def test_rows_and_rewards_of_this_process(own, tmp_path):
+    summary = own(ROWS, ROWS[:1], rewards={"accuracy": 1.0, length: 0.5})
+    assert {"start", "after_grpo"} <= set(summary)
+    [line] = metrics(tmp_path / "run")
+    assert line["reward"] == pytest.approx(line["rewards/accuracy/mean"] + 0.5 * line["rewards/length/mean"])
+
+
+def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):
+    """So a finished run's rows are not overwritten, and a resumed run finds its own."""
+    monkeypatch.chdir(tmp_path)
+    PIL.Image.new("L", (4, 4)).save("a.png")
+
+    def forms(name):
+        turn = {"role": "user", "content": [{"type": "image", "image": name}]}
+        shown = [{"image": name}, {"images": [name]}, {"image": {"image": name, "max_pixels": 3136}}]
+        return [*shown, {"prompt": [turn]}, {"image": "data:image/png"}]
+
+    path = write_rows(forms("a.png"), tmp_path / "rows")
+    assert read_lines(path) == forms(str(tmp_path / "a.png"))
+    assert write_rows(forms("a.png"), tmp_path / "rows") == path
+    assert write_rows(forms("a.png")[:1], tmp_path / "rows") != path
+
+
+def test_a_reward_of_our_name_is_refused(own):
+    def accuracy(completions, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"^reward accuracy: the table has another one of this name; rename"):
+        own(ROWS, rewards={accuracy: 1.0})

@@ -1,0 +1,77 @@
+"""The end of a process: a mistake is one line, a bug a traceback, torchrun's summary has either."""
+
+import errno
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from minivlmrl.commands.process import run_rank
+from minivlmrl.rewards.text import accuracy
+from minivlmrl.run import loop
+
+
+@pytest.fixture
+def ended(monkeypatch, tmp_path, capfd):
+    """ended(main) as a rank under torchrun: its exit code, what it prints, and torchrun's summary of it."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def ended(main, *arguments):
+        with pytest.raises(SystemExit) as end:
+            run_rank(main, list(arguments))
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=end.value.code, error_file=str(file))
+        return end.value.code, capfd.readouterr().err, str(ChildFailedError("train.py", {0: failure}))
+
+    return ended
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+    (["shape.yaml"], "shape.yaml: no such recipe; did you mean shapes.yaml?"),
+    (["shapes_kto.yaml", "--kto.prompts_per_step=1"], "kto.prompts_per_step is 1, it must be 2"),  # of recipes/kto.py
+    (["--seed=x"], "command line: seed is 'x', it must be of type int"),
+    (["--seed={"], "command line: quote the value of seed: not YAML (while parsing a flow node expected"),
+], ids=str)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
+    code, printed, summary = ended(loop.main, *arguments)
+    assert code == 2 and printed.startswith(sentence) and printed.count("\n") == 1
+    *_, traceback, border = summary.splitlines()
+    assert traceback == f"  traceback : {printed.strip()}" and set(border) == {"="}
+
+
+def test_a_bug_keeps_its_traceback(ended):
+    """A ValueError that nobody has put into words: Python raises it, in the package or in a reward of one's own."""
+    for main in (lambda _: accuracy(["no truth"], []), lambda _: int("x")):
+        code, printed, summary = ended(main)
+        assert code == 1 and printed.startswith("Traceback") and "test_process.py" in printed
+        assert "Traceback" in summary and "test_process.py" in summary
+
+
+def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
+    """torchrun's summary has that of each; without torchrun each prints its own."""
+    monkeypatch.setenv("RANK", "1")
+    assert ended(loop.main, "--seed=x")[:2] == (2, "")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert ended(loop.main, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")
+
+
+def test_a_full_disk_is_called_one(ended):
+    def main(_arguments):
+        with open("/dev/full", "w") as file:  # the kernel's own error, from a write that is not ours
+            print("metrics", file=file)
+
+    code, printed, _ = ended(main)
+    said = "[Errno 28] No space left on device: the disk is full; make room and go on with --resume=auto\n"
+    assert (code, printed) == (2, said)
+
+
+@pytest.mark.parametrize(("error", "says"), [
+    (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large: raise the largest size of a file (ulimit -f)"),
+    (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
+])  # fmt: skip
+def test_what_a_disk_refuses_is_one_line(ended, error, says):
+    def main(_arguments):
+        raise error
+
+    code, printed, _ = ended(main)
+    assert code == 2 and printed.startswith(says) and printed.count("\n") == 1

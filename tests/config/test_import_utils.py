@@ -1,0 +1,72 @@
+"""Names of code, with options or without."""
+
+import inspect
+import json
+import pickle
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from minivlmrl.config.import_utils import find_named, load_name, recipes_folder, with_options
+from minivlmrl.generation.filters import ENGINES
+from minivlmrl.run.optimizer import OPTIMIZERS
+
+
+def test_a_module_and_a_file(tmp_path):
+    """A file need not be where Python looks for modules; it is run once."""
+    assert load_name("json:dumps") is json.dumps
+    file = tmp_path / "own.py"
+    file.write_text("import json\nWRITE = json.dumps\n\n\ndef double(x):\n    return 2 * x\n")
+    assert load_name(f"{file}:WRITE") is json.dumps
+    assert load_name(f"{file}:double")(4) == 8
+    assert load_name(f"{file}:double") is load_name(f"{file}:double")
+    assert pickle.loads(pickle.dumps(load_name(f"{file}:double"))) is load_name(f"{file}:double")
+    assert inspect.getsource(load_name(f"{file}:double")).startswith("def double")
+
+
+def test_what_tables_name_of_recipes_are_our_files_wherever_a_command_runs():
+    """A file of the same name in the folder of somebody else may not run unasked."""
+    targets = [target for table in (ENGINES, OPTIMIZERS) for target in table.values() if ".py:" in str(target)]
+    assert len(targets) == 2
+    for target in targets:
+        file = Path(target.partition(":")[0])
+        assert file.is_absolute() and file.is_file() and file.parent == recipes_folder()
+
+
+@pytest.mark.parametrize(("target", "cause"), [
+    ("json:dumpz", "AttributeError"), ("jsonn:dumps", "ModuleNotFoundError"), ("gone.py:f", "FileNotFoundError"),
+    ("FILE:other", "AttributeError"), ("no name", "ValueError"), ("json:dumpz", r".*\); did you mean dump\?$"),
+])  # fmt: skip
+def test_what_is_not_there_is_named(tmp_path, target, cause):
+    (tmp_path / "own.py").write_text("")
+    target = target.replace("FILE", str(tmp_path / "own.py"))
+    with pytest.raises(ValueError, match=rf"^{target}: it cannot be loaded \({cause}"):
+        load_name(target)
+
+
+def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, "[0, 1]"] = 0.5, kind=None):
+    return data, seed, pairs, share, kind
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("rows", (8, 0.5, None)), ("rows()", (8, 0.5, None)), ("rows(pairs=2, kind=['(m)'],)", (2, 0.5, ["(m)"])),
+    (f"{__file__}:rows(share=1)", (8, 1.0, None)), (f"{__name__}:rows( )", (8, 0.5, None)),
+])  # fmt: skip
+def test_a_name_with_options(text, expected):
+    """Parameters with a default, as literals."""
+    function, options = find_named("task", text, {"rows": rows})
+    assert with_options(function, options)("data", 0) == ("data", 0, *expected)
+
+
+@pytest.mark.parametrize(("text", "error"), [
+    ("rows(2)", r"^task rows\(2\): its options must have the form name=value, name=value$"),
+    ("rows(seed=1)", r"^there is no option 'seed'; there are: pairs, share, kind$"),
+    ("rows(pair=2)", r"^there is no option 'pair'; there are: pairs, share, kind; did you mean pairs\?$"),
+    ("rows(pairs=0)", "^pairs is 0, it must be 1 or more$"),
+    ("lines(pairs=2)", "^unknown task 'lines'; there are: rows, file.py:name$"),
+    ("row", "^unknown task 'row'; there are: rows, file.py:name; did you mean rows\\?$"),
+])  # fmt: skip
+def test_options_that_are_refused(text, error):
+    with pytest.raises(ValueError, match=error):
+        with_options(*find_named("task", text, {"rows": rows}))

@@ -1,0 +1,307 @@
+"""Recipes and overrides: what is written is what runs, and what cannot run is named."""
+
+import dataclasses
+import json
+import os
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from links import ROOT
+
+from minivlmrl.config.loading import GRPOSection, RunConfig, load_config, to_yaml
+from minivlmrl.diagnostics.replay import run_config
+from minivlmrl.trainers.sft import SFTConfig
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="recipe.yaml"):
+        (tmp_path / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def recipe(write):
+    return write({"seed": 3, "grpo": {"num_generations": 4}})
+
+
+def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
+    """The last of two counts."""
+    assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOSection(num_generations=4))
+    config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
+    assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
+    for content in ("", "# nothing\n", "{}"):
+        assert load_config(write(content)) == RunConfig()
+
+
+@pytest.mark.parametrize(("override", "path", "value"), [
+    ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
+    ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
+    ("--grpo.mask_truncated_completions=true", "grpo.mask_truncated_completions", True),
+    ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
+    ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
+    ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
+    ("--grpo={rollout_correction_bounds: [0, 1]}", "grpo.rollout_correction_bounds", (0.0, 1.0)),
+    ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
+])  # fmt: skip
+def test_values_of_overrides(recipe, override, path, value):
+    found = load_config(recipe, [override])
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_an_override_of_one_reward_keeps_the_others(write):
+    file = write({"rewards": {"format": 0.5, "accuracy": 1.0}})
+    assert load_config(file, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
+
+
+def test_a_flag_needs_no_value(recipe):
+    config = load_config(recipe, ["--check_memory=false", "--dpo.use_weighting"])
+    assert config.check_memory is False and config.dpo.use_weighting is True
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
+    ("--seed.x=1", "command line: seed is"),
+    ("--grpo=1", "grpo is 1, it must be an object with names and values"),
+    ("seed=1", "'seed=1': an override has the form --section.name=value"),
+    ("other.yaml", "'other.yaml': an override has the form"),
+])  # fmt: skip
+def test_a_bad_override_is_named(recipe, override, message):
+    with pytest.raises(ValueError) as error:
+        load_config(recipe, [override])
+    assert message in str(error.value)
+
+
+def declared(cls=RunConfig, prefix=""):
+    """Every field with a bound or a choice, and a value that it must refuse."""
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from declared(hint, f"{prefix}{name}.")
+        for part in (hint, *typing.get_args(hint)):
+            if typing.get_origin(part) in (typing.Annotated, typing.Literal):
+                yield prefix + name, -1 if typing.get_origin(part) is typing.Annotated else "nonsense"
+
+
+@pytest.mark.parametrize(("path", "wrong"), [case for case in declared() if case[0] != "sampling.stop_token_ids"])
+def test_every_declared_bound_and_choice_holds(write, path, wrong):
+    *sections, name = path.split(".")
+    recipe = {name: wrong} if not sections else {sections[0]: {name: wrong}}
+    message = rf"recipe\.yaml: {path} is \[?'?{wrong}(\.0)?'?\]?[,;] .*(it must be|known are)"
+    with pytest.raises(ValueError, match=message):
+        load_config(write(recipe))
+
+
+@pytest.mark.parametrize("content", ["seed: [1", "seed: 2024-13-45", "seed: " + "[" * 2000])
+def test_a_recipe_that_is_no_yaml_is_named(write, content):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
+        load_config(write(content))
+
+
+@pytest.mark.parametrize("content", ["sft: {max_steps: 1}\nsft: {}", "sft:\n  max_steps: 1\n  max_steps: 2"])
+def test_a_key_that_is_there_twice_is_refused(write, content):
+    """YAML takes the last one."""
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML \('(sft|max_steps)' is there twice\n"):
+        load_config(write(content))
+
+
+@pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
+def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
+    """Unless YAML reads a text: quotes are YAML's, and so is null."""
+    expected = {"'{problem}'": "{problem}", "null": None}.get(text, text)
+    assert load_config(recipe, [f"--data.system_prompt={text}"]).data.system_prompt == expected
+
+
+@pytest.mark.parametrize(("have", "from_recipe", "from_command"), [
+    ("", "there", "here"), ("here", "here", "here"), ("there", "there", "there"), ("here there", "there", "here"),
+])  # fmt: skip
+def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have, from_recipe, from_command):
+    """Rewards, task, environment and the model's config alike; of the command line it is looked for here first."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        for file in ("own.py", "own.json") if name in have.split() else ():
+            (tmp_path / name / file).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    recipe = write({}, "there/recipe.yaml")
+    for name in ("shapes", "package.module:TASK", None):
+        assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
+    values = {"rewards": {"own.py:f(of='x/y')": 1.0}, "sampling": {"environment": "own.py:f(a='../b')"}}
+    values |= {"data": {"eval_rewards": ["own.py:f", "format"], "task": "own.py:f"}, "model": {"config": "own.json"}}
+    said = [f"--{name}={json.dumps(value)}" for name, value in values.items()]
+    for config, folder in (
+        (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, said), from_command),
+    ):  # fmt: skip
+        path = tmp_path / folder / "own"
+        short = "own" if folder == "here" else str(path)  # metrics are called so
+        assert config.rewards == {f"{short}.py:f(of='x/y')": 1.0} and config.data.eval_rewards[0] == f"{short}.py:f"
+        assert (config.data.task, config.model.config) == (f"{path}.py:f", f"{path}.json")
+        assert config.sampling.environment == f"{path}.py:f(a='../b')"
+
+
+EVIL = "from pathlib import Path\n\nPath('ran').touch()\nraise SystemExit\n"
+ATTACKS = [  # the run's folder, where the command runs, the recipe
+    ("run(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
+    ("format(1)", ".", {"rewards": {"evil.py:f()": 1.0}}),
+    ("ck(7b)", ".", {"data": {"eval_rewards": ["evil.py:f()"]}}),
+    ("run", ".", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
+    ("run", "run", {"rewards": {"a(1)/evil.py:f()": 1.0}}),
+    ("run", "run", {"rewards": {"format(x=1)/../a(1)/evil.py:f()": 1.0}}),
+    ("run(1)", ".", {"data": {"task": "evil.py:f()"}}),
+    ("run(1)", ".", {"data": {"task": "run(1).evil:f()"}}),
+    ("run(1)", ".", {"sampling": {"environment": "evil.py:f()"}}),
+    ("run(1)", ".", {"stages": ["sft", "evil.py:f"]}),
+    ("run(1)", ".", {"stages": "evil.py:f()", "evil": {}}),
+    ("run(1)", "run(1)", {"stages": ["evil.py:f()"]}),
+    ("evil.py:f()", ".", {"stages": ["evil.py:f()"]}),
+    ("run", ".", {"stages": ["recipes/distill.py:Distill"]}),
+    ("run", ".", {"rewards": {r"judge(url='http\x3a//127.0.0.1/v1')": 1.0}}),
+    ("run", ".", {"rewards": {"cls(classes='/etc/passwd')": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("folder", "here", "values"), ATTACKS)
+def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, monkeypatch, write, folder, here, values):
+    """Wherever it lies and however its folders are called."""
+    for path in ("evil.py", "a(1)/evil.py"):
+        (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / path).write_text(EVIL)
+    write(values, f"{folder}/config.yaml")
+    monkeypatch.chdir(tmp_path / here)
+    folder = os.path.relpath(tmp_path / folder)
+    for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"]):
+        with pytest.raises(ValueError, match=r"config\.yaml: it was found, .* names code, .*; read it; --recipe="):
+            run_config(Path(folder), None, asked_for)
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
+    """By an override, or with the recipe; names of tables, and numbers for their options, always may."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from minivlmrl.trainers.sft import SFT\n\n\nclass Mine(SFT):\n    stage = 'mine'\n"
+    )
+    recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
+    named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
+    assert load_config(recipe, named, named).mine == load_config(recipe).mine == SFTConfig(1)
+    with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it"):
+        load_config(recipe, named[:1], named[:1])
+    numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
+    load_config("shapes.yaml", numbers, [])
+
+
+AGAIN = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from minivlmrl.trainers.sft import SFT, SFTConfig
+
+
+@dataclass
+class AgainConfig(SFTConfig):
+    \"\"\"SFT once more.\"\"\"
+
+    share: Annotated[float, "[0, 1]"] = 0.5  # of nothing
+    fast: bool = False  # a flag
+
+
+class Again(SFT):
+    stage = "again"
+    config_type = AgainConfig
+
+
+class Nameless(SFT):
+    stage = "sft"
+
+
+@dataclass
+class Other:
+    stage = "other"
+"""
+
+
+@pytest.fixture
+def again(write):
+    write(AGAIN, "again.py")
+    return write({"stages": ["sft", "again.py:Again"], "again": {"share": 0.25}})
+
+
+def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
+    """Checked, overridden and written as those of the table are; an override may leave it out."""
+    config = load_config(again, ["--again.fast", "--again.max_steps=7"])
+    assert config.stage_names == ["sft", "again"] and config.stages[1] == f"{tmp_path / 'again.py'}:Again"
+    assert (config.again.share, config.again.fast, config.again.max_steps) == (0.25, True, 7)
+    assert load_config(write(to_yaml(config), "config.yaml")) == config
+    alone = load_config(again, ["--stages=sft"])
+    assert (alone.unused_sections, config.unused_sections) == (["again"], [])
+    both = f"--stages=[{tmp_path / 'again.py'}:Again, recipes/kto.py:KTO]"
+    assert load_config("shapes.yaml", [both, "--kto.beta=3"]).kto.beta == 3
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("--again.shere=1", "command line: unknown key again.shere; did you mean again.share or "),
+    ("--again.share=2", r"again.share is 2.0, it must be in \[0, 1\]"),
+    ("--stages=3", "command line: stages is 3, it must be of type list"),
+    ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', of which there is a section"),
+    ("--stages=again.py:Other", "it is <class .*, it must be an Algorithm of minivlmrl.trainers.base"),
+    ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
+    ("--stages=[gone.py:Again]", r"gone\.py:Again: it cannot be loaded \(FileNotFoundError"),
+])  # fmt: skip
+def test_a_stage_of_a_file_that_is_refused(again, override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(again, [override])
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    for path in (tmp_path / "gone.yaml", tmp_path):
+        with pytest.raises(ValueError, match="no such recipe"):
+            load_config(path)
+
+
+def test_a_folder_that_exists_is_written_as_an_absolute_path(recipe, tmp_path, monkeypatch):
+    """The written config then repeats the run from any folder; what does not exist stays as it was said."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("weights", "judge"):
+        (tmp_path / name).mkdir()
+    config = load_config(recipe, ["--model.path=weights", "--reward_model.path=judge"])
+    found = [config.model.path, config.reward_model.path]
+    assert found == [str(tmp_path / name) for name in ("weights", "judge")]
+    assert load_config(recipe, ["--reward_model.path=gone"]).reward_model.path == "gone"
+
+
+def test_written_and_read_again_it_is_equal(write):
+    overrides = "--sft.learning_rate=1e-4 --grpo.beta=2 --stages=[sft] --rewards.format=1 --data.task=shapes"
+    overrides += " --dpo.loss_type=[sigmoid,sft] --dpo.loss_weights=[1,2]"
+    overrides += " --grpo.rollout_correction_bounds=[0,1]"
+    config = load_config(write({"model": {"config": "m.json"}}), overrides.split())
+    assert load_config(write(to_yaml(config), "config.yaml")) == config
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
+def test_every_recipe_loads_and_its_model_config_exists(file):
+    config = load_config(file)
+    assert config != RunConfig()
+    if config.model.config:
+        assert Path(config.model.config).is_file()
+
+
+def test_a_recipe_of_ours_is_found_by_its_name(tmp_path, monkeypatch):
+    """Outside of a clone too; a file of that name here comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config("own_data.yaml").output_dir == "runs/own_data"
+    (tmp_path / "own_data.yaml").write_text("output_dir: mine")
+    assert load_config("own_data.yaml").output_dir == "mine"
+
+
+def test_rewards_that_weigh_nothing_are_refused():
+    with pytest.raises(ValueError, match="all weights are 0, nothing is learned"):
+        load_config("shapes.yaml", ["--rewards={accuracy: 0, format: 0.0}"])

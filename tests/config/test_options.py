@@ -1,0 +1,382 @@
+"""No option is dead: each changes what a run of a few steps leaves, or has a test of its own that is named here."""
+
+import functools
+import itertools
+import json
+import re
+import shutil
+import typing
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from links import ROOT
+from runs import LETTERS, STAGE, leave_out
+
+from minivlmrl.config.loading import RunConfig, as_overrides, load_config
+from minivlmrl.config.parsing import option_paths
+from minivlmrl.data.boxes import SPACES
+from minivlmrl.data.loader import load_datasets
+from minivlmrl.data.rows import Processor
+from minivlmrl.generation import generate
+from minivlmrl.generation.generate import make_choose
+from minivlmrl.losses.grpo_variants import CORRECTION_MODES
+from minivlmrl.run import loop
+from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.model import build_model
+from recipes import localisation
+from recipes.kto import KTOConfig
+from tests.config.test_validation import CASES
+
+from stages import ONE, STAGES
+from tiny import FILES, RUN_MODEL, of_file
+
+SFT, DPO, KTO, RM = (
+    ["--stages=sft"],
+    ["--stages=dpo"],
+    of_file("kto", STAGE | {"max_steps": 2}),
+    ["--stages=reward_model"],
+)
+GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
+BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
+# a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
+FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
+# "drift": the sampler records log-probabilities that are not quite the trainer's
+DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
+FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
+# later rollouts of a policy that has moved away from its reference
+PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
+TWO_STEPS, THREE_STEPS = ([f"--{stage}.max_steps={steps}" for stage in STAGES] for steps in (2, 3))
+STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
+    "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5,
+    "warmup_steps": 2, "adam_beta2": 0.5,
+}  # fmt: skip
+MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
+DISTILL = [*of_file("distill", STAGE | {"max_steps": 2}), LETTERS, "--distill.teacher_prompt=teachers:hint"]
+OPTIONS = [  # field, another value, base
+    ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
+    ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
+    ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
+    ("reference.num_shared_layers", 1, DPO),
+    ("reference.pattern", "visual.merger", [*DPO, "--reference.num_shared_layers=1"]),
+    ("distill.teacher_beta", 1.0, DISTILL),
+    ("distill.num_generations", 4, DISTILL),
+    ("distill.steps_per_generation", 2, DISTILL),
+    ("distill.num_iterations", 2, DISTILL),
+    *[
+        (f"{stage}.{name}", value, [*BASES[stage], f"--{stage}.max_steps=3"])
+        for stage, (name, value) in zip(itertools.cycle(STAGES), STAGE_OPTIONS.items(), strict=False)
+    ],
+    ("optimizer.weight_decay", 1.0, [*SFT, "--sft.learning_rate=3e-2"]),
+    ("optimizer.max_grad_norm", 0.01, [*SFT, "--optimizer.max_grad_norm=1e9", "--sft.max_steps=3"]),
+    ("dpo.micro_batch_size", 2, [*DPO, "--dpo.loss_type=aot"]),
+    ("dpo.loss_type", "[sigmoid, sft]", DPO),
+    ("dpo.loss_weights", "[0.8, 0.2]", [*DPO, "--dpo.loss_type=[sigmoid, sft]"]),
+    ("dpo.beta", 0.5, DPO),
+    ("dpo.label_smoothing", 0.2, DPO),
+    ("dpo.label_smoothing", 0.2, [*DPO, "--dpo.loss_type=robust"]),
+    ("dpo.f_alpha_divergence_coef", 0.9, [*DPO, "--dpo.f_divergence_type=alpha_divergence"]),
+    ("dpo.reference_free", "true", DPO),
+    ("dpo.ld_alpha", 0.5, ["own", *DPO]),
+    ("dpo.use_weighting", "true", DPO),
+    ("kto.beta", 0.5, KTO),
+    ("kto.desirable_weight", 0.5, KTO),
+    ("kto.undesirable_weight", 0.5, KTO),
+    ("reward_model.center_rewards_coefficient", 1.0, RM),
+    ("grpo.num_generations", 4, GRPO),
+    ("grpo.steps_per_generation", 2, GRPO),
+    ("grpo.num_iterations", 3, [*FAR, "--grpo.max_steps=3"]),
+    ("grpo.micro_batch_size", 1, [*GRPO, "--grpo.loss_type=bnpo"]),
+    ("grpo.epsilon_low", 0.001, FAR),
+    ("grpo.epsilon_high", 0.001, [*FAR, "--grpo.epsilon_low=0"]),
+    ("grpo.beta", 0.5, FAR),
+    ("grpo.beta", 0.5, [*GRPO, "--grpo.loss_type=rloo"]),
+    ("grpo.use_bias_correction_kl", "false", [*FAR, "--grpo.beta=0.5"]),
+    ("grpo.top_entropy_quantile", 0.3, GRPO),
+    ("grpo.entropy_coef", 0.5, GRPO),
+    ("grpo.rollout_correction", "sequence_truncate", DRIFT),
+    ("grpo.rollout_correction_bounds", [0.9, 1.2], [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
+    ("grpo.mask_truncated_completions", "true", GRPO),
+    ("grpo.soft_punish_cache", 4, GRPO),
+    ("grpo.max_num_gen_batches", 2, [*GRPO, "--sampling.max_new_tokens=1", "--grpo.num_generations=2"]),
+    ("ppo.num_generations", 3, PPO),
+    ("ppo.num_mini_batches", 2, PPO),
+    ("ppo.num_ppo_epochs", 1, PPO),
+    ("ppo.cliprange", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
+    ("ppo.vf_coef", 1.0, PPO),
+    ("ppo.kl_coef", 0.0, PPO_KL),
+    ("ppo.kl_estimator", "k3", PPO_KL),
+    ("ppo.missing_eos_penalty", 1.0, PPO),
+    ("ppo.critic", "separate", PPO),
+    ("ppo.gamma", 0.5, PPO),
+    ("ppo.lam", 0.5, PPO),
+    ("sampling.temperature", 0.5, GRPO),
+    ("sampling.top_k", 5, GRPO),
+    ("sampling.top_p", 0.3, GRPO),
+    ("sampling.min_p", 0.9, GRPO),
+    ("sampling.repetition_penalty", 3.0, GRPO),
+    ("sampling.max_new_tokens", 3, GRPO),
+    ("sampling.stop_token_ids", "[40, 41, 42, 43, 44]", GRPO),
+    ("sampling.stop_strings", "[e, a]", GRPO),
+    ("rewards.letters", 0.5, [*GRPO, "--grpo.scale_rewards=none"]),
+    ("seed", 1, SFT),
+    ("seed", 1, GRPO),
+    ("stages", "[sft, grpo]", SFT),
+    ("model.dtype", "bfloat16", SFT),
+    ("model.freeze", "[vision]", SFT),
+    *[
+        (f"adapter.{name}", value, [*SFT, "--adapter.r=4"])
+        for name, value in {"r": 2, "alpha": 8, "target": "merger"}.items()
+    ],
+    ("adapter.dropout", 0.3, [*SFT, "--adapter.r=4"]),
+    ("data.task", "shapes(demonstrations=8, pairs=8, wrong_demonstrations=1.0)", SFT),
+    ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
+    ("data.system_prompt", "Be brief.", ["own", *SFT]),
+    ("data.template", "{add_vision_id: true}", ["own", *SFT]),
+    ("data.min_pixels", 112 * 112, ["own", *SFT]),
+    ("data.max_pixels", 28 * 28, ["own", *SFT]),
+    ("data.train_file", "{home}/other.jsonl", ["own", *SFT]),
+    ("data.video", "{fps: 1, min_pixels: 784, max_pixels: 6272}", FILM),
+    ("data.task", f"{localisation.__file__}:TASK", SFT),
+]
+
+
+def choices(name):
+    """What the Literal of a field names."""
+    section, name = name.split(".")
+    cls = KTOConfig if section == "kto" else typing.get_type_hints(RunConfig)[section]
+    hint = typing.get_type_hints(cls)[name]
+    parts = [hint, *typing.get_args(hint)]
+    values = next(typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal)
+    return (("null",) if type(None) in parts else ()) + values
+
+
+ENUMERATIONS = [  # field, its values, base: no two values give the same run
+    *[(name, choices(name), base) for name, base in {
+        "sft.loss_type": SFT,
+        "dpo.f_divergence_type": DPO,
+        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0", "--kto.max_steps=3"],  # good answers get likelier
+        "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
+        "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
+        "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
+        "grpo.scale_rewards": GRPO,
+        "grpo.multi_objective_aggregation": GRPO,
+        "data.answer": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
+    }.items()],
+    ("grpo.rollout_correction", CORRECTION_MODES, [*DRIFT, "--grpo.rollout_correction_bounds=[null, 1.5]"]),
+    ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
+]  # fmt: skip
+EVALUATED = ["evaluated", *SFT]
+OWN = ["own", *SFT]
+SEVERAL = [*OWN, "--data.train_file=null", "--data.train=[{file: {home}/rows.jsonl}]"]
+OUTPUTS = [  # field, another value, base, the file that it changes, or where a name of it begins; "error": the message
+    *[(f"{stage}.micro_batch_size", 1, BASES[stage], METRICS) for stage in ("sft", "reward_model", "ppo")],
+    *[(f"{stage}.max_tokens_per_micro_batch", 100, BASES[stage], METRICS) for stage in ("grpo", "ppo")],
+    *[("kto.micro_batch_size", 1, KTO, METRICS), ("distill.micro_batch_size", 1, DISTILL, METRICS)],
+    ("distill.max_tokens_per_micro_batch", 100, DISTILL, METRICS),
+    ("optimizer.name", "adamw_8bit", [*SFT, "--sft.max_steps=3"], METRICS),
+    ("max_epochs", 0.5, SFT, METRICS),
+    ("model.config", "{home}/tied.json", SFT, METRICS),
+    ("adapter.quantize", "nf4", [*SFT, "--adapter.r=4"], METRICS),
+    ("data.files", "{sft: {home}/other.jsonl}", OWN, METRICS),
+    ("data.train", "[{file: {home}/other.jsonl}]", SEVERAL, METRICS),
+    ("data.columns", "{solution: key}", ["own", *GRPO, "--rewards={letters: 1}"], "completions.jsonl"),
+    ("data.image_root", "{home}/elsewhere", OWN, METRICS),
+    ("data.resize", "torch", OWN, METRICS),
+    ("eval_steps", 1, EVALUATED, "evaluations.jsonl"),
+    ("data.eval_rows", 2, EVALUATED, "evaluations.jsonl"),
+    ("data.eval_rewards", "[format]", EVALUATED, "evaluations.jsonl"),
+    ("data.eval_blind", "true", EVALUATED, "evaluations.jsonl"),
+    ("data.eval_file", "{home}/other.jsonl", ["own", *EVALUATED], "evaluations.jsonl"),
+    ("keep_best", "loss", [*EVALUATED, "--eval_steps=1"], "best"),
+    ("log_completions", 0, GRPO, "completions.jsonl"),
+    ("save_steps", 1, SFT, "checkpoint"),
+    ("state_steps", 1, SFT, "states"),
+    ("state_minutes", 9, SFT, "states"),
+    ("report_to", "[tensorboard]", SFT, "tensorboard"),
+    ("rollout.max_logp_mismatch", 0.1, DRIFT, "error"),
+]  # fmt: skip
+ELSEWHERE = {  # fields of the machine, of several processes, or of what takes longer: the test that needs their effect
+    "output_dir": "run/test_loop.py: test_eval_rows_and_eval_file_choose_what_is_evaluated",
+    "num_threads": "run/test_loop.py: test_num_threads",
+    "resume": "run/test_checkpoints.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
+    "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
+    "page_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",
+    "timeout": "run/test_checkpoints.py: test_timeout_is_how_long_a_rank_waits_for_another",
+    "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
+    "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
+    "adapter.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "data.max_prompt_tokens": "run/test_setup.py: test_long_prompts_are_left_out_and_named_before_training",
+    "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
+    "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
+    "sharding.enabled": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",
+    "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
+    "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_draw_the_same",
+    "sampling.max_tokens_at_once": "generation/test_sampler.py: test_keys_alone_decide",
+    "sampling.graph": "generation/test_sampler.py: test_the_option_graph_chooses_how_a_step_is_run",
+    "sampling.environment": "agents/test_environment.py: test_the_one_of_the_page",
+    "sampling.history": "agents/test_trajectories.py: test_what_windows_show",
+    "sampling.engine": "generation/test_vllm.py: test_a_run_is_the_own_samplers_run",
+    "sampling.vllm": "generation/test_vllm.py: test_what_it_cannot_do_is_refused",
+    "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_are_the_references",
+    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",
+    "ppo.critic_path": "trainers/test_ppo.py: test_a_saved_critic_is_where_another_run_begins",
+    "reference.path": "trainers/test_reference.py: test_a_reference_of_a_folder_scores_as_transformers_does",
+    "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
+    "distill.teacher_prompt": "recipes/test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
+}
+BALANCE = "model/families/test_routers.py: test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches"
+ELSEWHERE |= {f"{stage}.router_aux_loss_coef": BALANCE for stage in (*STAGES, *FILES)}
+
+
+@pytest.fixture(scope="module")
+def outputs_of(home, own):
+    """What a run by its overrides leaves, {path: bytes}, and its "error"; each is run once."""
+    (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
+    (home / "elsewhere").mkdir()
+    for number in range(8):
+        PIL.Image.new("RGB", (56, 56), "grey").save(home / "elsewhere" / f"{number}.png")
+
+    @functools.cache
+    def outputs_of(*overrides):
+        with pytest.MonkeyPatch.context() as patch:
+            kinds = {"own", "boxes", "film", "drift", "evaluated"} & {*overrides}
+            options = [override for override in overrides if override not in kinds]
+            if kinds & {"own", "boxes", "film"}:
+                options = [*own, *options]
+            for kind in kinds & {"boxes", "film"}:
+                options.insert(len(own), f"--data.train_file={home / kind}.jsonl")
+                patch.setattr(Processor, "decode", boxed)
+            if "drift" in kinds:
+                patch.setattr(generate, "make_choose", drifting)
+            if "evaluated" not in kinds:
+                patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
+            leave_out(patch)
+            for module in ("trainers.base", "model.value_head", "run.results"):
+                patch.setattr(f"minivlmrl.{module}.save_model", note_save)
+            folder = home / "option"
+            shutil.rmtree(folder, ignore_errors=True)
+            outputs = {"error": b""}
+            try:
+                loop.main([str(home / "recipe.yaml"), f"--output_dir={folder}", *TWO_STEPS, *options])
+            except ValueError as error:
+                outputs["error"] = str(error).encode()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                outputs[str(path.relative_to(folder))] = path.read_bytes()
+        return outputs
+
+    return outputs_of
+
+
+@pytest.fixture(scope="module")
+def lines_of(outputs_of):
+    """Metrics of a run by its overrides; the logged learning rate alone is no effect."""
+
+    def lines_of(*overrides):
+        outputs = outputs_of(*overrides)
+        assert not outputs["error"]
+        return [json.loads(line) for line in outputs[METRICS].splitlines()]
+
+    return lines_of
+
+
+def note_save(folder, *_):
+    """Note that a model is saved, in place of its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "saves").open("a") as file:
+        file.write("once more\n")
+
+
+def drifting(*arguments):
+    """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
+    choose = make_choose(*arguments)
+
+    def drift(logits, rows, step):
+        ids, logps, ends = choose(logits, rows, step)
+        return ids, logps + (ids % 5 - 2) / 2, ends
+
+    return drift
+
+
+def boxed(processor, ids):
+    """What an untrained model does not write: a box, at the image's corner."""
+    return f"Here:\n<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
+
+
+def said(answer_texts, **columns):
+    """A reward for the length of answers."""
+    return [float(len(text)) for text in answer_texts]
+
+
+def differ(first, second):
+    """Whether some metric that both have differs by more than rounding does. The learning rate is no effect."""
+    if len(first) != len(second):
+        return True
+    names = (first[0].keys() & second[0].keys()) - {"stage", "step", "learning_rate"}
+    values = [(a[k], b[k]) for a, b in zip(first, second, strict=True) for k in names if "mismatch" not in k]
+    return any(abs(a - b) > 1e-4 * max(abs(a), abs(b)) for a, b in values)
+
+
+@pytest.mark.parametrize(("name", "value", "base"), OPTIONS, ids=[f"{name}={v}" for name, v, _ in OPTIONS])
+def test_no_dead_option(lines_of, lively, home, name, value, base):
+    changed = f"--{name}={value}".replace("{home}", str(home))
+    assert differ(lines_of(*base), lines_of(*base, changed))
+
+
+@pytest.mark.parametrize(("name", "values", "base"), ENUMERATIONS, ids=[name for name, _, _ in ENUMERATIONS])
+def test_no_two_values_are_alike(lines_of, lively, name, values, base):
+    for one, other in itertools.combinations(values, 2):
+        assert differ(*(lines_of(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
+
+
+# but soft_punish_cache, which is logged and teaches nothing
+TRAINED = re.compile(r"grpo\.(?!soft).*|ppo\.(kl|clip).*|dpo\.f_.*|adapter\.(alpha|dropout|target)|reference\.ref_.*")
+REFUSED = [(name, value, others) for name, value, without, _ in CASES for others in without if TRAINED.match(name)]
+
+
+@pytest.mark.parametrize(("name", "value", "others"), REFUSED, ids=[f"{name} {others}" for name, _, others in REFUSED])
+def test_what_is_refused_would_change_nothing(lines_of, lively, monkeypatch, name, value, others):
+    monkeypatch.setattr("minivlmrl.trainers.registry.check_effects", lambda *_: None)
+    base = [*BASES.get(name.split(".")[0], GRPO), *as_overrides(others)]
+    assert not differ(lines_of(*base), lines_of(*base, *as_overrides({name: value})))
+
+
+@pytest.mark.parametrize(("name", "value", "base", "begin"), OUTPUTS, ids=[name for name, *_ in OUTPUTS])
+def test_an_option_changes_what_a_run_leaves(outputs_of, lively, home, name, value, base, begin):
+    if value == "[tensorboard]":
+        pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
+    both = []
+    for options in (base, [*base, f"--{name}={value}"]):
+        outputs = outputs_of(*(option.replace("{home}", str(home)) for option in options))
+        assert not outputs["error"] or begin == "error"
+        both.append({path: content for path, content in outputs.items() if path.startswith(begin)})
+    assert both[0] != both[1]
+
+
+def test_every_option_has_an_effect_that_a_test_shows():
+    """A new field of the config needs a row above; what it needs for its effect is in config/validation.py."""
+    names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
+    tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
+    tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
+    options = {*option_paths(type(load_config("shapes.yaml", [f"--stages={json.dumps([*FILES.values()])}"])))}
+    assert options == tested | ELSEWHERE.keys()
+    assert not tested & ELSEWHERE.keys()
+    for name, test in ELSEWHERE.items():
+        file, function = test.split(": ")
+        text = (ROOT / "tests" / file).read_text()
+        assert f"def {function}(" in text, name
+        assert name.split(".")[-1] in text
+
+
+def test_resize_can_be_the_size_of_every_image(home, own):
+    """Its area keeps the bounds of the folder."""
+    config = load_config(home / "recipe.yaml", [*own, "--data.resize=[50, 86]", "--data.min_pixels=784"])
+    (_, processor), rows = build_model(config, ONE), load_datasets(config, {"sft": "demonstrations"})["sft"]
+    seen = [rows[i].prompt(processor).image_grid_thw.tolist() for i in range(3)]
+    assert seen == [[[1, 4, 6]]] * 3
+    for wrong in ("50", "[50]", "[50, 0]", "[50, a]"):
+        with pytest.raises(ValueError, match=r"data\.resize is .*, it must be of type 'pil' or 'torch' or tuple"):
+            load_config(home / "recipe.yaml", [f"--data.resize={wrong}"])

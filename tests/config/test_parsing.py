@@ -1,0 +1,154 @@
+"""Recipes and config files: what a dataclass declares is what a file may say."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+
+from minivlmrl.config import parsing
+from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.config.parsing import build, naming, parse_yaml, read_value, require, shortened
+
+
+@dataclass
+class Base:
+    steps: Annotated[int, ">= 1"] = 100  # optimizer steps
+    rate: float = 1e-6
+
+
+@dataclass
+class Section(Base):
+    share: Annotated[float, "(0, 1]"] = 1.0  # of the tokens
+    # which
+    # estimator
+    kind: Literal["k1", "k3"] = "k1"
+    size: Annotated[int, "> 0"] | None = None
+    weights: list[Annotated[float, ">= 0"]] | None = None
+    losses: list[Literal["a", "b"]] = field(default_factory=lambda: ["a"])
+    low: float = 0.0
+    high: float = 1.0  # at least low
+
+    def __post_init__(self):
+        require(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
+
+
+@dataclass
+class Whole:
+    needed: int
+    stop: int | list[int] | None = None
+    on: bool = False
+    text: str = ""
+    names: list[str] = field(default_factory=list)
+    table: dict[str, float] = field(default_factory=dict)
+    blocks: tuple[int, ...] = ()
+    means: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    section: Section = field(default_factory=Section)
+    anything: dict = field(default_factory=dict)
+
+
+VALID = [
+    ("stop", 1, 1), ("stop", [1, 2], [1, 2]), ("on", True, True), ("text", "1e-4", "1e-4"),
+    ("names", "one", ["one"]), ("table", {"a": 2}, {"a": 2.0}), ("table", {"a": "1e-4"}, {"a": 1e-4}),
+    ("blocks", [1, 2], (1, 2)), ("means", [1, 2.5, 3], (1.0, 2.5, 3.0)), ("anything", {"a": [1]}, {"a": [1]}),
+    ("section", {"rate": "1e-4"}, Section(rate=1e-4)),
+    ("section", {"size": None, "kind": "k3"}, Section(kind="k3")),
+    ("section", {"weights": [1, 0]}, Section(weights=[1.0, 0.0])),
+    ("section", {"losses": "b"}, Section(losses=["b"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), VALID)
+def test_valid_values(name, value, expected):
+    found = getattr(build(Whole, {"needed": 1, name: value}, "x.yaml"), name)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+WRONG = [
+    ({"stop": "one"}, "stop is 'one', it must be of type int or list[int]"),
+    ({"needed": True}, "needed is True, it must be of type int"),
+    ({"names": [1]}, "names is 1, it must be of type str"),
+    ({"table": {"a": "high"}}, "table.a is 'high', it must be of type float"),
+    ({"means": [1, 2]}, "means is [1, 2], it must be a list of 3 values"),
+    ({"section": {"steps": 0}}, "section.steps is 0, it must be 1 or more"),
+    ({"section": {"share": float("nan")}}, "section.share is nan, it must be in (0, 1]"),
+    ({"section": {"kind": "k2"}}, "section.kind is 'k2', it must be 'k1' or 'k3'"),
+    ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float, 0 or more]"),
+    ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
+    ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps or section.size or "),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(ValueError) as error:
+        build(Whole, {"needed": 1} | values, "x.yaml")
+    assert str(error.value).startswith(f"x.yaml: {message}")
+
+
+def test_what_is_no_mapping_or_lacks_a_field_is_named():
+    with pytest.raises(ValueError, match=r"^x.yaml: the file is \[1\], it must be an object with names and values$"):
+        build(Whole, [1], "x.yaml")
+    with pytest.raises(ValueError, match=r"^x.yaml: needed is missing$"):
+        build(Whole, {}, "x.yaml")
+    with pytest.raises(ValueError, match=r"^x.json: vision.steps is 0, it must be 1 or more$"):
+        build(Base, {"steps": 0}, "x.json", prefix="vision.")
+
+
+def test_a_file_written_by_a_program_has_more_keys_and_its_text_is_text():
+    assert build(Base, {"steps": 2, "more": 3}, "x.json", json=True) == Base(2)
+    for values in ({"rate": "1e-4"}, {"rate": "x"}):
+        with pytest.raises(ValueError, match="it must be of type float"):
+            build(Base, values, "x.json", json=True)
+    with pytest.raises(ValueError, match=r"names is 'one', it must be of type list\[str\]"):
+        build(Whole, {"needed": 1, "names": "one"}, "x.json", json=True)
+
+
+def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
+    with pytest.raises(ValueError, match="rate is 10000"):
+        build(Base, {"rate": 10**400}, "x.yaml")
+    with pytest.raises(ValueError) as error:
+        build(Base, {"rate": "x" * 1000}, "x.yaml")
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(("override", "meant"), [
+    ("grpo.learning_rat=1", "did you mean grpo.learning_rate or grpo.min_lr_ratio or grpo.scale_rewards?"),
+    ("grpo.lr=1", "here it is STAGE.learning_rate"),
+    ("max_completion_length=9", "here it is sampling.max_new_tokens"),
+    ("use_vllm=true", "here it is sampling: vllm"),
+    ("deepspeed=ds.json", "here it is sharding.enabled"),
+    ("learning_rate=1", "here it is sft: learning_rate or dpo: learning_rate or "),
+    ("grpo_learning_rate=1", "here it is grpo: learning_rate"),
+    ("num_generations=8", "here it is grpo: num_generations or ppo: num_generations"),
+    ("grpo.save_steps=5", "here it is save_steps"),
+    ("reward_model_path=x", "here it is reward_model: path"),
+    ("zzz=1", "did you mean "),
+])  # fmt: skip
+def test_an_unknown_option_is_told_its_name_here(override, meant):
+    """A slip of the keyboard, and what TRL and ms-swift call it."""
+    with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
+        load_config("shapes.yaml", [f"--{override}"])
+    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.THEIRS.values()}
+    assert ours - {"not"} <= {*parsing.option_paths(RunConfig)}
+
+
+def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
+    """20,000 keys took half a minute, and every valid value a text for an error."""
+    assert len(parse_yaml("\n".join(f"k{i}: 1" for i in range(20_000)))) == 20_000
+    texts = []
+    monkeypatch.setattr(parsing, "type_text", texts.append)
+    assert len(read_value(tuple[Literal["a", "b"], ...], ["a", "b"] * 9, "x", json=True)) == 18 and len(texts) == 1
+
+
+def test_what_an_error_quotes_is_cut():
+    """A picture in base64, a text with spaces; not a path, nor what stands between two apostrophes of words."""
+    picture = "A" * 200_000
+    assert shortened(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"
+    assert len(shortened(f"{picture} is no file")) < 120
+    assert shortened(repr("a word " * 40)).endswith("...'")
+    for text in ("it's the reader's word " * 20, "/a/long/path" * 20 + ": no such file", "'short' and \"short\""):
+        assert shortened(text) == text
+    with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), naming("rows.jsonl:3"):
+        raise ValueError(repr(picture))

@@ -1,0 +1,167 @@
+"""What has no effect beside the other options of a recipe is refused, and with what it needs it is not.
+
+tests/config/test_options.py shows that every option has an effect.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from minivlmrl.config.loading import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.config.parsing import option_paths
+from minivlmrl.config.validation import NEEDS, check_effects
+from minivlmrl.diagnostics.check import main as check_main
+from minivlmrl.run import loop
+from minivlmrl.trainers.registry import find_algorithm
+from minivlmrl.trainers.sft import SFTConfig
+
+TWICE = {"grpo.num_iterations": 2}
+OWN_LOSS = {"grpo.loss_type": "policy_by_hand:reinforce"}
+RLOO = {"grpo.loss_type": "rloo"}
+GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
+FILES = {"data.task": None, "data.train_file": "rows.jsonl"}
+ADAPTER = {"adapter.r": 4}
+SHARDED = {"sharding.enabled": True}
+VLLM = {"sampling.engine": "vllm"}
+GREEDY = {"sampling.temperature": 0.0}
+KL = {"grpo.beta": 0.1}
+BOTH = {"stages": ["dpo", "grpo"], "grpo.beta": 0.1, "reference.path": "folder"}
+MOVING = {"reference.sync_ref_model": True}
+CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
+    ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
+    ("keep_best", "greedy", [FILES], [{}]),
+    ("adapter.path", "folder", [{}], [ADAPTER]),
+    ("adapter.alpha", 8.0, [{}], [ADAPTER]),
+    ("adapter.dropout", 0.1, [{}], [ADAPTER]),
+    ("adapter.target", ["vision"], [{}], [ADAPTER]),
+    ("adapter.quantize", "nf4", [{}], [ADAPTER]),
+    ("data.image_root", "folder", [{}], [FILES]),
+    ("data.columns", {"label": "solution"}, [{}], [FILES]),
+    ("data.skip_unreadable", True, [{}], [FILES]),
+    ("data.eval_file", "rows.jsonl", [{}], [FILES]),
+    ("data.eval_rows", 3, [FILES], [{}]),
+    ("data.eval_blind", True, [FILES], [{}]),
+    ("data.eval_rewards", ["iou"], [FILES], [{}]),
+    ("sharding.replicas", 2, [{}], [SHARDED]),
+    ("sharding.cpu_offload", True, [{}], [SHARDED]),
+    ("rollout.gather_weights", False, [{}, SHARDED | VLLM], [SHARDED, {"model.compute_dtype": "bfloat16"}]),
+    ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}], [{}, VLLM]),
+    ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
+    ("reference.sync_ref_model", True, [{}], [KL, {"stages": []}]),
+    ("reference.ref_model_mixup_alpha", 0.5, [KL], [KL | MOVING]),
+    ("reference.ref_model_sync_steps", 2, [KL], [KL | MOVING]),
+    ("reference.num_shared_layers", 1, [{}], [KL]),
+    ("reference.pattern", "layers.{layer}", [KL], [KL | {"reference.num_shared_layers": 0}]),
+    ("dpo.precompute_ref_log_probs", True, [{"dpo.reference_free": True}, BOTH], [{}]),
+    ("dpo.f_divergence_type", "js_divergence", [{"dpo.loss_type": ["sft"]}], [{}]),
+    ("dpo.f_alpha_divergence_coef", 0.9, [{}], [{"dpo.f_divergence_type": "alpha_divergence"}]),
+    ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
+    ("sampling.top_k", 5, [GREEDY], [{}]),
+    ("sampling.top_p", 0.5, [GREEDY], [{}]),
+    ("sampling.min_p", 0.5, [GREEDY], [{}]),
+    ("sampling.history", 2, [{}], [{"sampling.environment": "zoom.py:Zoom"}]),
+    ("sampling.graph", "never", [VLLM], [{}]),
+    ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
+    ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
+    ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],
+     [TWICE, {"grpo.steps_per_generation": 2}, OWN_LOSS]),
+    ("grpo.epsilon_high", 0.3, [{}, TWICE | {"grpo.loss_type": "vespo"}],
+     [TWICE, OWN_LOSS, {"grpo.loss_type": "cispo"}]),
+    ("grpo.rollout_correction", "token_mask", [OWN_LOSS], [{}]),
+    ("grpo.top_entropy_quantile", 0.5, [OWN_LOSS], [{}]),
+    ("grpo.entropy_coef", 0.5, [OWN_LOSS], [{}]),
+    ("grpo.importance_sampling_level", "sequence", [{}, TWICE | RLOO, KL | {"grpo.use_bias_correction_kl": False}],
+     [TWICE, KL, OWN_LOSS, {"grpo.rollout_correction": "token_mask"}, {"grpo.top_entropy_quantile": 0.5}]),
+    ("grpo.kl_estimator", "k2", [{}, KL | RLOO], [KL]),
+    ("grpo.use_bias_correction_kl", False, [{}, KL | RLOO, KL | {"grpo.kl_estimator": "k2"}],
+     [KL, KL | TWICE | {"grpo.kl_estimator": "k2"}]),
+    ("grpo.scale_rewards", "none", [RLOO, GDPO], [{}]),
+    ("grpo.multi_objective_aggregation", "normalize_then_sum", [RLOO], [{}]),
+    ("grpo.soft_punish_cache", 4, [GDPO], [{}]),
+    ("grpo.rollout_correction_bounds", [0.5, 2.0], [{}], [{"grpo.rollout_correction": "token_mask"}]),
+    ("ppo.critic_path", "folder", [{}], [{"ppo.critic": "separate"}]),
+    ("ppo.kl_estimator", "k3", [{"ppo.kl_coef": 0.0}], [{}]),
+    ("ppo.cliprange", 0.1, [{"ppo.num_ppo_epochs": 1}], [{}, {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 2}]),
+]  # fmt: skip
+
+
+def recipe(options, **more):
+    """A plain recipe of the embedded task with these options."""
+    sections = [name.partition(".")[0] for name in options]
+    stage = next((name for name in sections if name in ("dpo", "ppo")), "grpo")
+    base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
+    return as_overrides(base | options | more)
+
+
+def check(run):
+    check_effects(run, {name: find_algorithm(name, run) for name in run.stage_names})
+
+
+@pytest.fixture
+def empty(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize(("name", "value", "without", "with_it"), CASES, ids=[name for name, *_ in CASES])
+def test_an_option_without_effect_is_refused(empty, name, value, without, with_it):
+    for others in without:
+        with pytest.raises(ValueError) as error:
+            check(load_config(empty, recipe(others | {name: value})))
+        assert str(error.value).startswith(f"{empty}: {name} is ")
+        assert "it has no effect: it needs " in str(error.value) and "\n" not in str(error.value)
+        check(load_config(empty, recipe(others)))
+    for others in with_it:
+        check(load_config(empty, recipe(others | {name: value})))
+
+
+def test_every_row_is_tried():
+    rows = {*NEEDS, *(f"sampling.{name}" for name, _ in RunConfig().sampling.needs), "grpo.min_lr_ratio"}
+    assert rows == {name for name, *_ in CASES}
+    assert rows <= {*option_paths(RunConfig)}
+
+
+def test_the_message_names_recipe_option_value_and_need(empty):
+    with pytest.raises(ValueError) as error:
+        check(load_config(empty, ["--grpo.kl_estimator=k2"]))
+    need = "it needs grpo.beta > 0 and grpo.loss_type != 'rloo'"
+    assert str(error.value) == f"{empty}: grpo.kl_estimator is 'k2', it has no effect: {need}"
+
+
+def test_defaults_and_stages_that_are_not_named_are_not_refused(empty):
+    """A note says so of these, see tests/run/test_setup.py."""
+    check(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
+    check(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
+    check(RunConfig())
+
+
+@pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_recipes_have_no_dead_option(path):
+    check(load_config(path))
+
+
+@pytest.mark.parametrize("command", [loop.main, check_main])
+def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
+    monkeypatch.setattr("minivlmrl.distributed.process_group.setup", None)  # calling it would fail
+    with pytest.raises(
+        ValueError, match=r"recipe\.yaml: adapter\.dropout is 0\.1, it has no effect: it needs adapter\.r"
+    ):
+        command([str(empty), *recipe({"adapter.dropout": 0.1})])
+
+
+@dataclass
+class Halved(SFTConfig):
+    """Options that a stage of a file may have."""
+
+    half: float = 0.0
+    quarter: float = 0.0
+
+    needs = (*SFTConfig.needs, ("quarter", "half > 0"))
+
+
+def test_a_section_may_have_rows_of_its_own():
+    run = RunConfig(stages=["sft"], sft=Halved(quarter=1.0))
+    with pytest.raises(ValueError, match=r"^recipe: sft\.quarter is 1\.0, it has no effect: it needs half > 0$"):
+        check(run)
+    run.sft.half = 0.5
+    check(run)

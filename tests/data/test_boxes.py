@@ -1,0 +1,209 @@
+"""Boxes: overlap against formulas written out here, spaces against fractions, matching against brute force, texts."""
+
+import math
+import random
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+
+import pytest
+
+from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes
+from minivlmrl.data.image import smart_resize
+from recipes.point import parse_points
+
+IMAGE = (100.0, 80.0)
+
+
+def box(*numbers):
+    return Box(*numbers, IMAGE)
+
+
+def random_pairs():
+    """Pairs as numbers; every other one on a grid of 6 x 6, where sides touch and boxes are equal, empty or nested."""
+    draw = random.Random(0)
+    for k in range(10_000):
+        number = partial(draw.uniform, 0, 5) if k % 2 else lambda: float(draw.randrange(6))
+        pair = []
+        for _ in "ab":
+            x1, x2 = sorted([number(), number()])
+            y1, y2 = sorted([number(), number()])
+            pair.append([x2, y1, x1, y2] if draw.random() < 0.1 else [x1, y1, x2, y2])  # corners are swapped
+        yield pair
+
+
+def area(left, top, right, bottom):
+    return (right - left) * (bottom - top)
+
+
+def torchvision_iou_giou(a, b):
+    """box_iou and generalized_box_iou of one pair."""
+    corners = list(zip(a, b, strict=True))
+    left, top = (max(pair) for pair in corners[:2])
+    right, bottom = (min(pair) for pair in corners[2:])
+    inter = max(right - left, 0) * max(bottom - top, 0)
+    union = area(*a) + area(*b) - inter
+    hull = area(*map(min, corners[:2]), *map(max, corners[2:]))
+    return inter / union, inter / union - (hull - union) / hull
+
+
+def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():
+    degenerates = equals = 0
+    for a, b in random_pairs():
+        got = iou(box(*a), box(*b))
+        got_giou = giou(box(*a), box(*b))
+        assert (got, got_giou) == pytest.approx((iou(box(*b), box(*a)), giou(box(*b), box(*a))), abs=1e-14)
+        if any(x2 <= x1 or y2 <= y1 for x1, y1, x2, y2 in (a, b)):
+            degenerates += 1
+            assert (got, got_giou) == (0, -1)
+            continue
+        assert (got, got_giou) == pytest.approx(torchvision_iou_giou(a, b), rel=1e-12, abs=1e-13)
+        assert 0 <= got <= 1 and -1 <= got_giou <= got
+        equals += a == b
+        assert a != b or (got, got_giou) == (1, 1)
+    assert 1000 <= degenerates <= 5000 and equals > 5
+
+
+@pytest.mark.parametrize("corner", range(4))
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e100, -1e308])
+def test_what_is_not_finite_overlaps_nothing_not_even_itself(corner, number):
+    numbers = [1.0, 2.0, 5.0, 6.0]
+    numbers[corner] = number
+    absurd = box(*numbers)
+    assert not absurd.valid
+    for other in (absurd, box(1, 2, 5, 6)):
+        assert (iou(absurd, other), giou(absurd, other), giou(other, absurd)) == (0, -1, -1)
+
+
+@pytest.mark.parametrize(("numbers", "valid", "inside"), [
+    ((0, 0, 100, 80), True, True), ((0, 0, 100.00001, 80), True, True), ((0, 0, 100.001, 80), True, False),
+    ((-0.001, 0, 5, 5), True, False), ((0, 0, 80, 100), True, False), ((5, 6, 1, 2), False, True),
+    ((1, 2, 1, 6), False, True), ((101, 2, 1, 6), False, False),
+])  # fmt: skip
+def test_valid_and_inside(numbers, valid, inside):
+    assert (box(*numbers).valid, box(*numbers).inside()) == (valid, inside)
+
+
+def test_extent_of_each_space():
+    assert [extent(space, (640, 480), (308, 224)) for space in SPACES] == [(640, 480), (308, 224), (1000, 1000), (1, 1)]
+    with pytest.raises(ValueError, match="unknown space 'pixels' for boxes; there are: original, resized, thousandths"):
+        extent("pixels", (640, 480), (308, 224))
+
+
+@pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
+def test_round_trip_of_a_thousand_sizes(space):
+    """There: whole pixels get the float nearest to the exact fraction. And back: within 2^-51 of the exact number,
+    relatively, and the whole pixels themselves after round(). Boxes between pixels: 2^-52 there, the same back."""
+    draw = random.Random(1)
+    for k in range(1000):
+        original = (draw.randint(100, 5000), draw.randint(100, 5000))
+        height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
+        there = extent(space, original, (width, height))
+        corners = [draw.uniform(0, side) for side in original * 2]
+        start = Box(*([float(round(c)) for c in corners] if k % 2 else corners), original)
+        moved = start.to(there)
+        returned = moved.to(original)
+        assert (moved.extent, returned.extent) == (there, original)
+        for i, name in enumerate(("x1", "y1", "x2", "y2")):
+            before = Fraction(getattr(start, name))
+            after = Fraction(getattr(returned, name))
+            value = getattr(moved, name)
+            true = before * Fraction(there[i % 2]) / Fraction(original[i % 2])
+            assert value == float(true) if k % 2 else abs(Fraction(value) - true) <= true / 2**52
+            assert abs(after - before) <= before / 2**51
+            assert k % 2 == 0 or round(after) == before
+
+
+@pytest.mark.parametrize("similarity", [iou, giou])
+def test_match_takes_the_largest_sum(similarity, scipy):
+    """IoU 0.6 and 0.5 of the first box, 1/3 and 0 of the second: the best pair alone is not in it; a third is left."""
+    said = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)]
+    truth = [box(0, 0, 6, 10), box(5, 0, 10, 10)]
+    assert match(said, truth, similarity) == match(truth, said, similarity) == [(0, 1), (1, 0)]
+
+
+def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    near = box(0, 0, 2, 2)
+    far = box(5, 5, 7, 7)
+    assert match([near], [near]) == [(0, 0)]
+    assert match([far, near], [near]) == [(1, 0)]
+    assert match([near], [far, near]) == [(0, 1)]
+    with pytest.raises(ValueError, match=r"needs scipy: pip install .*\[boxes\]"):
+        match([near, far], [far, near])
+
+
+def test_match_of_nothing_and_of_boxes_that_are_none():
+    good = box(1, 2, 5, 6)
+    bad = box(5, 6, 1, 2)
+    assert match([], [good]) == match([good], []) == match([], []) == []
+    assert (2, 0) in match([bad, replace(good, x1=math.nan), good], [good])
+
+
+BOX = (1.0, 2.0, 5.0, 6.0)
+SECOND = (7.0, 7.0, 8.0, 9.5)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    # as Qwen2.5-VL writes it
+    ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
+    ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
+    ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
+    # lists
+    ("[1, 2, 5, 6]", [BOX]),
+    ("[[1, 2, 5, 6], [7, 7, 8, 9.5]]", [BOX, SECOND]),
+    ("[{'Position': [1, 2, 5, 6], 'Confidence': 1}, {'Position': [7, 7, 8, 9.5]}]", [BOX, SECOND]),
+    ("[1, 2, 5, 6], [7, 7, 8, 9.5]", [BOX, SECOND]),
+    ("[ +1., 02 ,\t5.00 ,6 ].", [BOX]),
+    # corners
+    ("(1, 2), (5, 6)", [BOX]),
+    ("<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX]),
+    ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
+    # four numbers
+    (" 1,2,5,6\n", [BOX]),
+    ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
+    # what is written is returned, sense or not
+    ("5 6 1 2", [(5.0, 6.0, 1.0, 2.0)]),
+    ("[1, 2, 5, 6], [1, 2, 5, 6]", [BOX, BOX]),
+])  # fmt: skip
+def test_parse_boxes(text, expected):
+    assert parse_boxes(text) == expected
+    assert all(type(number) is float for numbers in parse_boxes(text) for number in numbers)
+
+
+@pytest.mark.parametrize("text", [
+    "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", '"1 2 5 6"', "```", "```json\n```",
+    # another number of numbers
+    "1 2 5", "1 2 5 6 7", "[1, 2], [5, 6]", "(1, 2, 5, 6)", "(1, 2), (5, 6), (7, 7)", '{"bbox_2d": [[1, 2, 5, 6]]}',
+    # no numbers, or none that are finite
+    "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',
+    "0x1 2 5 6", "1_0 2 5 6", "1/2 2 5 6", "１ ２ ５ ６", "1，2，5，6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
+    # broken or doubtful
+    '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "[1, 2, 5, 6", '{"point_2d": [1, 2]}',
+    '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]',
+    "[1, 2, 5, 6] and [7, 7, 8, 9]", "The box is [1, 2, 5, 6].", "```json\n[1, 2, 5, 6]", "```xml\n[1, 2, 5, 6]\n```",
+    "```json\n[1, 2, 5, 6]\n```\n```json\n[7, 7, 8, 9]\n```", "Here: ```json\n[1, 2, 5, 6]\n```",
+])  # fmt: skip
+def test_no_box(text):
+    assert parse_boxes(text) == []
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ('{"point_2d": [1, 2], "label": "cat"}', [(1, 2)]),
+    ('```json\n[{"point_2d": [1, 2], "label": "a"}, {"point": [5, 6.5]}, [7, 8]]\n```', [(1, 2), (5, 6.5), (7, 8)]),
+    ("(1, 2), (5, 6.5)", [(1, 2), (5, 6.5)]),
+    ("1 2.", [(1, 2)]),
+    *[(text, []) for text in ("", "1", "1 2 5 6", "[1, 2, 5, 6]", '{"bbox_2d": [1, 2]}', '{"point_2d": [1, NaN]}')],
+    *[(text, []) for text in ("not [1, 2]", "(1, 2) or (5, 6)", '{"point_2d": [1, 2, 5, 6]}', "[1, 2], [5, 6, 7]")],
+])  # fmt: skip
+def test_parse_points(text, expected):
+    assert parse_points(text) == expected
+
+
+@pytest.mark.parametrize("unit", ["[", "(", '{"bbox_2d":', "[1,", "9", "1 ", "[1,2,3,4]", "(1,2)", "```json\n"])
+def test_endless_repetition_is_parsed_quickly(unit):
+    """40 thousand characters: who goes back for each takes hours; and nothing is raised."""
+    for end in ("", "x", "]", "1"):
+        parse_boxes(unit * (40_000 // len(unit)) + end)
+        parse_points(unit * (40_000 // len(unit)) + end)

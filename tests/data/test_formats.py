@@ -1,0 +1,190 @@
+"""The forms of rows that docs/data.md names, a row of each, and the sentence that each wrong row gets."""
+
+import base64
+import io
+import json
+import re
+
+import PIL.Image
+import pytest
+from links import ROOT
+from talk import assistant, system, user
+
+from minivlmrl.data.chat_template import content_parts, part_kind
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.formats import to_columns
+
+PAGE = (ROOT / "docs" / "data.md").read_text()
+SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
+HOW_MANY = [user("How many?")]
+ONE_SOLUTION = {"solution": "2"}
+ANSWERED = {"solution": "2", "completion": "2"}
+PAIR = {"chosen": "2", "rejected": "3"}
+EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {  # form: its prompt if it is another, then what a row must have
+    "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
+    "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},
+    "LLaMA-Factory, kto": {"completion": "2", "label": True},
+    "Alpaca": ANSWERED | {"turns": [user("Hi"), assistant("Hello"), *HOW_MANY]},
+    "ms-swift, without answer": {"solution": "2", "completion": None},
+    "ms-swift, grounding": {"turns": [user("Find the cat")], "completion": "[1, 2, 3, 4]"},
+    "RLAIF-V": PAIR | {"solution": None, "completion": None},
+    "R1-V": {"solution": "<answer> 2 </answer>"},
+    "TRL, text": {"completion": "2"},
+    **dict.fromkeys(("LLaMA-Factory, pairs", "ms-swift, pairs", "TRL, pairs"), PAIR),
+    **dict.fromkeys(("EasyR1", "verl", "TRL"), ONE_SOLUTION),
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    for name, color in (("cat.jpg", "red"), ("dog.jpg", "blue")):
+        PIL.Image.new("RGB", (60, 40), color).save(tmp_path / name)
+
+    def read(row, required=("problem",), **options):
+        (tmp_path / "rows.jsonl").write_text(row if isinstance(row, str) else json.dumps(row))
+        return FileDataset(tmp_path / "rows.jsonl", required, **options)[0]
+
+    return read
+
+
+def words(turns):
+    turns = [assistant(turns)] if isinstance(turns, str) else turns
+    return turns and "\n".join("".join(part.get("text", "") for part in content_parts(turn)) for turn in turns)
+
+
+def test_the_page_names_the_columns_of_every_form():
+    named = re.findall(r"`(\w+)`", PAGE.split("## Rows of other projects")[1].split("\n## ")[0])
+    assert SHOWN.keys() == EXPECTED.keys() and len(SHOWN) == 22
+    assert {name for row in SHOWN.values() for name in row} - {*named} == {"id", "data_source"}  # ids of rows
+
+
+@pytest.mark.parametrize("form", EXPECTED)
+def test_a_form_is_read_as_it_is(read, form):
+    row = read(SHOWN[form])
+    expected = EXPECTED[form]
+    assert words(row.messages) == words(expected.get("turns", HOW_MANY))
+    count = str(SHOWN[form]).count(".jpg")
+    assert len(row.images) == count and row.images[0].getpixel((0, 0))[0] > 250
+    first = next(turn for turn in row.messages if turn["role"] == "user")
+    parts = [part for part in first["content"] if part.get("text") != ""]
+    assert [part_kind(part) for part in parts][:count] == ["image"] * count  # in front of the question
+    for name in ("completion", "chosen", "rejected"):
+        if name in expected:
+            assert words(getattr(row, name)) == expected[name]
+    for name in ("solution", "label"):
+        if name in expected:
+            assert row.columns.get(name) == expected[name]
+
+
+def test_bytes_of_an_image_are_read(read):
+    entry = {"bytes": encoded_picture("PNG"), "path": None}
+    for columns in ({"image": entry}, {"images": [entry]}):
+        assert read({"problem": "a", **columns}).images[0].size == (60, 40)
+
+
+def test_a_negative_is_a_row(read):
+    turns = [{"from": "human", "value": "Where is the dog?"}, {"from": "gpt", "value": ""}]
+    for row in ({"conversations": turns}, {"prefix": "Where is the dog?", "suffix": ""}):
+        found = read({**row, "image": "cat.jpg"})
+        assert (words(found.messages), found.columns["solution"], found.completion) == ("Where is the dog?", "", None)
+    assert read({"problem": "a", "solution": []}).columns["solution"] == []
+
+
+@pytest.mark.parametrize("answer", ["Let me think. Two.", ""])
+def test_a_solution_of_its_own_is_kept(read, answer):
+    turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": answer}]
+    assert read({"conversations": turns, "solution": "2"}).columns["solution"] == "2"
+
+
+def test_a_column_that_is_renamed_like_another_one_is_refused(read):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:1: data\.columns calls 'gold' 'solution'; leave one of both out"
+    ):
+        read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
+
+
+def encoded_picture(kind="JPEG"):
+    stored = io.BytesIO()
+    PIL.Image.new("RGB", (60, 40), "red").save(stored, kind)
+    return base64.b64encode(stored.getvalue()).decode()
+
+
+CHOICES = "How many?\nA. one\nB. two"
+
+
+@pytest.mark.parametrize(("row", "prompt"), [
+    ({"question": "How many?", "A": "one", "B": "two", "C": None, "hint": "Look.", "answer": "B"}, f"Look.\n{CHOICES}"),
+    ({"problem": "How many?", "options": ["A. one", "B. two"], "solution": "B"}, CHOICES),
+    ({"question": "How many? Options: A: one, B: two", "options": ["one", "two"]}, "How many? Options: A: one, B: two"),
+    ({"prompt": HOW_MANY, "options": ["one", "two"]}, "How many?"),
+])  # fmt: skip
+def test_choices_are_in_the_prompt(read, row, prompt):
+    assert words(read({**row, "image": "cat.jpg"}).messages) == prompt
+
+
+def test_a_row_of_mmbench(read, tmp_path):
+    """A line of its TSV: columns A to D, and the image as base64 without a word before it."""
+    cells = {"index": "7", "question": "How many?", "hint": "", "A": "one", "B": "two", "C": "", "D": "",
+             "answer": "B", "image": encoded_picture()}  # fmt: skip
+    lines = ["\t".join(cells), "\t".join(cells.values())]
+    (tmp_path / "rows.tsv").write_text("\n".join(lines))
+    row = FileDataset(tmp_path / "rows.tsv", ("problem", "solution"))[0]
+    assert words(row.messages) == CHOICES and row.columns["solution"] == "B" and row.images[0].size == (60, 40)
+    with pytest.raises(ValueError, match="column 'shown' looks like an image and is not read"):
+        read({"problem": "How many?", "shown": encoded_picture()})
+
+
+@pytest.mark.parametrize("row", [
+    {"query": "<img>cat.jpg</img>How many?", "response": "2"},
+    {"conversations": [{"from": "user", "value": "<img>cat.jpg</img>How many?"}, {"from": "assistant", "value": "2"}]},
+], ids=str)  # fmt: skip
+def test_pictures_in_the_text_are_seen(read, row):
+    """As older ms-swift and Qwen-VL write them: they were text, and the run was trained blind."""
+    row = read(row)
+    assert words(row.messages) == words(HOW_MANY) and row.images[0].size == (60, 40)
+
+
+@pytest.mark.parametrize(("name", "calls", "answers"), [
+    ("conversations", "function_call", "observation"), ("messages", "tool_call", "tool_response"),
+    ("messages", "tool_call", "tool"),
+])  # fmt: skip
+def test_turns_of_agents_are_read(read, name, calls, answers):
+    """LLaMA-Factory's and ms-swift's; an answer may show a picture."""
+    keys = ("from", "value") if name == "conversations" else ("role", "content")
+    asked = '{"name": "zoom"}'
+    said = [("user", "<image>Where?"), (calls, asked), (answers, "<image>"), ("assistant", "There.")]
+    row = read({name: [dict(zip(keys, turn, strict=True)) for turn in said], "images": ["cat.jpg", "dog.jpg"]})
+    assert words(row.messages) == "Where?" and [image.size for image in row.images] == [(60, 40)]
+    call, answer, last = row.completion
+    assert [call["role"], answer["role"], words([last])] == ["assistant", "tool", "There."]
+    assert words([call]) == f"<tool_call>\n{asked}\n</tool_call>"
+    [image] = [part["image"] for part in answer["content"] if "image" in part]
+    assert image.getpixel((0, 0))[2] > 250
+
+
+TURN = {"from": "human", "value": "a"}
+WRONG = [  # a row, and what its error says after the file and line
+    ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']; name its question, data.columns: {Y"),
+    ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
+    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' has to be system, human, "),
+    ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
+    ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
+    ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "the call of turn 1: "),
+    ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has 0 bbox, the texts 1 <bbox>"),
+    ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
+    ({"problem": "a", "options": "one"}, "form 'options': its choices is 'one', it must be a list of texts"),
+    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer beside choices is 1, it must be a letter or"),
+    ({"problem": "a", "photo": "cat.jpg"}, "did you mean 'image'? data.columns: {photo: image} renames it; or leave i"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG, ids=str)
+def test_a_wrong_row_is_named(read, row, message):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
+        read(row).prompt(lambda messages, images, videos: images[0])
+
+
+def test_a_path_in_an_img_tag_may_have_quotes_and_backslashes():
+    path = r'a "cat"\1.jpg'
+    row = to_columns({"problem": f"<img>{path}</img>How many?"}, {})
+    assert row["images"] == [path] and row["problem"] == "<image>How many?"

@@ -1,0 +1,117 @@
+"""Images: sizes and patches equal to transformers' processors to the bit."""
+
+import random
+
+import numpy as np
+import PIL.features
+import PIL.Image
+import pytest
+import torch
+from record_vision import attempt, noise, resize_cases
+
+from minivlmrl.data.image import ImageProcessor, load_image, smart_resize, to_rgb
+
+
+def test_smart_resize_equals_transformers(transformers):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs
+
+    cases = list(resize_cases())
+    assert len(cases) == 2000
+    for case in cases:
+        assert attempt(smart_resize, *case) == attempt(theirs, *case), case
+
+
+def test_aspect_ratio_200_is_the_last_that_passes():
+    smart_resize(1, 200, 28, 3136, 12845056)
+    with pytest.raises(ValueError, match="9 x 2000 pixels: its aspect ratio"):
+        ImageProcessor()(noise("RGB", (30, 20)), resized_height=2000, resized_width=9)
+    with pytest.raises(ValueError, match=r"201 x 1 pixels.*aspect ratio is over 200"):
+        smart_resize(1, 201, 28, 3136, 12845056)
+
+
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 250), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "LA", "PA", "1", "CMYK"])
+def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, transformers):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    for seed in seeds:
+        rng = random.Random(f"{mode} {seed}")
+        patch = rng.choice((7, 14))
+        least = rng.choice((784, 3136))
+        options = {"patch_size": patch, "min_pixels": least, "max_pixels": least * rng.choice((1, 4, 9, 40))}
+        options |= {"temporal_patch_size": rng.choice((1, 2, 3)), "merge_size": rng.choice((1, 2))}
+        if seed % 2:
+            options |= {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.3, 0.7, 1.0]}
+        image = noise(mode, (rng.randint(9, 300), rng.randint(9, 300)), seed)
+        expected = Qwen2VLImageProcessorPil(**options)(images=[image], return_tensors="pt")
+        pixel_values, grid = ImageProcessor(**options)(image)
+        assert grid == tuple(expected["image_grid_thw"][0].tolist())
+        assert torch.equal(pixel_values, expected["pixel_values"]), (image.size, options)
+
+
+def test_an_image_in_memory_is_turned_upright_and_put_on_white():
+    image = PIL.Image.new("LA", (3, 2), (0, 0))
+    image.getexif()[0x0112] = 6
+    loaded = load_image(image)
+    assert loaded.size == (2, 3) and loaded.getcolors() == [(6, (255, 255, 255))]
+
+
+def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
+    """As in transformers, from a file and in memory; qwen-vl-utils shows the colour."""
+    image = PIL.Image.new("RGB", (56, 56), (10, 20, 30))
+    image.putpixel((1, 0), (40, 50, 60))
+    image.save(tmp_path / "p.png", transparency=(10, 20, 30))
+    loaded = load_image(tmp_path / "p.png")
+    assert [loaded.getpixel((0, 0)), loaded.getpixel((1, 0))] == [(255, 255, 255), (40, 50, 60)]
+    with PIL.Image.open(tmp_path / "p.png") as opened:
+        assert torch.equal(ImageProcessor()(opened)[0], ImageProcessor()(loaded)[0])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(tmp_path, orientation):
+    """Whatever way the camera was held, the file shows the same upright picture."""
+    upright = stored = noise("RGB", (3, 2))
+    turns = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
+    if orientation > 1:
+        stored = upright.transpose(PIL.Image.Transpose[turns[orientation - 2]])
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "photo.png", exif=exif)
+    loaded = load_image(tmp_path / "photo.png")
+    assert loaded.size == (3, 2) and loaded.tobytes() == upright.tobytes()
+
+
+@pytest.mark.parametrize(("options", "grid"), [
+    ({}, (1, 4, 6)),
+    ({"max_pixels": 28 * 28}, (1, 2, 2)),
+    ({"min_pixels": 112 * 168}, (1, 8, 12)),
+    ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
+    ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the processor's bounds hold
+    ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),  # the image's own do not
+], ids=str)  # fmt: skip
+def test_options_of_one_image(options, grid):
+    """56 x 84 pixels: 2 x 3 tokens unless it has other bounds, or a size, which becomes multiples of 28."""
+    processor = ImageProcessor(min_pixels=28 * 28)
+    patches, found = processor(PIL.Image.new("RGB", (84, 56)), **options)
+    assert found == grid
+    assert patches.shape == (4 * processor.num_tokens(grid), processor.patch_dim)
+    assert processor.patch_dim == 1176
+
+
+def test_bounds_that_no_image_has_are_refused():
+    for least, most in ((1, 783), (1000, 999)):
+        says = f"max_pixels {most} must be at least min_pixels {least}, and one token of 28"
+        with pytest.raises(ValueError, match=says):
+            smart_resize(56, 56, 28, least, most)
+
+
+def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path, transformers):
+    """As transformers has an image in hand; its load_image and premultiplied alpha differ, see docs/exact.md."""
+    from transformers.image_transforms import convert_to_rgb
+
+    image = noise("RGBA", (16, 8), 0)
+    image.save(tmp_path / "alpha.png")
+    ours = np.asarray(load_image(tmp_path / "alpha.png"))
+    assert np.array_equal(ours, convert_to_rgb(image, return_numpy=True))
+    premultiplied = np.asarray(to_rgb(image.convert("RGBa"))).astype(int)
+    assert np.abs(premultiplied - ours).max() <= 2  # rounded once more

@@ -1,0 +1,190 @@
+"""Which rows a stage gets, and in which order."""
+
+import itertools
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from talk import IMAGE_PART, user
+
+from minivlmrl.config.loading import RunConfig
+from minivlmrl.data import loader as batches_file
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.loader import Batches, DataSection, check_shares, shuffled
+from minivlmrl.data.rows import Processor, Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.tasks import shapes
+
+
+@pytest.mark.parametrize(("size", "per_step"), [(50, 5), (10, 3), (3, 7), (1, 4)])
+def test_every_pass_visits_every_row_once_in_another_order(size, per_step):
+    numbers = list(itertools.chain(*itertools.islice(shuffled(size, per_step, seed=0), 4 * size)))
+    assert len(numbers) == 4 * size * per_step
+    for start in range(0, len(numbers), size):
+        assert sorted(numbers[start : start + size]) == list(range(size))
+    assert size < 50 or numbers[:50] != numbers[50:100]
+
+
+def load_datasets(data, stages, seed, *columns):
+    return batches_file.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
+
+
+def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
+    assert set(load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    data = DataSection(train_file=file, eval_file=file, eval_rows=1)
+    datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
+    assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
+    assert set(load_datasets(replace(data, eval_rows=0), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
+        load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
+        load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
+
+
+def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: download it, or a run sees"):
+        load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0)
+
+
+@pytest.mark.parametrize("data", [DataSection(), DataSection(task="shapes", train_file="rows.jsonl")])
+def test_either_a_task_or_a_file(data):
+    with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
+        load_datasets(data, {"grpo": "prompts"}, 0)
+
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+
+
+class Numbered:
+    """Rows that say their number."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return Row([], [], {"number": index})
+
+
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, **data):
+    algorithm = SimpleNamespace(
+        config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
+        run=SimpleNamespace(seed=seed, data=DataSection(**data)), world=World(rank, ranks, torch.device("cpu")),
+        processor=PROCESSOR,
+    )  # fmt: skip
+    return Batches(rows or Numbered(), algorithm)
+
+
+def drawn(batches, count):
+    """(number, index, key) of each row of so many draws."""
+    return [[(row.columns["number"], row.index, row.key) for row in next(batches)] for _ in range(count)]
+
+
+def test_a_row_knows_its_number_and_has_a_key_of_its_own():
+    rows = [row for draw in drawn(batches(steps=2, seed=7), 3) for row in draw]
+    assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
+    assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
+def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps):
+    """Each step of a draw has its own part of every rank's rows, in order."""
+    alone = drawn(batches(steps=steps), 5)
+    shares = [drawn(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
+    for draw, rows in enumerate(alone):
+        own = 4 // ranks
+        together = []
+        for step in range(steps):
+            together += [row for share in shares for row in share[draw][step * own : (step + 1) * own]]
+        assert together == rows
+        assert {len(share[draw]) for share in shares} == {steps * own}
+
+
+def test_a_step_that_the_ranks_cannot_share_equally_is_refused():
+    with pytest.raises(ValueError, match=r"^ppo\.prompts_per_step is 32, it must be a multiple of 3, the number of"):
+        check_shares("ppo", 32, 3)
+
+
+def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_path):
+    """Otherwise one damaged file would end the run at some step, again after each resume."""
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
+    images = ["red", "a", "b", "green", "blue"]
+    rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:[23]: .*[ab]\.png: cannot be read as an image"):
+        [row.prompt(PROCESSOR) for row in next(batches(rows=rows, prompts_per_step=5))]
+    read = batches(rows=rows, prompts_per_step=5, skip_unreadable=True)
+    with pytest.warns(UserWarning) as noted:
+        draws = [next(read), next(read)]
+    assert [str(one.message).rpartition("out, ")[2] for one in noted] == ["1 so far", "2 so far"]
+    for draw in draws:
+        assert sorted(row.index for row in draw) == [0, 3, 3, 3, 4] and len({row.key for row in draw}) == 5
+        assert [row.columns["problem"] for row in draw] == [images[row.index] for row in draw]
+        for row in draw:
+            assert torch.equal(row.prompt(PROCESSOR).pixel_values, rows[row.index].prompt(PROCESSOR).pixel_values)
+
+
+class Delayed(Numbered):
+    """Rows that take longer the earlier they are drawn."""
+
+    def __init__(self, broken=None):
+        self.broken = broken
+        self.read = []
+        self.threads = set()
+
+    def __getitem__(self, index):
+        time.sleep(0.002 * (index % 4))
+        self.read.append(index)
+        self.threads.add(torch.get_num_threads())
+        if index == self.broken:
+            raise ValueError("rows.jsonl:7: cat.jpg: cannot be read as an image")
+        picture = PIL.Image.linear_gradient("L").rotate(17 * index).convert("RGB")
+        return Row([user([IMAGE_PART])], [picture], {"number": index})
+
+
+def test_workers_keep_the_order_and_the_bits():
+    found = []
+    for workers in (0, 4):
+        draws = batches(rows=Delayed(), image_workers=workers)
+        rows = [row for _ in range(5) for row in next(draws)]
+        found.append([(row.index, row.key, row.made.pixel_values.numpy().tobytes()) for row in rows])
+    assert found[0] == found[1]
+
+
+def test_workers_have_one_cpu_thread_and_leave_those_of_the_step():
+    torch.set_num_threads(3)
+    rows = Delayed()
+    next(batches(rows=rows, image_workers=2))
+    assert rows.threads == {1} and torch.get_num_threads() == 3
+
+
+def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
+    """MAX_AHEAD bounds the memory that they take."""
+    monkeypatch.setattr(batches_file, "MAX_AHEAD", 3)
+    rows = Delayed()
+    draws = batches(rows=rows, image_workers=2)
+    for number in range(1, 4):
+        expected = {row.index for row in next(draws)} | {index for index, _ in draws.next_draw[:3]}
+        [future.result() for future in draws.ahead]
+        assert set(rows.read) >= expected and len(rows.read) == 4 * number + 3
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_what_is_wrong_with_a_row_is_raised_when_it_is_drawn(workers):
+    order = [row.index for row in next(batches(rows=Delayed(), prompts_per_step=10))]
+    draws = batches(rows=Delayed(broken=order[6]), image_workers=workers, prompts_per_step=5)
+    assert [row.index for row in next(draws)] == order[:5]
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:7: cat\.jpg: cannot be read as an image$"):
+        next(draws)
+
+
+def test_rows_that_are_all_unreadable_end_the_run(write_rows, tmp_path):
+    (tmp_path / "red.png").write_bytes(b"")
+    rows = FileDataset(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"red\.png: .*; .* the 99 rows before it"):
+        next(batches(rows=rows, skip_unreadable=True))

@@ -1,0 +1,182 @@
+"""Images and videos of rows: sources, options, order, and that they reach the tensors."""
+
+import weakref
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from runs import write_lines
+from talk import assistant, user
+
+from minivlmrl.data import media
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.image import ImageProcessor, load_image
+from minivlmrl.data.rows import Processor
+from minivlmrl.rewards.boxes import box_columns
+from minivlmrl.tasks import shapes
+
+import tiny
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=28 * 28))
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three one-colour images of 56 x 28 pixels and four frames of a video."""
+    for name, color in COLORS.items():
+        PIL.Image.new("RGB", (56, 28), color).save(tmp_path / f"{name}.png")
+    for i in range(4):
+        PIL.Image.new("RGB", (28, 28), (60 * i, 0, 0)).save(tmp_path / f"frame{i}.png")
+    return tmp_path
+
+
+FRAMES = [f"frame{i}.png" for i in range(4)]
+
+
+def read(folder, row, **options):
+    write_lines(folder / "rows.jsonl", [row])
+    return FileDataset(folder / "rows.jsonl", **options)[0]
+
+
+def prompt(row):
+    return row.prompt(PROCESSOR)
+
+
+def test_a_list_of_frames_is_a_video(folder):
+    row = read(folder, {"video": {"video": FRAMES, "fps": 4}, "problem": "What moves?"})
+    assert row.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]}]
+    assert len(row.videos) == 1 and row.videos[0].load().fps == 4 and not row.images
+
+
+def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
+    tiny.write_video(folder / "clip.mkv", [np.full((28, 28, 3), 10 * i, np.uint8) for i in range(16)], rate=8)
+    for own, options, count in (
+        ({}, {}, 4),  # two frames a second
+        ({}, {"fps": 4}, 8),
+        ({"nframes": 6}, {"fps": 4, "max_frames": 4}, 6),
+        ({"fps": 8}, {"fps": 4, "max_frames": 12}, 12),
+    ):
+        row = {"video": {"video": "clip.mkv", **own}, "problem": "What moves?"}
+        assert len(read(folder, row, video=options).videos[0].load().frames) == count
+
+
+def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
+    problem = "<image> then <video> then <image>"
+    tensors = prompt(read(folder, {"images": ["red.png", "blue.png"], "videos": [FRAMES], "problem": problem}))
+    assert tensors.image_grid_thw[:, 0].tolist() == [1, 2, 1]
+    assert tensors.second_per_grid_ts.tolist() == [0, 1, 0]
+    pads = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    runs = [kind for kind in tensors.input_ids.tolist() if kind in pads]
+    tokens = (tensors.image_grid_thw.prod(1) // 4).tolist()
+    assert runs == [pads[0]] * tokens[0] + [pads[1]] * tokens[1] + [pads[0]] * tokens[2]
+    alone = prompt(read(folder, {"image": "blue.png", "problem": "a"}))
+    assert torch.equal(tensors.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_two_sources_of_one_image_are_refused(folder, kind):
+    both, says = {kind: "red.png", f"{kind}_url": "blue.png"}, f"it has '{kind}' and '{kind}_url'; give one"
+    for row, where in (
+        ({kind: both, "problem": "a"}, f"column '{kind}'"),
+        ({"prompt": [user([{"type": kind, **both}])]}, "column 'prompt': message 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {where}: {says}"):
+            read(folder, row)
+
+
+@pytest.mark.parametrize("name", ["image", "image_url", "video", "video_url"])
+def test_a_part_may_say_itself_what_it_shows(folder, name):
+    source = {"image": "red.png", "image_url": {"url": "red.png"}}.get(name, FRAMES)
+    parts = [{"type": name, name: source, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
+    row = read(folder, {"prompt": [{"role": "user", "content": parts}]})
+    kind = name.removesuffix("_url")
+    assert [len(row.images), len(row.videos)] == ([1, 0] if kind == "image" else [0, 1])
+    assert row.messages[0]["content"] == [{"type": kind, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
+
+
+def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
+    """And wins over what the column says of it; what each says alone holds."""
+    listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
+    parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
+    row = read(folder, {"prompt": [user(parts)], "images": listed})
+    assert row.messages[0]["content"] == [*parts[:2], {"type": "image", "min_pixels": 6272, "max_pixels": 12544}]
+    assert prompt(row).image_grid_thw.tolist() == [[1, 2, 4], [1, 4, 8], [1, 8, 16]]
+
+
+@pytest.mark.parametrize("row, name", [
+    ({"image": "red.png", "problem": "a"}, "min_pixels"),
+    ({"prompt": [user([{"type": "image", "image": "red.png"}])]}, "max_pixels"),
+])  # fmt: skip
+def test_an_option_beside_the_image_is_refused(folder, row, name):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be beside its source"):
+        read(folder, row | {name: 7840})
+
+
+@pytest.mark.parametrize("columns, says", [
+    ({"image": "long.png"}, "image of 3000 x 10 pixels: its aspect ratio is over 200; crop or drop it"),
+    ({"image": {"image": "red.png", "max_pixels": 783}}, "max_pixels 783 must be at least min_pixels 784,"),
+    ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels 20000 must be at least min_pixels 25088, .*both"),
+])  # fmt: skip
+def test_an_image_that_has_no_size_is_named_with_its_row(folder, columns, says):
+    """What shows only when the size is chosen, with the least size of the processor above."""
+    PIL.Image.new("RGB", (3000, 10)).save(folder / "long.png")
+    row = read(folder, columns | {"problem": "a"})
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
+        row.prompt(PROCESSOR)
+
+
+def test_one_size_for_all_images_but_those_that_say_their_own(folder):
+    row = {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}], "problem": "a"}
+    grids = prompt(read(folder, row, resize=(60, 84))).image_grid_thw.tolist()
+    assert grids == [[1, 8, 12], [1, 2, 4]]
+
+
+def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
+    """Also those of later turns."""
+    lines = [{"image": name, "problem": "a"} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
+    later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
+    lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
+    lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
+    write_lines(folder / "rows.jsonl", lines)
+    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)$"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .* as {listed}"):
+        FileDataset(folder / "rows.jsonl")
+    assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
+
+
+@pytest.mark.parametrize(("columns", "name"), [
+    ({"image_path": ["red.png"]}, "image_path"),
+    ({"where": "folder/red.JPEG"}, "where"),
+    ({"shot": "data:image/png;base64,AAAA"}, "shot"),
+    ({"video_path": "clip.mkv"}, "video_path"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("problem", ["What?", "<image>What?"])
+def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name, problem):
+    meant = "video" if "video" in name else "image"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' looks like an {meant} .* mean '{meant}'\?"):
+        read(folder, {"problem": problem, **columns})
+    if problem == "What?":
+        assert read(folder, {"problem": problem, "image": "red.png", **columns}).columns.keys() > columns.keys()
+
+
+def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch):
+    """64 photos of a step would be 2 GB."""
+    alive, load, most = [], media.fetch_image, 0
+
+    def counted(*arguments):
+        nonlocal most
+        image = load(*arguments)
+        alive.append(weakref.ref(image))
+        most = max(most, sum(other() is not None for other in alive))
+        return image
+
+    monkeypatch.setattr(media, "fetch_image", counted)
+    rows = [read(folder, {"images": [f"{name}.png" for name in COLORS], "problem": "a"}) for _ in range(3)]
+    prompts = [prompt(row) for row in rows]
+    assert len(alive) == 9 and most == 2
+    monkeypatch.undo()
+    loaded = [load_image(folder / f"{name}.png") for name in COLORS]
+    assert torch.equal(prompts[2].pixel_values, PROCESSOR(rows[2].messages, loaded).pixel_values)
+    assert box_columns(rows[:1], prompts[:1], PROCESSOR, 1)["image_sizes"] == [(56, 28)] and len(alive) == 9

@@ -1,0 +1,107 @@
+"""Several files of rows: which rows of each, how often, and which rewards judge them."""
+
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import yaml
+from runs import write_lines
+
+from minivlmrl.config.loading import RunConfig
+from minivlmrl.data.loader import DataSection, load_datasets
+from minivlmrl.data.mixture import FileSection, mix, read_mix, sample
+
+STRATEGIES = {  # what VLM-R1's loader takes of the rows 0 to 6
+    **{name: [0, 1, 2, 3, 4, 5, 6] for name in ("all", "first:9", "end:9")},
+    "first:3": [0, 1, 2], "first:50%": [0, 1, 2, 3], "end:2": [5, 6], "end:10%": [6],
+}  # fmt: skip
+
+
+def test_first_and_end_take_the_rows_that_vlm_r1_takes():
+    assert {strategy: sample(strategy, 7) for strategy in STRATEGIES} == STRATEGIES
+
+
+def test_random_is_the_same_for_every_run():
+    assert sample("random:3", 100) == sample("random:3", 100) and len(set(sample("random:3%", 100))) == 3
+
+
+@pytest.mark.parametrize("strategy", ["some:3", "first", "all:3", "end:-1", "first:2.5"])
+def test_other_strategies_are_named(strategy):
+    with pytest.raises(ValueError, match=f"sampling '{strategy}' must be all, first:N"):
+        sample(strategy, 7)
+
+
+@pytest.mark.parametrize(("weight", "rows"), [(1, "abcd"), (2, "aabbccdd"), (0.5, "ac"), (1.5, "abcdac")])
+def test_a_weight_says_how_often_a_pass_has_a_row(weight, rows):
+    mixed = mix(["abcd", "xy"], [FileSection("1", weight), FileSection("2")])
+    assert "".join(mixed) == rows + "xy"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """a.jsonl with 4 rows and b.jsonl with 2, whose images are in another folder."""
+    (tmp_path / "elsewhere").mkdir()
+    PIL.Image.new("RGB", (8, 8)).save(tmp_path / "elsewhere" / "b.png")
+    a = [{"problem": f"a{i}", "solution": "1", "completion": "1"} for i in range(4)]
+    b = [{"problem": f"b{i}", "image": "b.png", "completion": "1"} for i in range(2)]
+    for name, rows in (("a", a), ("b", b)):
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    return tmp_path
+
+
+def load(stages=None, stage_files=(), **data):
+    own = {stage: str(file) for stage, file in dict(stage_files).items()}
+    run = RunConfig(data=DataSection(files=own, **data), rewards={"accuracy": 1.0, "format": 0.5})
+    return load_datasets(run, stages or {"grpo": "prompts"}, ["solution"])
+
+
+def problems(rows):
+    return [row.columns["problem"] for row in rows]
+
+
+def test_files_have_weights_image_roots_and_rewards(files):
+    b = FileSection(str(files / "b.jsonl"), 2.0, "end:1", str(files / "elsewhere"), ["format"])
+    rows = load(train=[FileSection(str(files / "a.jsonl")), b])["grpo"]
+    assert problems(rows) == ["a0", "a1", "a2", "a3", "b1", "b1"]
+    assert [row.columns.get("row_rewards") for row in rows][3:5] == [None, ["format"]]
+    assert rows[4].images[0].size == (8, 8)
+    with pytest.raises(ValueError, match=r"b\.jsonl: the recipe has no reward 'iou'; there are: accuracy, format"):
+        load(train=[FileSection(str(files / "b.jsonl"), rewards=["iou"])])
+    with pytest.raises(ValueError, match=r"b\.jsonl: 2 file\(s\) that its rows name are not in .*\(data\.image_root\)"):
+        load(train=[FileSection(str(files / "b.jsonl"), rewards=["format"])])
+
+
+def test_a_file_has_a_prompt_template_of_its_own(files):
+    sections = [FileSection(str(files / "a.jsonl"), prompt_template="{problem}?"), FileSection(str(files / "a.jsonl"))]
+    rows = load(train=sections, prompt_template="Say: {problem}")["grpo"]
+    assert [rows[i].messages[-1]["content"][-1]["text"] for i in (0, 4)] == ["a0?", "Say: a0"]
+
+
+def test_the_yaml_of_vlm_r1_is_read(files, monkeypatch):
+    listed = [{"json_path": "a.jsonl", "sampling_strategy": "end:2"}, {"json_path": str(files / "a.jsonl")}]
+    (files / "mix.yaml").write_text(yaml.safe_dump({"datasets": listed}))
+    rows = load(train_file=str(files / "mix.yaml"))["grpo"]
+    assert problems(rows) == ["a2", "a3", "a0", "a1", "a2", "a3"]
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    ({}, "datasets is missing"),
+    ({"datasets": [{"sampling_strategy": "all"}]}, r"datasets\.json_path is missing"),
+    ("{", "not YAML"),
+])  # fmt: skip
+def test_a_wrong_yaml_is_named(tmp_path, content, says):
+    (tmp_path / "mix.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=rf"mix\.yaml: {says}"):
+        read_mix(Path(tmp_path / "mix.yaml"))
+
+
+def test_stages_may_have_files_of_their_own(files):
+    stages, own = {"sft": "demonstrations", "grpo": "prompts"}, {"sft": files / "b.jsonl"}
+    options = {"train_file": str(files / "a.jsonl"), "image_root": str(files / "elsewhere")}
+    rows = load(stages, own, **options)
+    assert (problems(rows["sft"]), problems(rows["grpo"])) == (["b0", "b1"], ["a0", "a1", "a2", "a3"])
+    rows = load(stages, own | {"grpo": files / "a.jsonl"}, image_root=options["image_root"])
+    assert problems(rows["grpo"]) == ["a0", "a1", "a2", "a3"]
+    for wrong in ({"task": "shapes"}, {}):
+        with pytest.raises(ValueError, match=r"data: set either data\.task"):
+            load(stages, own, **wrong)

@@ -1,0 +1,184 @@
+"""Files of rows: every format gives the same rows, and what is wrong with one is named."""
+
+import csv
+import json
+import math
+from datetime import date, time
+from decimal import Decimal
+
+import pytest
+from runs import write_lines
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.row_files import open_rows
+from minivlmrl.files import find_folder
+
+ROWS = [
+    {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
+    {"problem": "d", "solution": "2", "images": []},
+    {"problem": "e", "solution": "false", "images": ["z.png"]},
+]
+
+
+def save_csv(path, delimiter=","):
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(ROWS[0])
+        writer.writerows([row["problem"], row["solution"], json.dumps(row["images"])] for row in ROWS)
+
+
+def save_tables(folder):
+    """The same rows as a parquet file of two groups and a parquet repository."""
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, folder / "rows.parquet", row_group_size=2)
+    for name, part in (("train-00000-of-00002", table[:1]), ("train-00001-of-00002", table[1:])):
+        (folder / "repository" / "data").mkdir(parents=True, exist_ok=True)
+        pq.write_table(part, folder / "repository" / "data" / f"{name}.parquet")
+
+
+@pytest.fixture
+def files(tmp_path):
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    (tmp_path / "lines.jsonl").write_text("\ufeff" + "\n\n".join(lines))
+    (tmp_path / "list.json").write_text("\ufeff" + json.dumps(ROWS, ensure_ascii=False))
+    (tmp_path / "pretty.json").write_text(json.dumps(ROWS, ensure_ascii=False, indent=2))
+    save_csv(tmp_path / "cells.csv")
+    save_csv(tmp_path / "cells.tsv", "\t")
+    (tmp_path / "imagefolder").mkdir()
+    (tmp_path / "imagefolder" / "metadata.jsonl").write_text("\n".join(lines))
+    save_tables(tmp_path)
+    return tmp_path
+
+
+NAMES = "lines.jsonl list.json pretty.json cells.csv cells.tsv imagefolder rows.parquet repository"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_format_gives_the_same_rows(files, name):
+    rows = open_rows(files / name)
+    assert list(rows) == ROWS and len(rows) == 3
+    assert [rows[i] for i in (2, 0, 1)] == [ROWS[2], ROWS[0], ROWS[1]]
+
+
+def test_a_row_is_named_by_its_line(files):
+    lines = {"lines.jsonl": ":5", "list.json": ":1", "pretty.json": ":15", "cells.csv": ":5", "rows.parquet": ": row 2"}
+    assert {name: open_rows(files / name).where(2) for name in lines} == {n: f"{files / n}{lines[n]}" for n in lines}
+
+
+DEEP = "[" * 100_000
+WRONG = {  # content: what its error says after the file's name
+    '{"problem": "a"}\n{"problem": ': r":2: not JSON \(Expecting value",
+    '[{"problem": "a"}, {"problem"}]': r":1: not JSON \(Expecting ':'",
+    '[\n{"problem": "a"},\n3]': r":3: a row is 3, it must be an object with columns",
+    '[{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
+    "[]": ": has no rows",
+}
+
+
+@pytest.mark.parametrize("content", WRONG, ids=lambda content: content[:30])
+def test_a_wrong_file_is_named(tmp_path, content):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(ValueError, match=r"rows\.json" + WRONG[content]):
+        FileDataset(tmp_path / "rows.json")
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    for name in ("rows.jsonl", "rows.csv"):
+        (tmp_path / name).write_bytes('problem\n{"problem": "é"}\n'.encode("latin-1")[8 * name.endswith("l") :])
+        with pytest.raises(ValueError, match=rf"{name}:\d: not UTF-8 \(.*\); save it as UTF-8"):
+            FileDataset(tmp_path / name)
+
+
+def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
+    (tmp_path / "rows.csv").write_text("problem,label,margin\na,TRUE,1.5\nb,c,d,e\n")
+    assert open_rows(tmp_path / "rows.csv")[0] == {"problem": "a", "label": True, "margin": 1.5}
+    (tmp_path / "deep.csv").write_text(f'problem,images\na,"{DEEP}"\n')
+    for name, says in (
+        ("rows", r"3: has 4 cells, the first line 3 names; quote a cell that has"),
+        ("deep", "2: column 'images': not JSON that can be read: .* too deep"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}\.csv:{says}"):
+            FileDataset(tmp_path / f"{name}.csv")
+
+
+def test_a_line_separator_inside_a_text_ends_no_row(tmp_path):
+    """JSON allows U+2028 as it is, and csv a line break in quotes; str.splitlines would cut both."""
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a\u2028b"}\r\n\r\n{"problem": "c"}\n', encoding="utf-8")
+    (tmp_path / "rows.csv").write_text('problem\n"a\u2028b"\n"c\nd"\ne\n', encoding="utf-8")
+    lines, cells = open_rows(tmp_path / "rows.jsonl"), open_rows(tmp_path / "rows.csv")
+    assert [row["problem"] for row in lines] == ["a\u2028b", "c"] and lines.where(1).endswith(":3")
+    assert [row["problem"] for row in cells] == ["a\u2028b", "c\nd", "e"] and cells.where(2).endswith(":5")
+
+
+def test_a_folder_that_is_no_dataset_is_named(files):
+    (files / "imagefolder" / "more.csv").write_text("")
+    (files / "dict" / "train").mkdir(parents=True)
+    (files / "dict" / "train" / "state.json").write_text("{}")
+    (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
+    for name, says in {
+        "imagefolder": "a folder must hold a dataset or one file of rows; its files of rows: metadata.jsonl, more.csv",
+        "dict": r"dict: a folder of save_to_disk; save it by datasets.load_from_disk\(...\).to_parquet",
+        "repository": "repository: has parquet files of test, train; one a folder",
+        "repository/data/test-0.parquet": "test-0.parquet: cannot be read .Parquet file size is 0 bytes",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            open_rows(files / name)
+
+
+def test_a_number_that_is_none_is_missing(tmp_path):
+    """pandas writes NaN where there is nothing, also into tables: no model is asked to answer nan."""
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"problem": "a", "solution": 1.5, "more": [1.0]},
+        {"problem": "b", "solution": math.nan, "more": [math.inf]},
+    ]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name, where in (("rows.jsonl", ":2"), ("rows.parquet", ": row 1")):
+        read = FileDataset(tmp_path / name)
+        assert [row.columns["solution"] for row in read] == [1.5, None]
+        with pytest.raises(
+            ValueError, match=rf"{where}: column 'solution' is missing; the row has .'more', 'problem'.;"
+        ):
+            FileDataset(tmp_path / name, required=("problem", "solution"))
+    assert FileDataset(tmp_path / "rows.jsonl")[1].columns["more"] == [None]
+
+
+def test_what_json_does_not_have_is_text(tmp_path):
+    """A date as a solution would end a run where its first completions are logged."""
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    row = {"date": date(2020, 1, 2), "inside": [{"at": time(3, 4)}], "price": Decimal("1.50"), "image": b"bytes"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    plain = {"date": "2020-01-02", "inside": [{"at": "03:04:00"}], "price": "1.50", "image": b"bytes"}
+    assert list(open_rows(tmp_path / "rows.parquet")) == [plain]
+    pq.write_table(pa.table({"date": pa.array([10**8], pa.date32())}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 0: cannot be read \(date value out of range\)"):
+        list(open_rows(tmp_path / "rows.parquet"))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table([[1], [2]], ["a", "a"]), tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("a,b, a,,\n1,2,3\n")
+    for name in ("rows.parquet", "rows.csv"):
+        with pytest.raises(ValueError, match=rf"{name}: has two columns 'a'; rename one"):
+            open_rows(tmp_path / name)
+
+
+def test_a_path_that_no_file_system_takes_is_no_file(home):
+    for name in ("image_root", "train_file"):
+        path = load_config(home / "recipe.yaml", [f"--data.{name}={'x' * 3000}"]).data
+        with pytest.raises(ValueError, match="no such file of rows"):
+            open_rows(getattr(path, name))
+    with pytest.raises(ValueError, match="no such folder"):
+        find_folder("x" * 3000)

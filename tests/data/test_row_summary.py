@@ -1,0 +1,56 @@
+"""Rows are counted and their prompts measured without decoding images."""
+
+import PIL.Image
+import pytest
+from runs import write_lines
+
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.mixture import Picked
+from minivlmrl.data.row_summary import summary
+from minivlmrl.data.rows import Processor
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """rows([(size, ...), ...]): rows of images of these sizes."""
+
+    def rows(*sizes):
+        made = []
+        for number, shown in enumerate(sizes):
+            made.append({"problem": "What?", "images": [f"{number}_{i}.png" for i in range(len(shown))]})
+            for name, size in zip(made[-1]["images"], shown, strict=True):
+                PIL.Image.new("RGB", size).save(tmp_path / name)
+        write_lines(tmp_path / "rows.jsonl", made)
+        return FileDataset(tmp_path / "rows.jsonl")
+
+    return rows
+
+
+def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
+    made = rows(*[[(28, 28)]] * 3, [(14, 14), (70, 28)], [], [])
+    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in range(6)]
+    monkeypatch.setattr(PIL.Image.Image, "resize", None)  # calling it would fail
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_prepare", None)
+    counted = "6 (3 with 1 image, 1 with 2 images, 2 with no image)"
+    assert summary(made, PROCESSOR) == f"{counted}; prompts of {min(lengths)} to {max(lengths)} tokens"
+    assert max(lengths) - min(lengths) == 1 + 10 + 4  # image tokens, and two around each image
+
+
+def test_of_many_rows_some_are_measured(rows):
+    length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
+    task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
+    assert summary(Shapes(1000, "x"), PROCESSOR) == task
+    assert summary(Picked([rows([], [], [])], [(0, 0), (0, 2)]), PROCESSOR).startswith(
+        "2 picked out of 3 in 1 file(s); prompts of"
+    )
+
+
+def test_videos_are_counted_and_not_opened(tmp_path):
+    lines = [{"problem": "a", "video": ["data:,1"]}, {"problem": "a", "video": ["data:,2"]}]
+    write_lines(tmp_path / "rows.jsonl", lines)
+    assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2 with 1 video"

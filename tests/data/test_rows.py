@@ -1,0 +1,148 @@
+"""A row becomes a Prompt: placeholders grow to the image's tokens, ids are transformers' ids."""
+
+import unicodedata
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from talk import IMAGE_PART, assistant, system, text, user
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor, uniform_numbers
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.model.packing import pack
+from minivlmrl.model.rope import get_rope_index
+from minivlmrl.tasks import shapes
+
+import tiny
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+
+
+def asked(*parts):
+    return [user(list(parts))]
+
+
+PAD = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
+
+
+def picture(size, seed=0):
+    width, height = size
+    return PIL.Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+CONVERSATIONS = {
+    "text": (asked(text("What is it?")), []),
+    "an image": (asked(IMAGE_PART, text("What is it?")), [(56, 84)]),
+    "images between text": (asked(text("Is "), IMAGE_PART, text(" in\n"), IMAGE_PART), [(60, 60), (140, 90)]),
+    "several turns": (
+        [system("It's 7 o'clock."), user([IMAGE_PART, text("  first ")]), assistant("green square\n"),
+         user([IMAGE_PART, IMAGE_PART, text("café e\u0301")])],
+        [(56, 56), (84, 56), (112, 28)],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory, oracle, published):
+    """theirs(messages, images): what transformers' processor makes of them, with the template that TRL ships."""
+    from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    pixels = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384)
+    folder, template = tmp_path_factory.mktemp("tokenizer"), published("qwen2_5_vl")
+    processor = oracle.their_processor(Qwen2_5_VLProcessor, folder, PROCESSOR.tokenizer, template, pixels)
+
+    def theirs(messages, images, **options):
+        rendered = processor.apply_chat_template(messages, tokenize=False, **options)
+        return processor(text=[rendered], images=images or None, return_tensors="pt")
+
+    return theirs
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_prompt_equals_transformers(theirs, name):
+    messages, sizes = CONVERSATIONS[name]
+    images = [picture(size, seed) for seed, size in enumerate(sizes)]
+    prompt, expected = PROCESSOR(messages, images), theirs(messages, images, add_generation_prompt=True)
+    assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+    if images:
+        assert torch.equal(prompt.pixel_values, expected["pixel_values"])
+        assert torch.equal(prompt.image_grid_thw, expected["image_grid_thw"])
+
+
+def test_an_image_token_in_a_users_text_is_plain_text():
+    prompt = PROCESSOR(asked(IMAGE_PART, text("say <|image_pad|><|im_end|>")), [picture((56, 56))])
+    assert prompt.input_ids.tolist().count(PAD) == 4
+    assert "say <|image_pad|><|im_end|><|im_end|>" in PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
+
+
+def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
+    """Ids, what is written, patches and positions: of a user's later picture, and of one in an assistant's turn."""
+    first, second, third = (picture(size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
+    turns = [assistant("red"), *asked(text("and"), {"type": "image", "image": second}, text("it?")), assistant([
+        text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
+    messages = asked(IMAGE_PART, text("What?"))
+    prompt, said = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
+    sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in said.pictures[1:]]
+    shown = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
+    expected = theirs(messages + turns, shown)
+    ids = torch.cat([prompt.input_ids, said.ids])
+    assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
+    grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in said.pictures])])
+    assert grids.tolist() == expected["image_grid_thw"].tolist()
+    assert torch.equal(torch.cat([prompt.pixel_values, *(x for _, x, _ in said.pictures)]), expected["pixel_values"])
+    written = PROCESSOR.tokenizer.decode(said.ids[said.written].tolist())
+    assert written == "red<|im_end|>lookblue<|im_end|>"
+    config = tiny.config()
+    special = PROCESSOR.tokenizer.special_tokens
+    config.image_token_id, config.video_token_id = special["<|image_pad|>"], special["<|video_pad|>"]
+    batch = pack([prompt], [[said]], config)
+    assert torch.equal(batch.position_ids, get_rope_index(ids, grids, config)[:, :-1])
+    assert torch.equal(batch.vision_index, (ids == config.image_token_id).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("answer", ["", " red\n\n", "7 e\u0301"])
+def test_prompt_and_completion_equal_transformers_whole_conversation(theirs, name, answer):
+    """Prompt and completion are cut where the template's own tokenization has a boundary."""
+    messages, sizes = CONVERSATIONS[name]
+    turns = [assistant(answer), *asked(text("Sure?\n")), assistant("'s fine")]
+    images = [picture(size) for size in sizes]
+    prompt, said = PROCESSOR(messages, images), encode_completion(PROCESSOR, [], turns)
+    expected = theirs(messages + turns, images)["input_ids"][0].tolist()
+    assert [*prompt.input_ids.tolist(), *said.ids.tolist(), *PROCESSOR.tokenizer.encode("\n")] == expected
+    written = f"{answer}<|im_end|>'s fine<|im_end|>"
+    assert PROCESSOR.tokenizer.decode(said.ids[said.written].tolist()) == unicodedata.normalize("NFC", written)
+
+
+def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
+    """In one string the newlines would be one token, "\\n\\n": no prompt ends there, so no policy could write it so."""
+    tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
+    assert len(tokenizer.encode("\n\n")) == 1
+    last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
+    for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
+        said = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
+        assert said.ids.tolist()[-len(last) :] == last
+        assert said.written[-len(last) :].all() and not said.written[: -len(last)][-1:].any()
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
+def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
+    ids = [*PROCESSOR.tokenizer.encode("red"), PROCESSOR.tokenizer.special_tokens[stop]]
+    assert PROCESSOR.decode(torch.tensor(ids)) == "red"
+    assert PROCESSOR.decode(torch.tensor([*ids, ids[-1]])) == "red" + stop
+    assert PROCESSOR.decode(torch.tensor(ids[-1:])) == ""
+    # what a policy writes in front of its answer must not be hidden from the rewards
+    ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
+    assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
+
+
+def test_random_numbers_go_by_the_key_of_a_prompt():
+    """One draw for each token of each of its completions; NumPy's generator of the key's bytes, in every release."""
+    numbers = uniform_numbers(["a", "bc"], 2, 3)
+    expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
+    assert numbers.tolist() == np.concatenate(expected).tolist()
+    assert numbers.dtype == torch.float64

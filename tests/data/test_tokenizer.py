@@ -1,0 +1,133 @@
+"""The tokenizer: text survives it, it agrees with transformers, and control tokens come in by id only."""
+
+import json
+import unicodedata
+
+import pytest
+
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from minivlmrl.tasks import shapes
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TINY = shapes.tokenizer()
+CONTROL_IDS = {TINY.special_tokens[token] for token in SPECIAL_TOKENS}
+
+ORDINARY = [
+    "What is it?",
+    " <think>I see green</think><answer>green square</answer>",
+    "It's 1234.5 metres;  they'LL\t\tsay:\n\n  'so what?' \r\n",
+    "日本語とEnglish mixed — naïve café, e\u0301 → é, ﬁ, Ω",
+    "emoji 👩‍👩‍👧 🇫🇷 and \x00 control \x7f characters",
+    "def f(x):\n    return {x: [1, 2]}  # comment\n",
+]
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_text_comes_back(text):
+    """Up to NFC, Qwen2's normalisation: e + accent and é are one text to it."""
+    assert TINY.decode(TINY.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+@given(st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", "im_start", "|", "<", " ", "x", "\n"]), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_no_text_becomes_a_control_token(parts):
+    text = "".join(parts)
+    ids = TINY.encode(text)
+    assert not CONTROL_IDS & set(ids)
+    assert TINY.decode(ids) == text
+
+
+def test_training_keeps_to_the_vocabulary_size_and_control_tokens_are_the_last_ids_in_qwens_order():
+    assert [TINY.special_tokens[token] for token in SPECIAL_TOKENS] == list(range(len(TINY) - 14, len(TINY)))
+    assert len(train_tokenizer(["a a a b b ab ab"], vocab_size=256 + 14)) == 270  # bytes and control tokens, no merge
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_equals_transformers(tmp_path, kind, transformers):
+    TINY.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    theirs = getattr(transformers, kind).from_pretrained(tmp_path)
+    assert len(theirs) == len(TINY)
+    assert {token: theirs.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS} == TINY.special_tokens
+    for text in ORDINARY:
+        assert theirs(text)["input_ids"] == TINY.encode(text)
+        assert theirs.decode(TINY.encode(text), clean_up_tokenization_spaces=False) == TINY.decode(TINY.encode(text))
+
+
+def test_vocabulary_and_merges_alone_are_not_read_and_what_to_do_is_said(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: no such file; .*save_pretrained.* writes it from vocab"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+SAVED = json.loads(TINY.backend.to_str())
+
+
+def load(folder, content):
+    """A tokenizer from a file with this content, bytes or something to be written as JSON."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (folder / "tokenizer.json").write_bytes(data)
+    return load_tokenizer(folder / "tokenizer.json")
+
+
+def test_what_a_file_adds_to_every_text_is_not_kept(tmp_path):
+    """The length of a training run that saved it, and tokens put around each text."""
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, piece], "pair": []}
+    token = {"id": "<|im_end|>", "ids": [TINY.special_tokens["<|im_end|>"]], "tokens": ["<|im_end|>"]}
+    template |= {"pair": [*template["single"], {"Sequence": {"id": "B", "type_id": 1}}]}
+    for added in (
+        {"truncation": cut, "padding": fill | {"pad_token": "<|endoftext|>"}},
+        {"post_processor": template | {"special_tokens": {"<|im_end|>": token}}},
+    ):
+        for text in ("", "a", "more than four tokens, and than nine"):
+            assert load(tmp_path, SAVED | added).encode(text) == TINY.encode(text)
+
+
+def test_qwens_control_tokens_are_control_tokens_whatever_the_file_calls_them(tmp_path):
+    words = [{**token, "special": False} for token in SAVED["added_tokens"]]
+    loaded = load(tmp_path, SAVED | {"added_tokens": words})
+    assert loaded.encode("<|im_end|>") == TINY.encode("<|im_end|>")
+    assert loaded.special_tokens == TINY.special_tokens and len(loaded) == len(TINY)
+
+
+def test_added_tokens_are_words_unless_they_are_special(tmp_path):
+    new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    word, control = ({**new, "id": len(TINY) + i, "content": f"<{i}>", "special": bool(i)} for i in range(2))
+    loaded = load(tmp_path, SAVED | {"added_tokens": [*SAVED["added_tokens"], word, control]})
+    assert loaded.encode("a<0>") == [*TINY.encode("a"), len(TINY)]
+    assert loaded.encode("a<1>") == TINY.encode("a<1>")
+    assert loaded.special_tokens == TINY.special_tokens | {"<1>": len(TINY) + 1}
+    assert list(TINY.special_tokens) == list(SPECIAL_TOKENS)
+
+
+MODEL = SAVED["model"]
+VOCABULARY = {token: i for token, i in MODEL["vocab"].items() if token != "z"}
+MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
+
+
+@pytest.mark.parametrize("changed, reason", [
+    ({"model": MODEL | {"vocab": VOCABULARY | {"z": VOCABULARY["a"]}}}, "two of its tokens have the same id"),
+    ({"model": MODEL | {"vocab": VOCABULARY, "merges": MERGES}}, "1 of the 256 bytes are no tokens of it"),
+    ({"normalizer": {"type": "Lowercase"}}, "it turns .Hello .* into .hello "),
+    ({"added_tokens": [t for t in SAVED["added_tokens"] if t["content"] != "<|vision_pad|>"]},
+     r"control token <\|vision_pad\|> is missing"),
+    # its Rust code takes the prefix's length from that of a merged token: an exception that is no Exception
+    ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
+])  # fmt: skip
+def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{reason or 'not a readable'}"):
+        load(tmp_path, SAVED | changed)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_surrogate_pair_is_no_text(text):
+    """JSON can spell it and Python can hold it; UTF-8 has none."""
+    with pytest.raises(ValueError, match=r"is no Unicode text: half of a surrogate"):
+        TINY.encode(text)

@@ -1,0 +1,251 @@
+"""Videos: sampled frames, sizes and patches as qwen-vl-utils and transformers have them, and damaged files."""
+
+import io
+import sys
+import tempfile
+import wave
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+from record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
+
+from minivlmrl.data import video as video_module
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import RESIZE
+from minivlmrl.data.video import Video, frame_size, load_video, sample_indices
+
+import tiny
+
+PROCESSOR = ImageProcessor()
+
+
+def moving(count, height=24, width=32):
+    """Frames that differ everywhere: (7 row + 13 column + 29 channel + 17 frame) mod 256."""
+    t, y, x, c = np.ogrid[:count, :height, :width, :3]
+    return ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
+
+
+def pictures(frames):
+    return [PIL.Image.fromarray(frame) for frame in frames]
+
+
+@pytest.mark.parametrize(("video", "options", "message"), [
+    ((100, 30), {"nframes": 1}, "0 frames would be taken of a video of 100"),
+    ((100, 30), {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
+    ((100, 30), {"video_start": 1.0, "video_end": 1.0}, "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
+    ((0, 30), {}, "nothing to show"),
+])  # fmt: skip
+def test_a_wrong_choice_of_frames_is_refused(video, options, message):
+    with pytest.raises(ValueError, match=message):
+        sample_indices(*video, **options)
+
+
+def test_sampling_equals_qwen_vl_utils(fused_linspace):
+    """2,000 videos and options: the frames, their rate to the last bit, and which are refused."""
+    cases = recorded("qwen_vl_utils_0.0.14")["sampling"]
+    assert len(cases) == 2000
+    for (total, video_fps, options), expected in zip(sampling_cases(), cases, strict=True):
+        made = attempt(sample_indices, total, video_fps, **options)
+        found = made and [len(made[0]), digest(made[0]), made[1]]
+        assert found == expected, (total, video_fps, options)
+
+
+def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
+    cases, zeros = recorded("qwen_vl_utils_0.0.14")["frame_sizes"], 0
+    assert len(cases) == 2000
+    for (nframes, height, width, options), expected in zip(frame_size_cases(), cases, strict=True):
+        made = attempt(frame_size, PROCESSOR, nframes, height, width, **options)
+        if expected and 0 in expected:
+            zeros += 1
+            assert list(made) == [max(28, side) for side in expected]
+        else:
+            assert made == (expected and tuple(expected)), (nframes, height, width, options)
+    assert zeros < 10
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"pixels": 2}, "unknown key pixels; did you mean min_pixels or max_pixels or total_pixels"),
+    ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
+    ({"resized_width": 100}, "resized_height and resized_width belong together"),
+])  # fmt: skip
+def test_a_wrong_size_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Video(pictures(moving(26)), 2.0).patches(PROCESSOR, **options)
+
+
+def test_patches_equal_transformers_video_processor_bit_for_bit():
+    cases = recorded("torchvision_0.28.0")["videos"]
+    assert len(cases) == 24
+    for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
+        processor = ImageProcessor(**options, min_pixels=196, resize=RESIZE["torch"])
+        pixel_values, image_grid_thw, seconds = Video(pictures(frames), 4.0).patches(
+            processor, **bounds, total_pixels=10**9
+        )
+        assert list(image_grid_thw) == grid and seconds == 0.5
+        assert digest(pixel_values) == expected, (frames.shape, options, bounds)
+
+
+@pytest.mark.parametrize(("frames", "fps", "message"), [
+    ([], 2.0, "a video without frames or pixels has nothing to show"),
+    ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels, frame 0 4 x 5"),
+])  # fmt: skip
+def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
+    with pytest.raises(ValueError, match=message):
+        Video(frames, fps).patches(PROCESSOR)
+
+
+def test_a_list_of_frames_is_taken_whole(tmp_path):
+    frames = moving(3)
+    for number, frame in enumerate(frames):
+        PIL.Image.fromarray(frame).save(tmp_path / f"{number}.png")
+    sources = ["0.png", tmp_path / "1.png", (tmp_path / "2.png").read_bytes()]
+    video = load_video(sources, tmp_path)
+    assert video.fps == 2.0 and np.array_equal(video.frames, frames)
+    assert load_video(sources, tmp_path, fps=0.5).fps == 0.5
+
+
+def test_what_chooses_frames_of_a_file_does_not_apply_to_a_list():
+    with pytest.raises(ValueError, match="video_end chooses frames of a file"):
+        load_video(["a.png"] * 4, video_end=2)
+
+
+def encoded(frames, *kind, rate=30, **options):
+    """A video file in memory; ffv1, rawvideo, png and libx264rgb at qp 0 lose nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "video")
+        tiny.write_video(path, frames, rate, *(kind or LOSSLESS[0]), **options)
+        return path.read_bytes()
+
+
+LOSSLESS = [
+    ("matroska", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mov", "png", "rgb24"), ("mp4", "libx264rgb", "rgb24"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSSLESS, ids=" ".join)
+def test_the_frames_of_a_file_are_those_that_were_written(kind):
+    frames = moving(50)
+    content = encoded(frames, *kind, rate=15)
+    for options, indices, fps in (
+        ({}, [0, 10, 20, 29, 39, 49], 6 / 50 * 15),
+        ({"video_start": 0.51, "video_end": 1.49, "fps": 8}, [8, 10, 12, 14, 16, 18, 20, 22], 8 / 15 * 15),
+        ({"nframes": 50}, list(range(50)), 15),
+    ):
+        video = load_video(content, **options)
+        assert np.array_equal(video.frames, frames[indices]) and video.fps == fps
+
+
+def test_every_kind_of_source_gives_the_same_video(tmp_path):
+    """A name that FFmpeg would take for a recipe is a file's name."""
+    frames, path = moving(4), tmp_path / "concat:a|b.mkv"
+    path.write_bytes(encoded(frames))
+    for source in (path.name, path, f"file://{path}", path.read_bytes()):
+        assert np.array_equal(load_video(source, tmp_path).frames, frames)
+
+
+def test_a_turned_video_is_shown_upright():
+    """A phone held upright stores lying frames and how to turn them (degrees against the clock)."""
+    frames = moving(4)
+    for rotation, turns in ((90, 1), (180, 2), (-90, 3)):
+        video = load_video(encoded(frames, *LOSSLESS[-1], rotation=rotation))
+        assert np.array_equal(video.frames, np.rot90(frames, turns, axes=(1, 2)))
+    with pytest.raises(ValueError, match=r"turned by (29|30) degrees"):
+        load_video(encoded(frames, *LOSSLESS[-1], rotation=30))
+
+
+def test_colours_follow_the_matrix_that_the_file_names(av):
+    """A green of BT.709 is another YUV than that of BT.601; either comes back as it was."""
+    green = np.full((4, 32, 32, 3), (20, 200, 40), np.uint8)
+    for matrix in ("ITU709", "ITU601"):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mp4") as file:
+            stream = file.add_stream("libx264", rate=10)
+            stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv444p"
+            stream.codec_context.colorspace = {"ITU709": 1, "ITU601": 6}[matrix]
+            for frame in green:
+                frame = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                frame = frame.reformat(format="yuv444p", dst_colorspace=matrix, dst_color_range="MPEG")
+                file.mux(stream.encode(frame))
+            file.mux(stream.encode())
+        assert np.abs(np.asarray(load_video(buffer.getvalue()).frames).astype(int) - green).max() <= 4
+
+
+def test_a_playlist_opens_no_other_file(tmp_path):
+    (tmp_path / "a.ts").write_bytes(encoded(moving(30), "mpegts", "mpeg2video", "yuv420p"))
+    assert len(load_video(tmp_path / "a.ts").frames) == 4
+    playlists = {
+        "a.m3u8": f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:1.0,\n{tmp_path}/a.ts\n#EXT-X-ENDLIST\n",
+        "a.txt": f"ffconcat version 1.0\nfile '{tmp_path}/a.ts'\n",
+    }
+    for name, content in playlists.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"{name}: cannot be read as a video"):
+            load_video(tmp_path / name)
+
+
+def test_a_file_without_pictures_is_named(tmp_path, av):
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(16_000))
+    with pytest.raises(ValueError, match=r"a\.wav: has no video stream"):
+        load_video(tmp_path / "a.wav")
+    for content in (b"", b"hello", b"\x1aE\xdf\xa3", b"\0\0\0\x20ftypisom"):
+        (tmp_path / "notes.mp4").write_bytes(content)
+        with pytest.raises(ValueError, match=r"notes\.mp4: cannot be read as a video"):
+            load_video(tmp_path / "notes.mp4")
+
+
+def test_without_pyav_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    message = r"^a\.mp4: video files need PyAV: pip install 'minivlmrl\[video\]'$"
+    with pytest.raises(ValueError, match=message):
+        load_video("a.mp4")
+
+
+def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(video_module, "MAX_VIDEO_PIXELS", 8 * 24 * 32 - 1)
+    content = encoded(moving(20))
+    assert len(load_video(content, nframes=6).frames) == 6
+    PIL.Image.new("RGB", (32, 24)).save(tmp_path / "a.png")
+    for source, options in ((content, {"nframes": 8}), ([tmp_path / "a.png"] * 8, {})):
+        with pytest.raises(ValueError, match="8 frames of 32 x 24 pixels are over 6143 together; take fewer or"):
+            load_video(source, **options)
+
+
+def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
+    content = encoded(moving(4))
+    monkeypatch.setattr(video_module, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
+    with pytest.raises(ValueError, match="frames of 32 x 24 pixels are over 767"):
+        load_video(content)
+    monkeypatch.setattr(video_module, "_check_size", lambda *_: None)  # the file claims little, its frames much
+    with pytest.raises(ValueError, match="cannot be read as a video"):
+        load_video(content)
+
+
+def test_frames_that_cannot_be_shown_are_not_counted(av):
+    """A stream that begins in the middle shows nothing until its first key frame: 28 frames from 39 packets."""
+    whole, headless = encoded(moving(40), "mpegts", "mpeg2video", "yuv420p"), io.BytesIO()
+    with av.open(io.BytesIO(whole)) as source, av.open(headless, "w", format="mpegts") as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        for packet in list(source.demux(video=0))[1:]:
+            if packet.size:
+                packet.stream = copy
+                target.mux(packet)
+    headless = headless.getvalue()
+    with av.open(io.BytesIO(headless)) as file:
+        assert sum(packet.size > 0 for packet in file.demux(video=0)) == 39
+    with av.open(io.BytesIO(headless)) as file:
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert len(shown) == 28
+    video = load_video(headless, nframes=4)
+    assert np.array_equal(video.frames, shown[[0, 9, 18, 27]])
+    assert video.fps == 4 / 28 * 30
+
+
+def test_a_video_whose_frames_change_size_is_refused():
+    wide, tall = (encoded(moving(8, *size), "mjpeg", "mjpeg", "yuvj420p") for size in ((16, 32), (32, 16)))
+    assert len(load_video(wide + wide, nframes=16).frames) == 16
+    with pytest.raises(ValueError, match="frame 8 has 16 x 32 pixels, frame 0 32 x 16"):
+        load_video(wide + tall, nframes=16)

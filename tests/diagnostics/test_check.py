@@ -1,0 +1,112 @@
+"""`check`: recipes that learn have no fault; tests/diagnostics/test_planted_faults.py plants them."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from runs import write_lines
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.folder_template import DEFAULT, ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.diagnostics import check
+from minivlmrl.rewards.registry import get_reward
+from minivlmrl.tasks import shapes
+
+RECIPES = ROOT / "recipes"
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in path.read_text()]
+
+
+@pytest.mark.parametrize("recipe", EMBEDDED)
+def test_recipes_that_learn_have_no_fault(recipe, capsys):
+    overrides = ["--num_threads=1", "--reward_model.path=null"]
+    if recipe == "shapes_distill":
+        overrides.append("--distill.teacher=null")  # of a run before it
+    assert check.main([str(RECIPES / f"{recipe}.yaml"), *overrides]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing found" in out and "output:" not in out
+    asked = {"grpo", "ppo", "distill"} & set(load_config(RECIPES / f"{recipe}.yaml").stage_names)
+    assert ("no completions were drawn" in out) == bool(asked)
+
+
+def test_boxes_in_a_notation_that_no_reward_reads_are_named():
+    rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
+    processor = SimpleNamespace(answer="tags")
+    texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
+    [sentence] = check.unread_boxes(rewards, texts, processor)
+    assert sentence.startswith(
+        "1 of 4 answers, such as '{\"point_2d\": [1, 2]}', hold nothing that box_format reads; ask"
+    )
+    assert not list(check.unread_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
+    assert not list(check.unread_boxes([SimpleNamespace(name="accuracy")], texts, processor))
+
+
+def yes_or_no(num_yes, num_rows, folder):
+    """Rows of a file whose pictures are of one colour."""
+    PIL.Image.new("RGB", (28, 28)).save(folder / "0.png")
+    row = {"problem": "Is it?", "image": "0.png"}
+    lines = [row | {"solution": "yes" if number < num_yes else "no"} for number in range(num_rows)]
+    write_lines(folder / "rows.jsonl", lines)
+    return FileDataset(folder / "rows.jsonl")
+
+
+def constant_sentences(all_rows, names, drawn):
+    """What is said of a constant answer to the drawn rows of a file."""
+    rewards = [get_reward(name) for name in names]
+    rows = [all_rows[number] for number in drawn]
+    counts = Counter(check.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
+    trial = check.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
+    return list(check.check_rewards(trial, counts))
+
+
+def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):
+    """All 16 rows drawn say yes, of a file in which half do; and a file in which 9 of 10 do, with one no drawn."""
+    assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
+    [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
+    assert said.startswith("always writing '<think>hm</think><answer>yes</answer>' earns 0.90 of what right answers do")
+
+
+def test_a_reward_without_bound_is_measured_by_what_right_answers_earn(tmp_path):
+    (tmp_path / "long.py").write_text(
+        "def points(answer_texts, solution, **columns):\n"
+        "    return [25.0 * (a == s) - 5 for a, s in zip(answer_texts, solution)]\n"
+    )
+    names = [f"{tmp_path}/long.py:points"]
+    assert not constant_sentences(yes_or_no(30, 40, tmp_path), names, range(20, 36))
+    [said] = constant_sentences(yes_or_no(38, 40, tmp_path), names, range(23, 39))
+    assert "earns 0.94 of what right answers do" in said  # (20 * 38 - 5 * 2) / 40 of 20
+
+
+def test_one_long_demonstration_in_forty_is_found(tmp_path):
+    lines = [{"problem": "?", "completion": "red" if number else "red " * 40} for number in range(40)]
+    write_lines(tmp_path / "rows.jsonl", lines)
+    rows = FileDataset(tmp_path / "rows.jsonl")
+    assert lines[0]["completion"] not in [row.completion for row in check.spread(rows)]
+    config = load_config(RECIPES / "shapes.yaml", ["--sampling.max_new_tokens=20"])
+    [said] = check.check_answers(config, ["completion"], rows, PROCESSOR)
+    assert said == "a completion has 42 tokens, sampling.max_new_tokens is 20: raise it"
+    config.sampling.max_new_tokens = 42
+    assert not list(check.check_answers(config, ["completion"], rows, PROCESSOR))
+
+
+@pytest.mark.parametrize(("opened", "said"), [("<think>\n", False), ("<reasoning>\n", True), ("a < b > ", False)])
+def test_a_template_that_opens_another_tag_than_think(opened, said):
+    template = ChatTemplate(f"{DEFAULT}{opened}", "t")
+    sentences = list(check.check_template(replace(PROCESSOR, template=template)))
+    assert ["with <reasoning>" in sentence for sentence in sentences] == [True] * said
+
+
+def test_a_tool_without_a_docstring(tmp_path):
+    reset = "    def reset(self, **columns):\n        pass\n"
+    tools = "    def zoom(self, x: int):\n        'Zoom.'\n    def turn(self, x: int):\n        pass\n"
+    (tmp_path / "own.py").write_text(f"class Told:\n{reset}{tools}class Quiet(Told):\n    declare_tools = False\n")
+    [said] = check.check_tools(f"{tmp_path}/own.py:Told")
+    assert said.startswith("tool turn has no docstring")
+    assert not list(check.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check.check_tools(None))

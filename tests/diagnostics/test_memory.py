@@ -1,0 +1,268 @@
+"""The memory plan against tensors that are really there, on the CPU."""
+
+import contextlib
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.data.rows import Prompt
+from minivlmrl.diagnostics import memory
+from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, Work, plan
+from minivlmrl.distributed.fsdp import ShardingSection, copy_model, recompute_blocks
+from minivlmrl.distributed.micro_batching import pieces
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import read_json
+from minivlmrl.generation.filters import Filters, SamplingOptions
+from minivlmrl.generation.generate import draw_by, make_choose
+from minivlmrl.model.checkpoint import initialize, load_model
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.experts import chosen_experts
+from minivlmrl.model.families.routers import load_balancing_loss
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import dropout
+from minivlmrl.model.value_head import ValueModel
+from minivlmrl.run import loop
+from minivlmrl.run.optimizer import OptimizerSection, build_optimizer
+
+import tiny
+from tiny import pack
+
+BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
+LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
+WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
+MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
+CONFIGS = {
+    "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
+    "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
+}
+WORK = Work(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
+
+
+def run_config(**sections):
+    run = RunConfig(stages=["grpo"], sampling=SamplingOptions(max_new_tokens=WORK.completion_tokens), **sections)
+    run.grpo.num_generations, run.grpo.prompts_per_step, run.grpo.micro_batch_size = 3, 2, 2
+    return run
+
+
+FORMS = {
+    "all weights": [],
+    "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
+    "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
+    "LoRA of q and v on NF4": [
+        "--adapter.target=['.*[qv]_proj']",
+        *BFLOAT16,
+        "--adapter.quantize=nf4",
+        "--adapter.r=8",
+    ],
+    "a group divided": ["--grpo.max_tokens_per_micro_batch=300"],
+    "a critic": ["--ppo.critic=separate"],
+    "a critic, LoRA": ["--ppo.critic=separate", *LORA],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_peak_of_a_step(form, home, monkeypatch):
+    """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
+    monkeypatch.setattr("minivlmrl.kernels.shared_prefix.SHARED_BYTES", 0)
+    config = ModelConfig.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
+    stage = "ppo" if "critic" in form else "grpo"
+    sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
+    sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
+    run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
+    planned = plan(run, stage, Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
+    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
+    model = Costs(config).build(run, "grpo").to_empty(device="cpu")
+    if config.tie_word_embeddings:  # each of the two has got memory of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
+    initialize(model, torch.Generator().manual_seed(0))
+    critics = [ValueModel(copy_model(model))] if stage == "ppo" else []
+    models = torch.nn.ModuleList([model, *critics])
+    weights = [*models.parameters(), *models.buffers()]
+    if run.model.activation_checkpointing:
+        recompute_blocks(model)
+    completion = torch.randint(0, 400, (WORK.completion_tokens,))
+    most = run.grpo.max_tokens_per_micro_batch
+    piece = pieces([(len(ids), [len(completion)] * 3)] * 2, 2, most)[0]
+    assert len(piece) == (6 if most is None else 2)
+    prompts = len({i for i, _ in piece})
+    batch = pack([prompt] * prompts, [[completion] * min(3, len(piece))] * prompts, model.config)
+
+    def forward_and_backward():
+        with dropout(models, run.adapter.dropout, "plan"):
+            outputs = [per_token_logps(model, batch)[0], *(critic(batch) for critic in critics)]
+            sum(output.sum() for output in outputs).backward()
+
+    optimizer = build_optimizer(models, run.grpo, run.optimizer)
+    forward_and_backward()
+    gradients = [p.grad for p in models.parameters() if p.grad is not None]
+    with LiveBytes([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
+        forward_and_backward()
+    optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    found = {"weights": weights, "gradients": gradients, "optimizer": moments}
+    held = {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
+    planned["weights"] += planned.pop("critic", 0)
+    assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
+    measured = sum(held.values()) + live.peak + batch.pixel_values.nbytes
+    assert sum(size for name, size in planned.items() if name != "logits") == pytest.approx(measured, rel=0.1)
+
+
+ALL_FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("options, rel", [({}, 0.01), (ALL_FILTERS, 0.17)])
+def test_a_draw_takes_what_is_planned(options, rel):
+    sampling = SamplingOptions(**options)
+    logits = torch.randn(4, 151936)
+    warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
+    choose = make_choose(sampling, [], draw_by(torch.rand(4, 1, dtype=torch.float64)), warp)
+    with LiveBytes([]) as live:
+        choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
+    assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
+
+
+def test_what_an_option_saves():
+    """By hand, at 1000 parameters a layer or so: what is cut into shards, and what is not there at all."""
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
+    run = run_config(sharding=ShardingSection(enabled=True))
+    shared = plan(run, "grpo", costs, 4, *lengths)["train"]
+    for name in ("weights", "optimizer", "gradients"):
+        assert shared[name] == alone[name] / 4
+    assert "reference" not in alone
+    run = run_config()
+    run.grpo.beta = 0.1
+    assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == alone["weights"]
+    run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # a second copy, in its dtype
+    assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
+    run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
+    assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
+
+
+@pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.num_shared_layers=1", "reference.path"])
+def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
+    """Besides the policy; what both share has no gradients."""
+    option = f"reference.path={checkpoint}" if "path" in option else option
+    run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
+    planned = plan(run.algorithm.run, "dpo", Costs(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    found = {"reference": run.algorithm.reference.model.parameters(), "gradients": trained}
+    assert {name: planned[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
+
+
+def test_a_second_plan_is_that_of_a_new_process():
+    """What the tower keeps of grids counts in each: 43 MB of tables for 16 pictures of a 3B."""
+    costs = Costs(ModelConfig.from_dict(MODEL))
+    plans = [plan(run_config(), "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens) for _ in range(3)]
+    assert plans[1] == plans[2]
+    for name, items in plans[0].items():
+        assert plans[1][name] == pytest.approx(items, abs=1000)  # frequencies, made once
+
+
+def test_a_reward_model_of_another_size_is_planned_by_its_own_config(checkpoint):
+    run = run_config(rewards={"reward_model": 1.0})
+    run.reward_model.path = str(checkpoint)
+    costs = Costs(ModelConfig.from_dict(CONFIGS["wider"]))
+    planned = plan(run, "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens)["train"]["reward model"]
+    assert planned == sum(p.nbytes for p in load_model(checkpoint).parameters())
+
+
+@pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
+def test_pairs_without_a_reference_are_planned_without_it(option):
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    run = run_config()
+    kept = plan(run, "dpo", costs, 1, *lengths)
+    setattr(run.dpo, option, True)
+    lean = plan(run, "dpo", costs, 1, *lengths)
+    assert kept["train"].pop("reference") == kept["train"]["weights"]
+    assert lean == {"train": kept["train"]}
+
+
+@pytest.mark.parametrize("moments", [0, 1])
+def test_an_optimizer_of_a_file_is_planned_with_what_it_keeps(tmp_path, moments):
+    """SGD without momentum keeps nothing, with it as much as the weights, not AdamW's two moments."""
+    file = tmp_path / "my_opt.py"
+    file.write_text(
+        "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
+        "    return torch.optim.SGD(parameters, rate, momentum)\n"
+    )
+    run = run_config(optimizer=OptimizerSection(f"{file}:sgd(momentum=0.{9 * moments})"))
+    phases = plan(run, "grpo", Costs(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
+    assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A World of so many GPUs with so many GB each."""
+
+    def gpus(count, size):
+        properties = SimpleNamespace(total_memory=size * GB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return World(0, count, torch.device("cuda", 0))
+
+    return gpus
+
+
+def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
+    """By the same numbers as the command; the reserve alone is 3 GB."""
+    given = [f"--model.path={checkpoint}", "--model.config=null"]
+    run = load_config(home / "recipe.yaml", given)
+    memory.check_memory(run, gpus(1, 4))
+    with pytest.raises(
+        ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, and one has 2\.0: .*check_memory"
+    ):
+        memory.check_memory(run, gpus(2, 2))
+    memory.check_memory(load_config(home / "recipe.yaml", [*given, "--check_memory=false"]), gpus(2, 2))
+    memory.check_memory(load_config(home / "recipe.yaml", []), gpus(2, 2))  # random weights are as small as one likes
+    memory.check_memory(run, World())
+
+
+def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_path, monkeypatch):
+    """Before the first step; as many bytes as a state has, the earlier ones' room is taken as free."""
+    folder = tmp_path / "run"
+    given = ["--model.config=null", "--stages=[sft]", "--state_steps=2", f"--output_dir={folder}"]
+    run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
+    loop.start(run)
+    size = memory.state_bytes(run, "sft", Costs(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
+    for state in folder.glob("states/*"):
+        assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
+    sizes = r"sft saves 3 states of \S+ GB, and \S+ GB are free for \S+/new/run: make room"
+    refused = pytest.raises(ValueError, match=sizes)
+    for free, output, fits in ((3.5, "new/run", True), (2.9, "new/run", False), (1.5, "run", True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * size))
+        run.output_dir = str(tmp_path / output)
+        with contextlib.nullcontext() if fits else refused:
+            memory.check_memory(run, World())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_the_balance_of_experts_keeps_is_planned(recomputed, monkeypatch):
+    """The probabilities of all experts, here 256, of each token and layer, until the backward has come to them."""
+    sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
+    config = ModelConfig.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
+    costs, run = Costs(config), run_config()
+    run.model.activation_checkpointing = recomputed
+    model = costs.build(run, "grpo").to_empty(device="cpu")
+    initialize(model, torch.Generator().manual_seed(0))
+    if recomputed:
+        recompute_blocks(model)
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
+    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
+    batch = pack([prompt] * 2, [[torch.randint(0, 400, (WORK.completion_tokens,))] * 3] * 2, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    planned, measured = [], []
+    for weight in (1, 0):
+        planned.append(costs.activations(run, torch.nn.ModuleList([costs.build(run, "grpo")]), WORK, train=True))
+        with LiveBytes(held) as live:
+            with chosen_experts(model) as chosen:
+                loss = per_token_logps(model, batch)[0].sum()
+            (loss + load_balancing_loss(chosen().values()) if weight else loss).backward()
+        measured.append(live.peak)
+        monkeypatch.setattr(memory, "chosen_experts", lambda model: contextlib.nullcontext(dict))
+    assert planned[0] - planned[1] == pytest.approx(measured[0] - measured[1], rel=0.3)

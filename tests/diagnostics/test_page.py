@@ -1,0 +1,230 @@
+"""The page of a run: in a real browser it shows what the run's files say, and nothing in them can break it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from pytest import approx
+from runs import LETTERS, metrics, write_lines
+
+from minivlmrl.commands import report
+from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics.report import TEMPLATE, collect, write_page
+from minivlmrl.run import loop, results
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+FOLDERS = []  # of the run that is copied for each test
+
+
+@pytest.fixture
+def trained(run, plain, lively, tmp_path, tmp_path_factory):
+    """The folder of a run whose steps train on one group of eight completions."""
+    if not FOLDERS:
+        options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
+        FOLDERS.append(run("--stages=[grpo]", *options, LETTERS).rename(tmp_path_factory.mktemp("page") / "run"))
+    return shutil.copytree(FOLDERS[0], tmp_path / "run")
+
+
+def browse(path, place, folder, *flags):
+    """What the page shows: its HTML after its script has run, without the script."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: apt install chromium")
+    command = [
+        CHROMIUM,
+        *FLAGS,
+        *flags,
+        f"--user-data-dir={folder / 'browser'}",
+        "--dump-dom",
+        f"file://{path}#{place}",
+    ]
+    html = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return html.partition('<script id="data"')[0]
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp_path):
+    """What a model writes is text: it may write tags, also those that end a script."""
+    lines = metrics(trained, "completions.jsonl")
+    evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
+    lines[1]["prompt"] = lines[1]["completions"][0]["tokens"][0][0] = evil
+    write_lines(trained / "completions.jsonl", lines)
+    report.main([str(trained)])
+    html = browse(trained / "page.html", "grpo/2/1", tmp_path)
+    assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
+    assert '<output id="step">grpo 2</output>' in html  # as the terminal counts: from 1
+    rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
+    steps = metrics(trained)
+    assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[1]["reward"])
+    charts = re.findall(r'aria-label="(\S+) by step"', html)
+    evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
+    assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
+    assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
+    assert "http" not in TEMPLATE.read_text()  # neither server nor network
+
+
+@pytest.mark.slow
+def test_a_trajectory_is_a_strip(trained, tmp_path):
+    """Of each turn the newest picture of its window, above what was written; the first has the row's."""
+    lines = metrics(trained, "completions.jsonl")
+    completion = lines[1]["completions"][0]
+    completion["tokens"] = [["<think>", None], *([word, -0.1] for word in ("one", "two", "three"))]
+    completion["turns"] = [{"tokens": count, "shown": count == 2} for count in (1, 2)]
+    completion["pictures"] = lines[1]["images"]
+    write_lines(trained / "completions.jsonl", lines)
+    report.main([str(trained)])
+    html = browse(trained / "page.html", "grpo/2/1", tmp_path)
+    turns = [re.sub("<[^>]*>", " ", turn).split() for turn in re.findall("<figcaption>(.*?)</figcaption>", html)]
+    assert turns == [["&lt;think&gt;", "one"], ["two", "three"]]
+    strip = html.partition('class="strip"')[2].partition('class="chips"')[0]
+    assert re.findall('alt="(.*?)"', strip) == ["image of the prompt", "picture that was asked for"]
+
+
+@pytest.mark.slow
+def test_experts_are_drawn_by_layer_and_kind_of_token(trained, tmp_path):
+    """Shares of the last ten steps together; earlier tables are not on the page."""
+    earlier = {"experts/tokens": [[[7654321] * 3] * 2] * 2}
+    tables = {"experts/tokens": [[[3, 0, 1], [1, 1, 2]], [[2, 2, 0], [0, 0, 0]]]}  # text, images: two layers of three
+    [line] = metrics(trained)[:1]
+    lines = [line | earlier] * 2 + [line | tables] * 10
+    write_lines(trained / "metrics.jsonl", lines)
+    report.main([str(trained)])
+    html = browse(trained / "page.html", "", tmp_path)
+    text, image = html.split('aria-label="share of ')[1:]
+    assert re.findall("layer 0, expert .: (.*?) %", text) == ["75.0", "0.0", "25.0"]
+    assert re.findall("layer 1, expert .: (.*?) %", image) == ["0.0"] * 3 and "7654321" not in json.dumps(
+        collect(trained)
+    )
+    assert 'fill-opacity="1"' in text and "experts/tokens by step" not in html
+
+
+@pytest.mark.slow
+def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
+    """Without a place the page opens where completions differ, not at the last step, whose group earned the same."""
+    lines = metrics(trained, "completions.jsonl")
+    for i, line in enumerate(lines):
+        for reward, completion in enumerate(line["completions"]):
+            completion |= {"reward": float(reward), "advantage": reward - 3.5 if i == 1 else 0.0}
+    write_lines(trained / "completions.jsonl", lines)
+    step = {"stage": "grpo", "step": 2}
+    write_lines(trained / "warnings.jsonl", [step | {"warning": "all <groups> earn the same"}])
+    evaluation = {"stage": "grpo", "step": 3, "sampled": 0.25, "greedy": 0.5}
+    write_lines(trained / "evaluations.jsonl", [evaluation])
+    sft = [{"stage": "sft", "step": i, "loss": 1.0} for i in range(7)]
+    write_lines(trained / "metrics.jsonl", sft + metrics(trained))
+    assert collect(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
+    report.main([str(trained)])
+    html = browse(trained / "page.html", "", tmp_path)
+    assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
+    assert re.search(r"grpo: 3 steps in \d+ s; at most [\d.]+ GiB", html)
+    assert f"<summary>{home / 'recipe.yaml'}; evaluated on 4 rows</summary>" in html
+    assert f"  config: {home / 'model.json'}\n" in html and "  max_steps: 3\n" in html
+    assert '<output id="step">grpo 2</output>' in html and "teaches nothing" not in html
+    assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")  # the best completion comes first
+
+
+@pytest.mark.slow
+def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(trained, tmp_path):
+    """1 of 4 rows: two standard errors end at 1/4 + 2 (3/64)^1/2 = .683, and below at 0; what hardly moves is flat."""
+    other = shutil.copytree(trained, tmp_path / "other")
+    dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
+    write_lines(other / "metrics.jsonl", metrics(other) + dpo)
+    evaluations = [{"stage": "grpo", "step": 3 * i, "sampled": 0.25, "loss": 1 + i / 1e6} for i in range(2)]
+    write_lines(trained / "evaluations.jsonl", evaluations)
+    report.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
+    html = browse(tmp_path / "ab.html", "", tmp_path)
+    charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}
+    assert "reward by step" in charts  # dpo is the last stage of one of them
+    sampled, flat = charts["eval/sampled by step"], charts["eval/loss by step"]
+    assert '<path class="error" d="M46.0 112.0L46.0 46.4"></path>' in sampled and ">1</text>" in sampled
+    assert 'd="M46.0 64.0L294.0 64.0"' in flat and "error" not in flat
+
+
+@pytest.fixture
+def watched(home, tmp_path, monkeypatch):
+    """watched(look, options) trains three steps of 61 seconds, before each look() sees tmp_path / "run"."""
+    now = [0]
+    monkeypatch.setattr(results, "clock", lambda: now[0])
+
+    def before_step(*_):
+        now[0] += 61
+        now[1]()
+
+    def watched(look, *options):
+        now[1:] = [look]
+        options = "--stages=[sft]", f"--output_dir={tmp_path / 'run'}", "--resume=never", *options
+        loop.start(load_config(home / "recipe.yaml", options), before_step)
+
+    return watched
+
+
+def shown(path):
+    """After how many seconds a page loads itself again, and how many steps it has."""
+    return [(run["reload"], len(run["metrics"])) for run in data_of(path)]
+
+
+def data_of(path):
+    return json.loads(path.read_text().partition('type="application/json">')[2].partition("</script>")[0])
+
+
+def test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it(watched, tmp_path, capsys):
+    report, seen = tmp_path / "run" / "page.html", []
+    watched(lambda: seen.extend(shown(report)))
+    assert seen == [(60, 0), (60, 1), (60, 2)] and shown(report) == [(0, 3)]
+    assert data_of(report)[0]["summary"] == json.loads((report.parent / "summary.json").read_text())
+    assert capsys.readouterr().out.startswith(f"output: {report.parent}; open page.html there in a browser\n")
+    with pytest.raises(ZeroDivisionError):  # a run that fails has ended too
+        watched(lambda: len(shown(report)) / (shown(report)[0][1] < 2))
+    assert shown(report) == [(0, 2)]
+    report.unlink()
+    watched(lambda: seen.append(report.exists()), "--page_minutes=0")
+    assert seen[3:] == [False] * 3 and shown(report) == [(0, 3)]
+
+
+@pytest.mark.slow
+def test_a_browser_sees_another_step_while_a_run_lives(watched, tmp_path):
+    pages = []
+    watched(lambda: pages.append(browse(tmp_path / "run" / "page.html", "", tmp_path)))
+    assert [re.findall(r"step (\d+)</text>", report)[:1] for report in pages] == [[], ["1"], ["2"]]
+
+
+@pytest.mark.slow
+def test_a_page_that_is_loaded_again_keeps_step_stage_folds_and_scroll(trained, tmp_path):
+    """A script at its end changes all four and loads it again, and then writes them into the title."""
+    write_lines(trained / "metrics.jsonl", [{"stage": "sft", "step": 0, "loss": 1.0}, *metrics(trained)])
+    report = trained / "page.html"
+    write_page([trained], report)
+    script = """<script>
+const write = () => document.title = [scrollY, location.hash, byId("stage").value, folds.map((fold) => fold.open)];
+if (sessionStorage.length) onload = write; else {
+  sessionStorage.again = folds[0].open = true;
+  byId("stage").value = "sft"; byId("stage").onchange(); byId("slider").value = 1; drawGroups();
+  scrollTo(0, 321); location.reload();
+}
+</script>"""
+    report.write_text(report.read_text().replace("</body>", f"{script}</body>"))
+    assert "<title>321,#grpo/2/1,sft,true,false</title>" in browse(report, "", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "says"), [(2, '"wide"'), (12, '"wide more"')])
+def test_on_a_phone_a_path_breaks_and_a_wide_table_says_that_it_goes_on(trained, tmp_path, columns, says):
+    (trained / "summary.json").write_text(json.dumps({"start": {f"reward {i}": 0.5 for i in range(columns)}}))
+    (trained / "config.yaml").write_text(f"# /{'long_path/' * 20}own.yaml; evaluated on 4 rows\n")
+    report = trained / "page.html"
+    write_page([trained], report)
+    phone = """<style>body { width: 400px; }</style>
+<script>document.title = document.querySelector("summary").scrollWidth <= 400;</script></body>"""
+    report.write_text(report.read_text().replace("</body>", phone))
+    html = browse(report, "", tmp_path)
+    assert f"class={says}" in html and "<title>true</title>" in html
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give the output_dir of a run"):
+        report.main([str(tmp_path)])
+    with pytest.raises(ValueError, match="one run or two"):
+        report.main(["a", "b", "c"])

@@ -1,0 +1,94 @@
+"""Planted faults: `check` before a run, or a sentence while it goes on, names each one and its cure."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from faults import FAULTS
+from runs import LETTERS, metrics, read_lines, write_lines
+
+from minivlmrl.data.rows import Completion
+from minivlmrl.diagnostics import check
+from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.tasks.shapes import Shapes, answer
+
+OWN_REWARDS = """
+def one(completions, **columns):
+    return [1.0] * len(completions)
+
+def words(completions, solution, **columns):
+    return [float(len(c.split()) > 50) for c in completions]
+
+def length(completions, **columns):
+    return [float(len(c)) for c in completions]
+"""
+
+
+def which(kind):
+    """Names of the faults of which something is said there; most kinds of rows and settings are slow."""
+    said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 16)) for number, name in said]
+
+
+@pytest.fixture
+def plant(own, rows, tmp_path, monkeypatch):
+    """Change eight healthy rows; returns the options of a run over them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.py").write_text(OWN_REWARDS)
+
+    def plant(change):
+        lines = [line | {"image": str(rows.parent / line["image"])} for line in read_lines(rows)]
+        of = change if callable(change) else lambda *_: change
+        lines = [line | of(number, line) for number, line in enumerate(lines)]
+        write_lines(tmp_path / "rows.jsonl", lines)
+        return [*own, "--data.train_file=rows.jsonl", "--stages=[grpo]"]
+
+    return plant
+
+
+@pytest.mark.parametrize("name", which("check"))
+def test_check_names_it_before_a_run(name, home, plant, capsys):
+    fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
+    assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
+    [said] = [line for line in lines if sentence in line]
+    assert cure in said
+
+
+def test_check_draws_nothing_where_an_earlier_stage_teaches_the_form(home, plant, capsys):
+    fault = FAULTS["a template without the form that a reward asks for"]
+    rows = {"completion": "<think>hm</think><answer>cat</answer>"}
+    check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
+    out = capsys.readouterr().out
+    assert "no completions were drawn" in out and fault.check[0] not in out
+
+
+@pytest.mark.parametrize("name", which("run"))
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_run_names_it(name, run, plant, capsys):
+    fault, (sentence, cure) = FAULTS[name], FAULTS[name].run
+    options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
+    folder = run(*plant(fault.change), *options, *fault.overrides)
+    [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
+    assert said.startswith("step ") and cure in said
+    written = metrics(folder, "warnings.jsonl")
+    assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]  # files count from 0
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, capsys):
+    """Of a model that knows the answers: they fit their own rows, or after shuffling others as well."""
+    labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
+
+    def knows(sampler, prompts, count, keys):
+        ids = [torch.tensor(sampler.processor.tokenizer.encode(answer(label))) for label in labels]
+        return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
+
+    monkeypatch.setattr(RunSampler, "__call__", knows)
+    options = plant({})
+    if shuffled:
+        lines = read_lines(Path("rows.jsonl"))
+        lines = [line | {"solution": label} for line, label in zip(lines, labels[1:] + labels[:1], strict=True)]
+        write_lines(Path("rows.jsonl"), lines)
+    check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
+    assert ("were the solutions shuffled?" in capsys.readouterr().out) == shuffled

@@ -1,0 +1,132 @@
+"""Replay: a step trained again draws the completions and gives the metrics that the run's files have, bit for bit."""
+
+import re
+
+import pytest
+from runs import read_lines, write_lines
+
+from minivlmrl.__main__ import main
+from minivlmrl.config.import_utils import load_name, run_file
+
+LOUD = [
+    "--rewards={letters: 1.0}",
+    "--log_completions=1",
+    "--data.eval_rows=1",
+    "--num_threads=1",
+    "--data.task=shapes(pairs=8)",
+]
+
+
+@pytest.fixture
+def replayed(capsys):
+    """replayed(folder, stage or None, step) -> exit status and lines."""
+
+    def replayed(folder, stage, step, *more):
+        capsys.readouterr()
+        code = main(["replay", str(folder), *([f"--stage={stage}"] if stage else []), f"--step={step}", *more])
+        out = capsys.readouterr()
+        return code, (out.err if code == 2 else out.out).splitlines()
+
+    return replayed
+
+
+SAME = ["completions.jsonl says the same", "metrics.jsonl says the same"]
+
+
+def table(lines):
+    """Each completion of the printed group: name of the column -> what is there."""
+    [start] = [number for number, line in enumerate(lines) if line.startswith("completion ")]
+    names = [name.strip() for name in re.split(r"  +", lines[start].replace("completion", "completion "))]
+    return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :: 2] if line[:1].isdigit()]
+
+
+def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed, monkeypatch):
+    monkeypatch.setattr("minivlmrl.run.checkpoints.KEPT", 9)
+    folder = run("--stages=[sft,dpo,grpo]", "--state_steps=2", *LOUD)
+    for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
+        code, lines = replayed(folder, stage, step, "--prompt=3")
+        began = folder / "states" / state if state else "the beginning"
+        assert code == 0 and f"{stage} step {step}, trained again from {began}" in lines
+        assert lines[-2:] == SAME if stage == "grpo" else lines[-1] == SAME[1]
+        names = {"sft": ["completion"], "dpo": ["chosen", "rejected"]}
+        assert [line.get("answer") for line in table(lines)] == names.get(stage, [None] * 3)
+    monkeypatch.setattr("minivlmrl.run.results.evaluate", lambda *_: pytest.fail("a replay evaluates nothing"))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code, again = replayed(folder, "grpo", 2, "--prompt=0")
+    assert code == 0 and again != lines, "another prompt"
+    assert replayed(folder, None, 2, "--prompt=0") == (0, again), "the last stage by default"
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
+
+
+def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_called_that(
+    run, plain, lively, replayed
+):
+    """As a run leaves them that is killed in the middle of a step, or that goes on while it is read."""
+    folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", *LOUD)
+    metrics_file = folder / "metrics.jsonl"
+    (folder / "completions.jsonl").write_text("")
+    first, second, third = metrics_file.read_bytes().splitlines(keepends=True)
+    metrics_file.write_bytes(first)
+    code, lines = replayed(folder, "grpo", 2)
+    assert lines[0] == f"grpo step 2, trained again from {folder / 'states' / '000002'}"
+    assert (code, lines[-1]) == (0, f"nothing to compare with: {metrics_file} ends with grpo step 0")
+    metrics_file.write_bytes(first + second + third[:-9])
+    (folder / "states" / "000002" / "complete.json").unlink()
+    code, lines = replayed(folder, "grpo", 2)
+    assert lines[0] == "grpo step 2, trained again from the beginning"
+    cut = "and a part of a line, which is written now or was cut by a kill"
+    assert (code, lines[-1]) == (0, f"nothing to compare with: {metrics_file} ends with grpo step 1 {cut}")
+
+
+def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, lively, replayed, home):
+    """As the command of docs/walkthrough.md does after README's first one."""
+    options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
+    folder = run(*options, "--state_steps=1", "--seed=1")
+    code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")
+    assert (code, lines[0]) == (0, "grpo step 1, trained again from the beginning")
+
+
+def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):
+    folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
+    path = folder / "completions.jsonl"
+    lines = read_lines(path)
+    _, said = replayed(folder, "grpo", 0, "--prompt=2")
+    assert any(f"row {lines[2]['row']} " in line and repr(lines[2]["solution"]) in line for line in said)
+    for shown, logged in zip(table(said), lines[2]["completions"], strict=True):
+        assert f"    {logged['text']!r}" in said
+        assert float(shown["letters"]) == pytest.approx(logged["rewards"]["letters"], rel=1e-3)
+        assert float(shown["advantage"]) == pytest.approx(logged["advantage"], rel=1e-3, abs=1e-6)
+        assert float(shown["sampled"]) == pytest.approx(sum(logp for _, logp in logged["tokens"]), rel=1e-3)
+        assert float(shown["differ by"]) < 1e-4 and shown["trained"] == shown["sampled"]
+    lines[0]["completions"][1]["tokens"][0][1] += 0.001
+    write_lines(path, lines)
+    code, said = replayed(folder, "grpo", 0)
+    assert said[-2].startswith("completions.jsonl says something else: another CPU")
+    assert (code, said[-1]) == (1, SAME[1])
+    path.unlink()
+    (folder / "metrics.jsonl").write_text("")
+    assert replayed(folder, "grpo", 0)[1][-1] == f"nothing to compare with: {folder} has no metrics of a run"
+    for arguments, words in (
+        (("sft", 0), "--stage sft: the run has grpo"),
+        (("grpo", 1), "--step 1: grpo has the steps 0 to 0"),
+        (("grpo", 0, "--prompt=4"), "--prompt 4: the step has the prompts 0 to 3"),
+        (("grpo", 0, "--seed=1"), "a run is replayed as it was; only a recipe takes --seed=1"),
+    ):
+        code, lines = replayed(folder, *arguments)
+        assert code == 2 and words in "\n".join(lines)
+
+
+def test_code_that_a_run_names_is_not_run_unasked(run, plain, replayed, tmp_path):
+    reward = tmp_path / "mine.py"
+    reward.write_text("def f(completions, **columns):\n    return [float(len(text)) for text in completions]\n")
+    options = ["--stages=[grpo]", "--grpo.max_steps=1", *LOUD[1:], f"--rewards={{'{reward}:f': 1.0}}"]
+    folder = run(*options)
+    trace = tmp_path / "executed"
+    reward.write_text(f"open({str(trace)!r}, 'w')\n{reward.read_text()}")
+    load_name.cache_clear()
+    run_file.cache_clear()
+    code, lines = replayed(folder, "grpo", 0)
+    assert code == 2 and f"names code, {reward}:f; read it; --recipe={folder / 'config.yaml'}" in lines[-1]
+    assert not trace.exists()
+    code, lines = replayed(folder, "grpo", 0, f"--recipe={folder / 'config.yaml'}")
+    assert code == 0 and lines[-2:] == SAME and trace.exists()

@@ -1,0 +1,325 @@
+"""Sharded models: what each rank reads and keeps, what is written, which dtypes compute, and what is refused."""
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from on_ranks import ONE, launch
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.distributed import fsdp as file
+from minivlmrl.distributed.fsdp import Sharding, ShardingSection, VisionInStep, copy_model, is_sharded, rollout_weights
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import weight_files
+from minivlmrl.model.checkpoint import load_model, load_processor, random_model, read_tensors, save_model
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import LoRAConfig
+from minivlmrl.run.model import build_model
+from minivlmrl.tasks import shapes
+from tests.model.test_lora import adapted
+
+import tiny
+from tiny import pack
+
+CPU = torch.device("cpu")
+ODD = {"intermediate_size": 47}  # rows that two ranks cannot share equally
+# a tied checkpoint of which two ranks have a half each, and an untied one of which each has all
+SECTIONS = {"tied": ["--sharding.enabled=true"], "untied": ["--sharding.enabled=true", "--sharding.replicas=2"]}
+SECTIONS["drafter"] = SECTIONS["tied"]  # of Qwen3.5, with tensors that no module has
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A recipe, and two checkpoints in several files each: a tied one and an untied one."""
+    folder = tmp_path_factory.mktemp("sharding")
+    for name, tied in (("tied", True), ("untied", False)):
+        (folder / f"{name}.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": tied} | ODD))
+        model, processor = random_model(folder / f"{name}.json", shapes.tokenizer(), 0)
+        save_model(folder / name, model, processor, max_shard_size=sum(p.nbytes for p in model.parameters()) // 2)
+        assert len(list((folder / name).glob("model-*"))) > 1
+    (folder / "drafter.json").write_text(json.dumps(tiny.RUN_QWEN35))
+    save_model(folder / "drafter", *random_model(folder / "drafter.json", shapes.tokenizer(), 0))
+    file = folder / "drafter" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.randn(9, 5).half()}, file, metadata={"format": "pt"})
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"num_threads": 1, "data": {"task": "shapes"}}))
+    return folder
+
+
+def load_and_save(folder: Path, overrides: list[str], world) -> dict:
+    """Load in parts, copy, save, also where a file lies in the way; what this rank held of each weight."""
+    model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
+    twin = copy_model(model)
+    output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
+    save_model(output, model, processor, world, max_shard_size=100_000)
+    with pytest.raises(OSError) as failed:
+        save_model(folder / "in the way" / "checkpoint", model, processor, world)
+    with rollout_weights(model, gather_weights=True) as plain:
+        whole = {name: p.clone() for name, p in plain.named_parameters()}
+    return {
+        "kept": {name: p.to_local().clone() for name, p in model.named_parameters()},
+        "bytes": {name: p.to_local().untyped_storage().nbytes() for name, p in model.named_parameters()},
+        "whole": whole,
+        "saved": output,
+        "failed": str(failed.value),
+        "copied": all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "together": together(world, model.sharding),
+    }
+
+
+def together(world, sharding=None) -> dict:
+    """Gradients of a step in which the ranks have films, then one image or none, and how often each ran its tower."""
+    shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
+    model, runs = tiny.model(dtype=torch.float64), []
+    if sharding is not None:
+        section = ShardingSection(enabled=True, replicas=sharding.mesh.ndim)
+        Sharding(section, world, torch.float64).shard(model)
+    model.visual.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    for grids in shown[world.rank :: world.size]:
+        generator = torch.Generator().manual_seed(len(grids))
+        prompt = tiny.prompt(generator, grids, dtype=torch.float64)
+        per_token_logps(model, pack([prompt], [[tiny.completion(generator, 3)]], model.config))[0].sum().backward()
+    whole = {name: p.grad.full_tensor() if sharding else p.grad for name, p in model.named_parameters()}
+    return {"gradients": whole, "runs": len(runs)}
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    (folder / "in the way").write_text("")  # where a checkpoint is saved to
+    return launch(
+        2, folder, {name: [f"--model.path={folder / name}", *SECTIONS[name]] for name in SECTIONS}, load_and_save
+    )
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(loaded, folder, name):
+    expected = dict(load_model(folder / name).named_parameters())
+    for rank, results in enumerate(loaded):
+        result = results[name]
+        assert result["whole"].keys() == result["kept"].keys() == expected.keys()
+        assert result["tied"] == (name == "tied") and result["copied"]
+        for parameter, weight in expected.items():
+            assert torch.equal(result["whole"][parameter], weight), parameter
+            rows = -(-len(weight) // 2)
+            first, own = weight[:rows], weight[rank * rows : (rank + 1) * rows]
+            if name == "untied":
+                first = own = weight
+            assert torch.equal(result["kept"][parameter], own), parameter
+            # FSDP fills up the last rank's
+            assert result["bytes"][parameter] == first.nbytes, "no part is a view of the whole"
+        saved = dict(load_model(result["saved"]).named_parameters())
+        assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
+        load_processor(result["saved"])
+        unread = [dict(chain(*map(read_tensors, weight_files(at)))) for at in (folder / name, result["saved"])]
+        both = [x["mtp.fc.weight"] for x in unread if "mtp.fc.weight" in x]
+        assert len(both) == 2 * (name == "drafter") and all(torch.equal(x, both[0]) for x in both)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_ranks_add_up_the_gradients_of_what_each_has_seen(loaded, name):
+    """Both run the tower twice, a rank without an image on black."""
+    alone = together(World())["gradients"]
+    for result in (rank[name]["together"] for rank in loaded):
+        assert result["runs"] == 2
+        for key, expected in alone.items():
+            assert (result["gradients"][key] - expected).abs().max() <= 1e-12 * expected.abs().max(), key
+
+
+def test_all_ranks_know_that_saving_failed(loaded):
+    assert all("in the way" in result["failed"] for rank in loaded for result in rank.values())
+
+
+IMAGES = [(1, 4, 6)], [(1, 8, 4)]
+FILMS = [(1, 4, 6), (3, 8, 4)], [], [(2, 4, 4)]  # and an image, and text
+
+
+def batch(config, grids=IMAGES, dtype=torch.float32):
+    """Packed groups of two completions."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, row, dtype=dtype) for row in grids]
+    return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
+
+
+def gradients(model):
+    logps, entropies = per_token_logps(model, batch(model.config))
+    (logps.sum() + 0.1 * entropies.sum()).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
+
+
+def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, model_type="qwen2_5_vl", **options):
+    section = ShardingSection(enabled=compute_dtype is None, **options)
+    sharding = Sharding(section, ONE, dtype, recompute, compute_dtype)
+    model = tiny.model(dtype=dtype, model_type=model_type)
+    sharding.shard(model)
+    return model
+
+
+def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
+    """The numbers are those of a bfloat16 model; the gradients are added up in float32."""
+    model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
+    seen = set()
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
+    model.visual.blocks[1].register_forward_pre_hook(lambda module, args: seen.add(("angles", args[1].dtype)))
+    (logps, found), (expected, theirs) = gradients(model), gradients(half)
+    assert torch.equal(logps, expected)
+    assert seen == {torch.bfloat16, ("angles", torch.float32)}
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, theirs[name].float()), name
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_one_process_that_offloads_computes_what_it_would_unsharded(alone):
+    model = sharded_model(cpu_offload=True)
+    assert isinstance(model.sharding.options["offload_policy"], CPUOffloadPolicy)  # without a GPU no number shows it
+    (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
+    assert torch.equal(logps, expected)
+    assert all(torch.equal(found[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("model_type", "sharded"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen3_5", False)])
+def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_type, sharded):
+    make = sharded_model if sharded else tiny.model
+    plain, model = make(model_type=model_type), make(model_type=model_type, **{"recompute": True} if sharded else {})
+    if not sharded:
+        file.recompute_blocks(model)
+    kept = []
+    for each in (plain, model):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x):
+            per_token_logps(each, batch(each.config))
+        kept.append(sum(sizes))
+        file.reshard(each)
+    assert kept[1] < kept[0] / 2
+    (logps, found), (expected, theirs) = gradients(model), gradients(plain)
+    assert torch.equal(logps, expected)
+    assert all(torch.equal(found[name], theirs[name]) for name in theirs)
+
+
+def test_a_copy_recomputes_with_its_own_weights(alone):
+    plain = tiny.model()
+    file.recompute_blocks(plain)
+    for model in (plain, sharded_model(recompute=True)):
+        with torch.no_grad():
+            per_token_logps(model, batch(model.config))  # which gathers what a copy must not take
+        twin = copy_model(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        torch.testing.assert_close(gradients(twin)[0], gradients(tiny.model())[0])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "gather_weights"),
+    [("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_5", False)],
+)
+def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_weights):
+    model = sharded_model(model_type=model_type)
+    with rollout_weights(model, gather_weights) as run:
+        per_token_logps(run, batch(model.config))
+        assert gather_weights == (not is_sharded(run))  # a plain model runs alone
+        assert not isinstance(model.lm_head.weight, DTensor)
+        assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    found = gradients(model)[1]  # and training goes on as if nothing had been
+    with torch.no_grad():
+        per_token_logps(model, batch(model.config))
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again
+    expected = gradients(tiny.model(model_type=model_type))[1]
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
+    """Also a value head's, whatever the layers compute in."""
+    model = sharded_model(compute_dtype=torch.bfloat16)
+    head = torch.nn.Linear(4, 1)
+    model.sharding.shard_head(head)
+    assert head(torch.zeros(1, 4)).dtype == torch.float32
+    assert head._get_fsdp_state()._states_to_backward_prefetch  # not FSDP's guess
+    assert copy_model(model).lm_head.weight.dtype == torch.float32
+    assert copy_model(model, to_compute=True).lm_head.weight.dtype == torch.bfloat16
+    with rollout_weights(model, gather_weights=True) as run:
+        assert run.lm_head.weight.dtype == torch.bfloat16
+    half = sharded_model(dtype=torch.bfloat16).sharding
+    assert half.options["mp_policy"].reduce_dtype == torch.float32  # gradients are added up in it
+
+
+def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
+    """And not FSDP's guess, by which two ranks might gather different ones."""
+    model = sharded_model()
+    ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in file.units(model)}
+    for tower in (model.visual.blocks, model.model.layers):
+        for before, block in zip([tower[0], *tower], tower, strict=False):
+            assert ahead[block] == [before._get_fsdp_state()]
+    assert ahead[model] == [model.model.layers[-1]._get_fsdp_state()]
+
+
+@pytest.mark.parametrize("gather_weights", [True, False])
+def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
+    model = adapted(dtype=torch.float64)
+    packed = batch(model.config, FILMS, torch.float64)
+    with torch.no_grad():
+        expected, _ = per_token_logps(model, packed)
+    Sharding(ShardingSection(enabled=True), ONE, torch.float64).shard(model)
+    with rollout_weights(model, gather_weights) as run:
+        torch.testing.assert_close(per_token_logps(run, packed)[0], expected)
+
+
+@pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])
+def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
+    """After its last of at most 3 steps it asks, and runs the decoder for nothing as long as another has steps left."""
+    said, ran = [], []
+    world = SimpleNamespace(device=CPU, sum=lambda value: said.append(value) or [replies.pop(0)])
+    decoder = lambda *_: ran.append(1)  # noqa: E731
+    decoder.embed_tokens = lambda token: token
+    choose = lambda logits, rows, step: (None, None, torch.tensor([step == last]))  # noqa: E731
+    choose = file.in_lockstep(choose, 3, SimpleNamespace(model=decoder), world)
+    for step in range(min(last + 1, 3)):
+        choose(None, None, step)
+    assert said == told and len(ran) == (last == 1)
+
+
+@pytest.mark.parametrize("elsewhere", [0, 1])
+def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere):
+    """If another rank has some: no state changes, and the gradients are 0. Else the tower has none."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(elsewhere))
+    model, vision = tiny.model(), VisionInStep()
+    text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config)
+    hidden = model(text)
+    vision.before(model, (text,))
+    joint = vision.after(model, (text,), hidden)
+    assert torch.equal(joint, hidden)
+    joint.sum().backward()
+    gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
+    assert {*gradients} == {0.0 if elsewhere else None}
+    assert vision.after(model, (text,), hidden) is hidden  # of the next forward
+    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # its images have run before
+    vision.before(model, (seen,))
+    assert (vision.zero is not None) == bool(elsewhere)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.delattr(torch.distributed, "all_reduce")  # alone it asks nobody
+    vision.before(model, (text,))
+
+
+def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
+    sharding, model = Sharding(ShardingSection(enabled=True), ONE, torch.float32), tiny.model()
+    LoRAConfig(r=2, quantize="nf4").place(model)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ValueError, match=r"adapter\.quantize: torch 2\.11.* install torch 2\.13"):
+        sharding.shard(model)
+
+
+def test_ranks_must_be_a_multiple_of_the_replicas():
+    with pytest.raises(ValueError, match=r"sharding\.replicas is 2, 3 ranks are no multiple of it"):
+        Sharding(ShardingSection(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)

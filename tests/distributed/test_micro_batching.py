@@ -1,0 +1,62 @@
+"""Rollouts in pieces of a token budget: the same completions, and the same step but for the order of additions."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from minivlmrl.distributed.micro_batching import pieces
+
+from stages import ONE, snapshot
+
+
+def tokens(lengths, piece):
+    """Of one piece: its prompts once, and its completions."""
+    return sum(lengths[i][0] for i in {i for i, _ in piece}) + sum(lengths[i][1][j] for i, j in piece)
+
+
+def test_the_example_and_prompts_in_order_without_a_budget():
+    assert pieces([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
+    lengths = [(3, [9, 1]), (5, [2, 2]), (1, [1, 7])]
+    assert pieces(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_row_is_in_one_piece_that_keeps_the_budget(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 60, (7, 9), generator=generator).tolist()
+    lengths, budget = [(prompt, completions) for prompt, *completions in sizes], 40 + 30 * seed
+    found = pieces(lengths, 3, budget, ONE)
+    assert sorted(row for piece in found for row in piece) == [(i, j) for i in range(7) for j in range(8)]
+    for piece in found:
+        prompts = [i for i, _ in piece]
+        assert tokens(lengths, piece) <= budget or len(piece) == 1
+        assert len(set(prompts)) <= 3
+        assert sum(a != b for a, b in pairwise(prompts)) == len(set(prompts)) - 1, "side by side"
+    whole = [i for i in range(7) if lengths[i][0] + sum(lengths[i][1]) <= budget]
+    assert all(sum(i in {k for k, _ in piece} for piece in found) == 1 for i in whole), "no group is cut that fits"
+
+
+def test_ranks_have_equally_many():
+    class Two:
+        def gather_objects(self, count):
+            return [count, 5]
+
+    assert [len(p) for p in pieces([(1, [1, 1, 1]), (1, [1, 1, 1])], 2, 100, Two())] == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("name", "budget"), [("grpo", 45), ("grpo", 70), ("ppo", 45)])
+def test_a_step_is_the_same(stage, name, budget):
+    """Weights after two steps in float64; groups of prompts of about 30 tokens are divided by the smaller budget."""
+    ends = []
+    for options in ([], [f"--{name}.max_tokens_per_micro_batch={budget}", "--sampling.max_tokens_at_once=100"]):
+        run = stage(name, "--sampling.max_new_tokens=9", *options)
+        first = run.next()
+        metrics = [run.update(), *run.go()]
+        ends.append((len(first), metrics, snapshot(run.algorithm.trained)))
+    (few, lines, weights), (many, pieced, found) = ends
+    assert many > few
+    for one, other in zip(lines, pieced, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-12, abs=1e-12)
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, found[key], rtol=1e-12, atol=1e-12)

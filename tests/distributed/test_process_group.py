@@ -1,0 +1,375 @@
+"""World's collectives; and one result for any number of ranks: metrics, gradient norm, draws, weights after 3 steps.
+
+The rows are as uneven as can be, see on_ranks.Uneven: some ranks have images in a step, others none. Replicated or
+sharded, weights full or layer by layer in a rollout, with one model or two beside the policy.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.distributed import process_group
+from minivlmrl.distributed.process_group import World, find_device
+from minivlmrl.distributed.process_group import setup as join  # pytest 8.0 runs a module's `setup` before its tests
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.value_head import ValueModel, save_value_model
+from minivlmrl.run.evaluate import evaluate
+from minivlmrl.run.model import build_model
+from minivlmrl.tasks import shapes
+
+from stages import write_recipe
+from tiny import of_file, recipe
+
+STAGE = {
+    "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+}  # fmt: skip
+RECIPE = recipe(
+    STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
+)
+REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
+TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_tokens=30"]
+FORGETTING = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
+QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
+TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
+STAGES = {  # in float64; each has other joint work
+    "sft": ["--stages=[sft]"],
+    "dpo": ["--stages=[dpo]"],
+    "dpo precomputed": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, sft]", "--dpo.precompute_ref_log_probs=true"],
+    "kto": of_file("kto", STAGE),
+    "reward_model": ["--stages=[reward_model]"],
+    "ppo": ["--stages=[ppo]"],
+    "ppo with a critic": ["--stages=[ppo]", "--ppo.critic=separate"],
+    "ppo in mini-batches": ["--stages=[ppo]", "--ppo.num_mini_batches=2"],
+    "grpo": ["--stages=[grpo]"],
+    "with a reference": REFERENCE,
+    "resampled": ["--stages=[grpo]", "--grpo.max_num_gen_batches=3", "--grpo.num_generations=2",
+                  "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
+    "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.steps_per_generation=2"],
+    "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
+                       "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
+    "distill": [*of_file("distill", STAGE | {"num_generations": 3}), "--distill.teacher_prompt=teachers:hint"],
+    "with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
+                            "--reward_model.path=FOLDER/judge"],
+    "with a reward model of another family": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
+                                              "--reward_model.path=FOLDER/stranger"],
+    "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
+    "tools": TOOLS,
+    "trajectories": [*FORGETTING, "--grpo.max_steps=2"],
+    "Qwen3-VL": [*REFERENCE, *QWEN3],
+    "Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
+    "two at a time": TWO_AT_A_TIME,
+    "Qwen3-VL, two at a time": [*TWO_AT_A_TIME, *QWEN3],
+    "float32": [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"],
+}  # fmt: skip
+SHARDED = ["--sharding.enabled=true"]
+ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
+WAYS = {
+    "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE,
+    "replicas": [*ONE_BY_ONE, "--sharding.replicas=2"], "compute_dtype": ["--model.compute_dtype=float64"],
+}  # fmt: skip
+CASES = {  # by number of ranks: (stage, way); all equal what one process makes of the stage without sharding
+    1: [("with a reference", "sharded")],
+    2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
+        ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
+        ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"),
+        ("with a reward model of another family", "layer by layer"), ("two at a time", "layer by layer"),
+        ("ppo with a critic", "layer by layer"),
+        ("Qwen3-VL, two at a time", "sharded"),
+        *((name, "sharded") for name in ("dpo precomputed", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
+                                         "distill", "without the vision tower"))],
+    4: [("with a reference", "replicated"), ("with a reference", "replicas"),
+        *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools",
+                                         "trajectories"))],
+}  # fmt: skip
+SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
+
+
+def prepare(folder):
+    """The files of the recipe: its model, and reward models with an opinion."""
+    write_recipe(folder, RECIPE)
+    for name, config in (("judge", "model"), ("stranger", "qwen3_vl")):
+        model, processor = random_model(folder / f"{config}.json", shapes.tokenizer(), 1)
+        judge = ValueModel(model.double())
+        torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
+        save_value_model(folder / name, judge, processor, ONE)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank made of each case, by number of ranks; "alone" what one process made of the replicated ones."""
+    folder = tmp_path_factory.mktemp("ranks")
+    prepare(folder)
+    start = dict(random_model(folder / "model.json", shapes.tokenizer(), 0)[0].double().named_parameters())
+    found = {"start": start, "alone": launch(1, folder, STAGES)[0]}
+    for size, cases in CASES.items():
+        found[size] = launch(size, folder, {(name, way): [*STAGES[name], *WAYS[way]] for name, way in cases})
+    return found
+
+
+def assert_equal(result, alone, relative, limit):
+    """Hold one rank's result against that of one process."""
+    assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=relative))
+    for line, expected in zip(result.lines, alone.lines, strict=True):
+        assert line.keys() == expected.keys()
+        for name in line.keys() - SAME_BY_CHANCE:
+            if name == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-9:
+                continue  # policy and reference are equal: rounding decides
+            assert line[name] == pytest.approx(expected[name], rel=relative, abs=relative), name
+    for parameter, value in alone.weights.items():
+        torch.testing.assert_close(result.weights[parameter], value, rtol=0, atol=limit, msg=parameter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name", "way"), [(size, *case) for size, cases in CASES.items() for case in cases])
+def test_any_number_of_ranks_makes_the_same(results, size, name, way):
+    close = (1e-5, 1e-6) if name == "float32" else (1e-12, 1e-12)
+    for rank in results[size]:
+        assert_equal(rank[name, way], results["alone"][name], *close)
+
+
+@pytest.mark.slow
+def test_the_cases_tell(results):
+    """Every weight that is trained has moved by far more than what is compared to; completions have many lengths."""
+    for name, result in results["alone"].items():
+        assert all(line["grad_norm"] > 1e-3 for line in result.lines), name
+    texts = [text for _, group in results["alone"]["grpo"].texts for text in group]
+    assert len({len(text) for text in texts}) > 5
+    vision = [name.startswith("visual.") for name in results["start"]]
+    for case, expected in (("sft", [True] * len(vision)), ("without the vision tower", [not part for part in vision])):
+        weights = results["alone"][case].weights
+        assert [bool((weights[n] - start).abs().max() > 1e-6) for n, start in results["start"].items()] == expected
+
+
+# the quick form of the above, in one launch of one rank and one of two
+def evaluation(folder, overrides, world):
+    """Evaluate as many rows as data.eval_rows says; one of them is marked unseen."""
+    config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
+    model, processor = build_model(config, world)
+    return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
+
+
+FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
+GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
+LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
+TURNS = ["stage", *FORGETTING, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
+MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
+SHARING = [*MOVING, "--reference.num_shared_layers=1"]
+FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
+EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1",
+           "--grpo.router_aux_loss_coef=0.1"]  # fmt: skip
+EIGHT_BITS = "--optimizer.name=adamw_8bit"
+BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # the second of two layers
+COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
+# the policy's adapters, the head of a critic, of which one rank has no row, and a reference that is the base
+ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
+           "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3", EIGHT_BITS]  # fmt: skip
+# a critic with adapters of its own: on one rank over the same base, sharded over a copy of it
+CRITIC = [*ADAPTED, "--ppo.critic=separate"]
+DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
+NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]  # not all of what it packs
+QUICK = {
+    "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
+    "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
+    "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
+    "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
+    "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
+    "experts, layer by layer": [*EXPERTS, *ONE_BY_ONE], "experts, replicated": EXPERTS,
+    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
+    "trajectories, sharded": [*TURNS, *SHARDED, "--sampling.max_tokens_at_once=120"],
+    "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
+    "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
+    "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
+}  # fmt: skip
+NF4_WAYS = {"NF4, layer by layer": [*NF4, *ONE_BY_ONE]}
+
+
+def quick(folder, overrides, world):
+    return FUNCTIONS[overrides[0]](folder, overrides[1:], world)
+
+
+@pytest.fixture(scope="module")
+def quick_results(tmp_path_factory):
+    """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
+    folder = tmp_path_factory.mktemp("quick")
+    prepare(folder)
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, "trajectories": TURNS, **COUNTS}
+    alone |= {"moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"]}
+    alone |= {
+        "experts": EXPERTS,
+        "sharing": SHARING,
+        "folder": FOLDER,
+        "adapters": ADAPTED,
+        "critic": CRITIC,
+        "NF4": NF4,
+    }
+    return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
+
+
+@pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces"])
+def test_two_ranks_equal_one(quick_results, way):
+    """Two steps of GRPO with a reference in float64."""
+    alone, process_group = quick_results
+    for rank in process_group:
+        assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "way", ["moving, compute_dtype", "folder, sharded", "sharing, sharded", "sharing, layer by layer"]
+)
+def test_two_ranks_keep_the_reference_of_one(quick_results, way):
+    """It moves after each step. Each rank has its rows of what is trained once more, and of nothing that is shared."""
+    alone, process_group = quick_results
+    expected = alone[way.partition(",")[0]]
+    for rank in process_group:
+        assert_equal(rank[way], expected, 1e-12, 1e-12)
+    first, second = (rank[way].reference for rank in process_group)
+    if "compute" in way:  # each has all rows
+        first, second = first, [rows[:0] for rows in second]
+    joined = [torch.cat(parts) for parts in zip(first, second, strict=True)]
+    torch.testing.assert_close(joined, expected.reference, rtol=0, atol=1e-12)
+    trained = [name for name in expected.weights if not name.startswith(BELOW) or not way.startswith("sharing")]
+    assert [len(rows) for rows in joined] == [len(expected.weights[name]) for name in trained]
+
+
+@pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated"])
+def test_two_ranks_with_experts_equal_one(quick_results, way):
+    """One may have a token on one rank alone, and has no gradient if on none. Routes are those of sampling."""
+    alone, process_group = quick_results
+    for rank in process_group:
+        assert_equal(rank[way], alone["experts"], 1e-12, 1e-12)
+        assert rank[way].lines[0]["rollout/route_mismatch"] == 0
+
+
+def test_a_reference_that_moves_does_so_in_the_dtype_of_the_parameters(quick_results):
+    """Not in that which computes: small moves would be lost."""
+    alone, _ = quick_results
+    torch.testing.assert_close(alone["moving in half"].reference, alone["moving"].reference, rtol=0, atol=1e-5)
+    assert not torch.equal(alone["moving in half"].reference[0], alone["moving"].reference[0].float().double())
+
+
+def test_two_ranks_with_tools_equal_one(quick_results):
+    """Completions that hold pictures or text of a tool; in the second step no prompt has an image."""
+    alone, process_group = quick_results
+    texts = [text for _, group in alone["tools"].texts for text in group]
+    assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
+    for rank in process_group:
+        assert_equal(rank["tools, sharded"], alone["tools"], 1e-12, 1e-12)
+
+
+def test_two_ranks_with_other_numbers_of_turns_equal_one(quick_results):
+    """Windows of one round, in pieces and micro-batches of a token budget."""
+    alone, process_group = quick_results
+    assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
+    for rank in process_group:
+        assert_equal(rank["trajectories, sharded"], alone["trajectories"], 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("way", ["adapters, sharded", *map(shards_bytes, NF4_WAYS)])
+def test_two_ranks_with_adapters_equal_one(quick_results, way):
+    """PPO, whose critic is a head beside the policy's adapters."""
+    alone, process_group = quick_results
+    expected = alone[way.partition(",")[0]]
+    for rank in process_group:
+        assert_equal(rank[way], expected, 1e-11, 1e-11)
+    moved = [name for name, value in expected.weights.items() if value.any()]
+    assert "critic.weight" in moved and any(name.startswith("policy") and "lora_B" in name for name in moved)
+
+
+@pytest.mark.parametrize("way", ["critic", "critic, sharded"])
+def test_two_ranks_with_a_critic_of_its_own_equal_one(quick_results, way):
+    alone, process_group = quick_results
+    for rank in process_group:
+        assert_equal(rank[way], alone["critic"], 1e-11, 1e-11)
+    moved = [name for name, value in alone["critic"].weights.items() if value.any() and "lora_B" in name]
+    assert {name.partition(".")[0] for name in moved} == {"policy", "critic"}
+
+
+def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):
+    """Each rank has masks of its own, so that one process makes something else."""
+    for rank in quick_results[1]:
+        assert_equal(rank["dropout, layer by layer"], rank["dropout"], 1e-11, 1e-11)
+        assert rank["dropout"].lines[1]["loss"] != pytest.approx(rank["adapters, sharded"].lines[1]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["5 rows", "1 rows, layer by layer"])
+def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, way):
+    """With one row a rank has none of its own."""
+    alone, process_group = quick_results
+    for rank in process_group:
+        assert repr(rank[way]) == repr(alone[way.partition(",")[0]])  # NaN is not equal to itself
+
+
+def test_equal_shares():
+    """Seven items for three ranks: three each, two of the first ones twice."""
+    process_group = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
+    assert [rank.equal_share([*range(7)]) for rank in process_group] == [([0, 3, 6], 3), ([1, 4, 0], 2), ([2, 5, 0], 2)]
+    assert [rank.equal_share([8, 9]) for rank in process_group] == [([8], 1), ([9], 1), ([8], 0)]
+    assert [rank.equal_share([]) for rank in process_group] == [([], 0)] * 3
+
+
+def test_ranks_share_as_equally_as_they_can():
+    def shares(items, size):
+        return [World(rank, size, torch.device("cpu")).share(items) for rank in range(size)]
+
+    assert shares([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
+    assert shares([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]]
+    assert shares(range(2), 4) == [range(0), range(1), range(1, 1), range(1, 2)]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(count, error): what torch says of this machine's GPUs."""
+
+    def gpus(count, error=None):
+        def init():
+            raise RuntimeError(error)
+
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        for name, value in {"is_available": lambda: count > 0, "device_count": lambda: count, "init": init}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return gpus
+
+
+def test_each_rank_has_a_gpu_of_its_own(gpus):
+    gpus(2)
+    assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, 2 are visible: start at most 2"):
+        find_device(2)
+
+
+def test_without_a_gpu_the_cpu_trains_but_not_in_place_of_one_that_cuda_cannot_use(gpus, monkeypatch):
+    for error in ("Found no NVIDIA driver on your system. Please", "No CUDA GPUs are available"):
+        gpus(0, error)
+        assert str(find_device()) == "cpu"
+    gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
+    with pytest.raises(ValueError, match=r"\(The NVIDIA driver .* too old \(found version 11040\).\): mend"):
+        find_device()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert str(find_device()) == "cpu"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there it is called lo")
+@pytest.mark.parametrize(("hosts", "network"), [(1, "lo"), (2, None)])
+def test_ranks_of_one_machine_need_no_name_of_it(monkeypatch, hosts, network):
+    """Gloo would look the host's name up, which a container may not know; not where another host is to be reached."""
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(process_group, "attempt_store", lambda limit: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == network
+
+
+def test_cudnns_attention_is_off_in_training():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    join(torch.get_num_threads(), 30.0, False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()

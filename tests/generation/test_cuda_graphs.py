@@ -1,0 +1,149 @@
+"""A captured decode step draws what the book's draws: alone, and as a graph of the pretended card."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from pretend_cuda import CUDA, PretendCuda, pretend
+
+from minivlmrl.data.rows import uniform_numbers
+from minivlmrl.distributed.fsdp import recompute_blocks
+from minivlmrl.generation import cuda_graphs
+from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
+from minivlmrl.generation.generate import draw_by
+from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.lora import LoRAConfig, adapter_parameters, draw_adapters, quantize_base
+
+import tiny
+from draws import STOP, options, prompts, sample
+
+SETTINGS = [
+    {}, dict(temperature=0), dict(temperature=0.7, top_k=5, repetition_penalty=1.3),
+    dict(top_p=0.8, min_p=0.05),
+]  # fmt: skip
+
+
+def assert_same(ours, expected, close=1e-5):
+    """Equal tokens and ends, and log-probabilities that differ by rounding."""
+    pairs = [pair for groups in zip(ours, expected, strict=True) for pair in zip(*groups, strict=True)]
+    for a, b in pairs:
+        assert a.ids.tolist() == b.ids.tolist() and a.stopped == b.stopped
+        torch.testing.assert_close(a.logps, b.logps, atol=close, rtol=0)
+    return {len(a.ids) for a, _ in pairs}
+
+
+def both(model, count, generations, stop=STOP, **setting):
+    """Draws of a captured step and of the book's, by the same numbers."""
+    sampling = options(**{"max_new_tokens": 20} | setting)
+    draw = draw_by(uniform_numbers([str(i) for i in range(count)], generations, 20))
+    arguments = model, prompts(count), generations, sampling, stop, draw
+    with torch.inference_mode():
+        return sample(*arguments, decode=CapturedDecode()), sample(*arguments)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_it_draws_what_generate_draws(setting):
+    """Prompts of several lengths, groups of one and more; rows end one after the other, or none does."""
+    model = tiny.model(dtype=torch.float64)
+    lengths = set()
+    for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
+        lengths |= assert_same(*both(model, count, generations, stop, **setting))
+    assert len(lengths) > 2
+
+
+def test_own_keys_grow(monkeypatch):
+    """They have little more room than there are tokens."""
+    kept = set()
+    advance = StaticDecodeAttention.advance
+
+    def spy(self, *given, **named):
+        advance(self, *given, **named)
+        kept.add(self.own_keys)
+        assert all(x.shape[2] == self.own_keys < 2 * max(self.longest, 2) for x in self.row_kv[0])
+
+    monkeypatch.setattr(cuda_graphs, "KEYS", 3)
+    monkeypatch.setattr(StaticDecodeAttention, "advance", spy)
+    assert_same(*both(tiny.model(dtype=torch.float64), 6, 4, range(40)))
+    assert kept >= {3, 6, 12}
+
+
+@pytest.mark.parametrize("change", ["4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "qwen3_5", "tied"])
+def test_models_of_other_layers(change):
+    kind = change if change in FAMILIES else "qwen2_5_vl"
+    model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)
+    if change == "4 bits":
+        LoRAConfig(r=4).place(model)
+        draw_adapters(model, 0)
+        for parameter in adapter_parameters(model):
+            torch.nn.init.normal_(parameter.data, std=0.2)
+        quantize_base(model)
+    if change == "recomputation":
+        recompute_blocks(model)
+    assert_same(*both(model, 3, 2))
+
+
+def on_card(model, stop, tokens=20, **setting):
+    """Draws of the pretended card, and the card."""
+    with PretendCuda() as gpu, torch.inference_mode():
+        draw = draw_by(uniform_numbers(list("abcd"), 3, tokens), CUDA)
+        sampling = options(max_new_tokens=tokens, **setting)
+        drawn = sample(pretend(model), prompts(4), 3, sampling, stop, draw, decode=CapturedDecode())
+    return drawn, gpu
+
+
+@pytest.mark.parametrize(
+    ("model_type", "setting", "stop"),
+    [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
+)  # fmt: skip
+def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
+    """A capture refuses what the host would wait for, and a replay knows no Python: all that changes is in tensors.
+
+    Qwen3.5's memories too, of rows that leave.
+    """
+    sampling = options(max_new_tokens=20, **setting)
+    draw = draw_by(uniform_numbers(list("abcd"), 3, 20))
+    expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
+    lengths = assert_same(on_card(tiny.model(model_type=model_type), stop, **setting)[0], expected)
+    assert len(lengths) > 4 or lengths == {20}
+
+
+def test_the_host_waits_once_in_16_captured_steps():
+    on_card(tiny.model(), (), 4)  # tables that are computed once
+    (_, shorter), (_, longer) = (on_card(tiny.model(), (), tokens) for tokens in (16, 32))
+    assert longer.waits.total() - shorter.waits.total() == 1
+
+
+def test_a_graph_is_freed_with_its_decoder():
+    """Not when Python happens to look for cycles: its memory is a card's."""
+    gc.collect()
+    gc.disable()
+    try:
+        with PretendCuda(), torch.inference_mode():
+            decode = CapturedDecode()
+            draw = draw_by(uniform_numbers(["a"], 2, 5), CUDA)
+            sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=decode)
+            assert decode.graph is not None
+            gone = weakref.ref(decode)
+            del decode
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_a_graph_draws_what_its_step_draws(monkeypatch, dtype):
+    """The same kernels, captured or not; in float32 what the book's step draws there."""
+    device = torch.device("cuda")
+    sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
+    drawn = []
+    model = tiny.model(dtype=dtype).to(device)
+    draw = draw_by(uniform_numbers(list("abcd"), 3, 40), device)
+    arguments = model, prompts(4), 3, sampling, STOP, draw
+    for capture in (CapturedDecode.capture, CapturedDecode.step):
+        monkeypatch.setattr(CapturedDecode, "capture", capture)
+        drawn.append(sample(*arguments, decode=CapturedDecode()))
+    assert_same(*drawn)
+    if dtype == torch.float32:
+        assert_same(drawn[0], sample(*arguments), close=1e-4)

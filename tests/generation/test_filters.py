@@ -1,0 +1,110 @@
+"""The filters against transformers' logits processors, bit for bit, and where a completion is cut."""
+
+import pytest
+import torch
+
+from minivlmrl.config.parsing import build
+from minivlmrl.generation.filters import SamplingOptions, filter_logits
+from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
+from minivlmrl.model.logprobs import completion_states, per_token_logps
+from minivlmrl.model.packing import pack
+
+import tiny
+from draws import SETTINGS, logits, options, prompts, sample
+from stages import drawn, folder, lively, samples, stage  # noqa: F401 (fixtures)
+
+EXTREMES = [
+    dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),
+    dict(temperature=20.0), dict(repetition_penalty=0.5), dict(temperature=0.0, top_k=1, top_p=0.01),
+]  # fmt: skip
+
+
+def theirs(setting, prompt, scores):
+    """Scores after transformers' processors, in the order in which generate applies them."""
+    p = pytest.importorskip(
+        "transformers.generation.logits_process", reason="oracle missing: pip install transformers==5.23.0"
+    )
+    sampling = SamplingOptions(**setting)
+    chain = [p.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+    if sampling.temperature:  # else do_sample is off, and then nothing of this
+        chain.append(p.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            chain.append(p.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            chain.append(p.TopPLogitsWarper(sampling.top_p))
+        chain.append(p.MinPLogitsWarper(sampling.min_p))
+    for processor in chain:
+        scores = processor(prompt, scores)
+    return scores
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, *EXTREMES], ids=str)
+@pytest.mark.parametrize("rounded", [False, True], ids=["random", "ties"])
+def test_filters_equal_transformers_bit_for_bit(setting, rounded):
+    for seed, vocab in enumerate((7, 40, 300)):
+        generator = torch.Generator().manual_seed(seed)
+        scores = logits(6, vocab, seed)
+        scores = (scores * 2).round() / 2 if rounded else scores  # half of all values have equals then
+        prompt = torch.randint(0, vocab, (6, 9), generator=generator)
+        seen = torch.zeros(6, vocab, dtype=torch.bool).scatter(1, prompt, True)
+        actual = filter_logits(scores, SamplingOptions(**setting), seen)
+        assert torch.equal(actual, theirs(setting, prompt, scores))
+
+
+def test_other_options_ask_for_no_filters():
+    assert not SamplingOptions(0.5, 9, [3], stop_strings=["a"]).filtered
+
+
+@pytest.mark.parametrize("bad, says", [
+    (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "without an empty text"),
+    (dict(temperature=float("nan")), "0 or more"),
+], ids=str)  # fmt: skip
+def test_settings_out_of_bounds_are_refused(bad, says):
+    with pytest.raises(ValueError, match=f"recipe.yaml: sampling.{next(iter(bad))}.* must be .*{says}"):
+        build(SamplingOptions, bad, "recipe.yaml", "sampling.")
+
+
+@pytest.mark.parametrize("setting", [dict(top_p=0.8), dict(top_k=2, temperature=0.7), dict(min_p=0.3)], ids=str)
+def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
+    """All completions of 4 tokens that can be drawn, as the sampler records them, against all logits; a constant reward
+    without a baseline teaches nothing."""
+    model = tiny.model(dtype=torch.float64)
+    sampling = options(max_new_tokens=4, **setting)
+    model.lm_head = torch.nn.Linear(64, 4, bias=False).double()
+    weights = [*tiny.telling_weights(model).parameters()]
+    wanted = torch.cartesian_prod(*[torch.arange(4)] * 4)
+
+    def draw(probs, rows, counts):
+        possible = probs.gather(1, wanted[rows, counts, None])[:, 0] > 0
+        return torch.where(possible, wanted[rows, counts], probs.argmax(-1))
+
+    [group] = sample(model, prompts(1), len(wanted), sampling, (), draw)
+    batch = pack(prompts(1), [{tuple(c.ids.tolist()): c for c in group}.values()], model.config)
+    scores = filter_logits(model.lm_head(completion_states(model, batch)), sampling)
+    chances = batch.pad(scores.log_softmax(-1).gather(1, batch.completion_ids[:, None])[:, 0]).sum(1).exp()
+    assert len(chances) < 200 and chances.sum().item() == pytest.approx(1, abs=1e-12)
+
+    def gradient(value):
+        parts = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+        return torch.cat([part.flatten() for part in parts if part is not None])
+
+    def expected(rewards):
+        trained = batch.pad(per_token_logps(model, batch, sampling.temperature)[0])
+        given = chances.detach() * rewards, batch.completion_mask, PolicyLoss("dr_grpo")
+        return -gradient(grpo_loss(trained, *given, counts=Counts(1, 1, 1))[0])
+
+    rewards = torch.rand(len(chances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact = gradient(chances @ rewards)
+    assert (expected(rewards) - exact).norm() < 1e-10 * exact.norm()
+    assert expected(torch.ones_like(rewards)).norm() < 1e-10 * exact.norm()
+
+
+@pytest.mark.parametrize("name, option", [("grpo", "beta=0.1"), ("grpo", "loss_type=rloo"), ("ppo", "kl_coef=0.1")])
+def test_every_score_is_of_what_was_drawn_from(stage, samples, name, option):  # noqa: F811
+    """Trainer and sampler agree, and so do policy and reference before the first step."""
+    more = ["--grpo.beta=0.1"] if name == "grpo" else []
+    run = stage(name, "--sampling.top_p=0.5", "--sampling.max_tokens_at_once=200", *more, f"--{name}.{option}")
+    [metrics] = run.go()
+    assert metrics["rollout/logp_mismatch"] < 1e-5 and metrics.get("kl", 0) == 0
+    counts = torch.cat([c.sampling_mask[0] for c in drawn(samples[0])])
+    assert 1 <= counts.min() < counts.max() < run.model.config.vocab_size / 2

@@ -1,0 +1,115 @@
+"""Generation against transformers' generate, against our own scorer, and against itself; draws by numbers."""
+
+import pytest
+import torch
+
+from minivlmrl.data.rows import uniform_numbers
+from minivlmrl.generation.generate import Sampler, SamplingConfig, draw_by, inverse_cdf
+from minivlmrl.model.logprobs import per_token_logps
+
+import tiny
+from draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
+from tiny import pack
+
+MORE_SETTINGS = [
+    dict(temperature=0.6, top_k=3, repetition_penalty=1.1),
+    dict(top_k=1000), dict(temperature=3.0, min_p=0.5, top_p=0.5), dict(repetition_penalty=0.8, top_p=0.95),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
+    """50 prompts in one batch of ours, one by one in theirs; two in five have two images or none."""
+    theirs, model = pair
+    rows = prompts(50)
+    ours = sample(model, rows, 1, options(temperature=0, repetition_penalty=penalty), STOP)
+    for row, [completion] in zip(rows, ours, strict=True):
+        expected = their_tokens(theirs, oracle.their_inputs(row), temperature=0, repetition_penalty=penalty)
+        assert completion.ids.tolist() == expected[0].tolist()
+        assert completion.stopped == (completion.ids[-1].item() in STOP)
+    assert len({len(ids) for ids in ids_of(ours)}) > 3  # some stopped early: rows did leave the batch
+
+
+@pytest.mark.parametrize("number, setting", enumerate(SETTINGS + MORE_SETTINGS), ids=str)
+def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setting):
+    """A single prompt: one row draws from the same random numbers until its end, wherever that is."""
+    theirs, model = pair
+    row = prompts(5, seed=number)[number % 5]
+    expected = their_tokens(theirs, oracle.their_inputs(row), seed=number, **setting)
+    [[completion]] = sample(model, [row], 1, options(**setting), STOP, seeded(number))
+    assert completion.ids.tolist() == expected[0].tolist()
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="stop_token_ids has 300, the model has 300 tokens"):
+        Sampler(tiny.model(), None, SamplingConfig(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])
+
+
+def recorded_less_scored(model, sampling):
+    """What the sampler recorded of each token less what training computes, of 6 completions of 5 prompts."""
+    rows = prompts(5)
+    completions = sample(model, rows, 6, sampling, STOP, seeded())
+    assert len({len(ids) for ids in ids_of(completions)}) > 3
+    logps, _ = per_token_logps(model, pack(rows, completions, model.config), temperature=sampling.temperature)
+    return (logps - torch.cat([c.logps for group in completions for c in group])).abs()
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_p=0.9), dict(top_k=9, min_p=0.1)], ids=str)
+def test_sampler_logps_equal_the_scorer_in_float32(filters):
+    """Token in, token out: to 1e-5 nats."""
+    assert recorded_less_scored(tiny.model(), options(temperature=0.8, **filters)).max() < 1e-5
+
+
+def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
+    """Biases at the slowest rotary frequency put all scores near 220, where bfloat16 scores would step by 1 nat."""
+    model = tiny.model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                proj.bias.view(-1, 16)[:, 7::8] += 440**0.5  # twice its square by 16^-1/2 is 220
+    difference = recorded_less_scored(model, options())
+    assert len(difference) > 100 and difference.max() < 0.15 and difference.mean() < 0.01
+
+
+def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
+    """The decoder sees each prompt token once, then only new tokens."""
+    model = tiny.model()
+    rows = prompts(2)
+    seen = []
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda x, *rest: (seen.append(len(x)), forward(x, *rest))[1])
+    sample(model, rows, 8, SamplingConfig(max_new_tokens=3), (), seeded())
+    assert seen == [sum(len(row.input_ids) for row in rows), 16, 16]
+
+
+def test_logits_that_are_not_finite_end_the_generation():
+    """Also where only a later token finds them so."""
+    model = tiny.model()
+    sampling = SamplingConfig(max_new_tokens=4)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3:] = float("nan")
+        model.model.embed_tokens.weight[290:294] = 0
+    row = prompts(3)[2]  # without an image
+    row.input_ids.clamp_(max=2)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(model, [row], 2, sampling, (), draw_by(uniform_numbers(["a"], 2, 4)))
+
+
+def test_a_number_takes_the_token_at_which_the_cumulative_probability_exceeds_it():
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert inverse_cdf(probs, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
+
+
+def test_no_number_draws_a_dropped_token():
+    """The sums of 152k float32 probabilities are off by 1e-6: units that are whole add up without error."""
+    probs = torch.rand(151_936, generator=torch.Generator().manual_seed(0))
+    probs[::3] = 0
+    probs[-1000:] = 0
+    probs /= probs.sum()
+    numbers = torch.linspace(0, 1 - 2**-53, 40, dtype=torch.float64)
+    ids = inverse_cdf(probs.expand(40, -1), numbers)
+    assert (probs[ids] > 0).all()
+    ends = (probs.double().cumsum(0) / probs.double().sum())[ids]
+    assert (ends >= numbers - 1e-10).all()
+    assert (ends - probs[ids] <= numbers + 1e-10).all()

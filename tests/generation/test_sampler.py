@@ -1,0 +1,161 @@
+"""The sampler of a recipe: what decides a draw, where it ends, how a step is run, and what a frozen tower saw."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.distributed.fsdp import is_sharded
+from minivlmrl.generation.cuda_graphs import CapturedDecode
+from minivlmrl.generation.generate import Decode, Sampler
+from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.model.families.qwen3_vl import Qwen3VisionTransformer
+from minivlmrl.model.vision import VisionTransformer
+from tests.distributed.test_fsdp import sharded_model
+
+import tiny
+from draws import STOP, ids_of, options, prompts
+from stages import ONE, snapshot
+
+KEYS = ["a", "b", "c", "d", "e"]
+
+
+@pytest.fixture
+def sampler(tokenizer_300):
+    """sampler(model, world, gather_weights, options of the sampling)."""
+
+    def sampler(model=None, world=ONE, gather_weights=True, keeps_vision=False, **values):
+        processor = Processor(tokenizer_300, ImageProcessor())
+        sampling = options(**{"stop_token_ids": list(STOP)} | values)
+        model = model or tiny.model()
+        return RunSampler(model, processor, sampling, world, gather_weights, keeps_vision)
+
+    return sampler
+
+
+def drawn(sampler, keys=KEYS):
+    """Two completions of the prompt of each of these keys, as it draws them."""
+    rows = prompts(5)
+    return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
+
+
+def test_without_further_options_it_draws_what_the_books_draws(sampler):
+    own = sampler(tiny.model(dtype=torch.float64))
+    assert drawn(own) == drawn(Sampler(own.model, own.processor, own.sampling))
+    assert len({len(ids) for ids in drawn(own)}) > 1
+
+
+@pytest.mark.parametrize("values", [
+    {"max_tokens_at_once": 60},
+    {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
+    {"captured": True},
+], ids=str)  # fmt: skip
+def test_keys_alone_decide(sampler, values):
+    """Not the order of the prompts, nor how many there are, nor how many are computed together."""
+    captured = values.pop("captured", False)
+    own = sampler(tiny.model(dtype=torch.float64), **values)
+    own.captured = captured
+    each = {key: drawn(own, [key]) for key in KEYS}
+    for keys in (KEYS, ["e", "a", "d"], KEYS[::-1]):
+        assert drawn(own, keys) == [ids for key in keys for ids in each[key]]
+    others = ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS]))
+    assert others != drawn(own)
+
+
+@pytest.fixture
+def decodes(monkeypatch):
+    """How each decode step is run, and whether by a model with sharded weights."""
+    seen, original = [], Decode.__call__
+
+    def call(self, model, *inputs):
+        seen.append((type(self), is_sharded(model)))
+        return original(self, model, *inputs)
+
+    monkeypatch.setattr(Decode, "__call__", call)
+    return seen
+
+
+@pytest.mark.parametrize(("graph", "on_a_gpu"), [("auto", True), ("never", False)])
+def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, on_a_gpu):
+    drawn(sampler(graph=graph))
+    assert set(decodes) == {(Decode, False)}
+    assert sampler(world=SimpleNamespace(device=torch.device("cuda")), graph=graph).captured == on_a_gpu
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("gather_weights", "captured"), [(True, True), (True, False), (False, False)])
+def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, captured):
+    """Gathered as a whole, in a model without hooks, which a graph needs; or layer by layer."""
+    own = sampler(sharded_model(), ONE, gather_weights)
+    own.captured = captured
+    found = drawn(own)
+    assert set(decodes) == {(CapturedDecode if captured else Decode, not gather_weights)}
+    assert found == drawn(sampler())
+
+
+FROZEN = "--model.freeze=[vision, merger]"
+
+
+@pytest.mark.parametrize(("model", "tower", "more"), [
+    ("model", VisionTransformer, ["--grpo.num_iterations=2"]),
+    ("model", VisionTransformer, ["--grpo.max_tokens_per_micro_batch=90", "--grpo.steps_per_generation=2"]),
+    ("qwen3_vl", Qwen3VisionTransformer, []),
+], ids=["twice", "pieces", "Qwen3-VL, whose decoder's first layers see more of it"])  # fmt: skip
+def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model, tower, more):
+    """Sampler, reference and policy share what it makes of it: metrics and weights stay what they were, in float64."""
+    seen, forward = [], tower.forward
+    monkeypatch.setattr(tower, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid))
+    run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
+    lines, once = run.go(3), sum(seen)
+    assert len(seen) == run.batches.draws
+    again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
+    again.algorithm.sample.keeps_vision = False
+    expected = again.go(3)
+    assert sum(seen) - once >= 2 * once
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-12, abs=1e-12)
+    weights = snapshot(run.model)
+    for name, weight in snapshot(again.model).items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-12, msg=name)
+
+
+ENGINES = """
+from minivlmrl.generation.generate import Sampler
+from minivlmrl.generation.sampler import RunSampler
+
+
+class Counting(RunSampler):
+    calls = []
+
+    @classmethod
+    def check(cls, run):
+        if run.sampling.top_k == 9:
+            raise ValueError("no top_k of 9")
+
+    def __call__(self, prompts, num_generations, keys):
+        self.calls.append(len(prompts))
+        return super().__call__(prompts, num_generations, keys)
+
+
+class Book(Sampler):
+    pass
+"""
+
+
+def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
+    """One that wraps the own sampler: the same steps, and it is asked before anything is loaded."""
+    file = tmp_path / "my_engine.py"
+    file.write_text(ENGINES)
+    option = f"--sampling.engine={file}:Counting"
+    expected = stage("grpo").go(2)
+    run = stage("grpo", option)
+    assert run.go(2) == expected and run.algorithm.sample.calls == [4, 4]
+    with pytest.raises(ValueError, match="no top_k of 9"):
+        stage("grpo", option, "--sampling.top_k=9")
+    for name in ("Book", "Counting(a=1)", "RunSampler(a=1)"):
+        with pytest.raises(ValueError, match=r"^sampling\.engine .*: it must be a class made of minivlmrl\.generation"):
+            stage("grpo", f"--sampling.engine={file}:{name}")
+    with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be own with an environment"):
+        stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")

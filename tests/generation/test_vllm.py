@@ -1,0 +1,180 @@
+"""Rollouts by vLLM, by a stand-in of its interface; with vLLM installed by itself (docs/vllm.md has the commands)."""
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+import vllm_stand_in
+
+from minivlmrl.config.import_utils import load_name, run_file
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.generation.filters import ENGINES
+from minivlmrl.generation.sampler import RunSampler, find_engine
+from minivlmrl.model.lora import LoRAConfig, adapters, draw_adapters, set_parameters
+
+import tiny
+from draws import STOP, ids_of, options, prompts
+from stages import ONE
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "vllm_0.32.0.json"
+ENGINE = "--sampling.engine=vllm"
+missing = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is missing: docs/vllm.md installs it")
+
+
+@pytest.fixture(params=["stand-in", pytest.param("vllm", marks=[pytest.mark.slow, missing])])
+def samplers(request, monkeypatch, tokenizer_300):
+    if request.param == "stand-in":
+        vllm_stand_in.install(monkeypatch)
+
+    def samplers(kind="", **values):
+        sampling = options(**{"stop_token_ids": list(STOP), "engine": "vllm"} | values)
+        of = model_of(kind), Processor(tokenizer_300, ImageProcessor()), sampling, ONE
+        return RunSampler(*of), load_name(ENGINES["vllm"])(*of)
+
+    return samplers
+
+
+def model_of(kind):
+    config = tiny.config(model_type=kind if kind.startswith("qwen") else "qwen2_5_vl")
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "mrope_section": (4, 6, 6)}  # heads of 32
+    model = tiny.model_of(replace(config, **sizes, max_position_embeddings=512, head_dim=config.head_dim and 32))
+    if kind in ("lora", "nf4"):
+        LoRAConfig(r=2, target=["language", "vision"], quantize=kind if kind == "nf4" else None).place(model)
+        draw_adapters(model, 0)
+        set_parameters(model, {f"{name}.lora_B": layer.lora_B + 0.005 for name, layer in adapters(model).items()})
+    return model
+
+
+def compare(*samplers):
+    ours, theirs = ([*chain(*sampler(prompts(5), 2, "abcde"))] for sampler in samplers)
+    for mine, drawn in zip(ours, theirs, strict=True):
+        assert mine.ids.tolist() == drawn.ids.tolist() and mine.stopped == drawn.stopped
+        assert torch.allclose(mine.logps, drawn.logps, atol=2.5e-5, rtol=0)
+        assert all(a.equal(b) for a, b in zip(mine.sampling_mask or (), drawn.sampling_mask or (), strict=True))
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"top_k": 5, "min_p": 0.1, "max_tokens_at_once": 60}, {"stop_strings": ["a", "e"], "stop_token_ids": []},
+    {"kind": "qwen2_vl"}, {"kind": "qwen3_vl"}, {"kind": "lora"}, {"kind": "nf4"},
+], ids=str)  # fmt: skip
+def test_it_draws_what_the_policy_draws(samplers, values):
+    own, engine = samplers(**values)
+    compare(own, engine)
+    own.model.visual.patch_embed.proj.weight.data.mul_(1.1)  # the same pictures look otherwise
+    compare(own, engine)
+    assert ids_of(engine(prompts(5)[1:2], 2, "b")) == ids_of(own(prompts(5), 2, "abcde"))[2:4]
+
+
+def test_vllm_is_called_as_recorded(samplers, monkeypatch):
+    (_, engine), calls = samplers(), Mock()
+    vllm = engine.llm.llm_engine
+    for name in ("reset_prefix_cache", "reset_encoder_cache", "add_request", "abort_request"):
+        owner = engine.llm if "prefix" in name else vllm
+        monkeypatch.setattr(owner, name, mock := Mock(wraps=getattr(owner, name)))
+        calls.attach_mock(mock, name)
+    found = {"ids": ids_of(engine(prompts(5), 2, "abcde")), "calls": [[one[0], *one.args] for one in calls.mock_calls]}
+    shown = ("offset", "length", "max_tokens", "temperature", "ignore_eos", "extra_args")
+    text = json.dumps(found, default=lambda value: [getattr(value, name, None) for name in shown])
+    if not RECORDED.exists() and engine.llm is not vllm:
+        RECORDED.write_text(text)  # of the real one
+    assert json.loads(text) == json.loads(RECORDED.read_text())
+
+
+def test_the_form_of_runner_v2_follows_its_slots(monkeypatch):
+    module = vllm_stand_in.install(monkeypatch)
+    choose = lambda logits, rows, counts: (torch.tensor([4, 2]), rows.float(), rows == 1)  # noqa: E731
+    monkeypatch.setattr(module.Choosing, "rollout", rollout := module.Rollout(choose, 2))
+    choosing, batch = module.Choosing(None, None), SimpleNamespace(idx_mapping_np=torch.tensor([3, 0]))
+    assert all(choosing.add_request(slot, SimpleNamespace(extra_args={"row": row})) for slot, row in ((3, 1), (0, 0)))
+    assert choosing.apply(torch.zeros(2, 6), batch).argmax(-1).tolist() == [4, 2]
+    assert rollout.steps[0][0].tolist() == [1, 0] and rollout.ended == ["1"] and rollout.counts.tolist() == [1, 1]
+
+
+def test_a_run_is_the_own_samplers_run(stage, monkeypatch):
+    vllm_stand_in.install(monkeypatch)
+    own, engine = (stage("grpo", *more, dtype=torch.float32).go(2) for more in ((), (ENGINE,)))
+    chance = {"rollout/logp_mismatch": 0, "rollout/logp_mismatch_rms": 0}  # differences of rounding
+    assert [line | chance for line in own] == [line | chance for line in engine]
+
+
+@pytest.mark.parametrize(("of", "name", "fault"), [
+    ("file_weights", "stale tower", lambda model: dict(model.model.named_parameters(prefix="model"))),
+    ("file_weights", "missed hand-over", lambda model: {}),
+    ("FIXED_OPTIONS", "wrong pixels", {"mm_device_do_normalize": True, "load_format": "dummy"}),
+])  # fmt: skip
+def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, monkeypatch, of, name, fault):
+    monkeypatch.setattr(vllm_stand_in.install(monkeypatch), of, fault)
+    with pytest.raises(ValueError, match=r"vLLM computes another policy: log-probabilities of row \d differ by"):
+        stage("grpo", ENGINE, dtype=torch.float32).next()
+    stage("grpo", ENGINE, "--rollout.max_logp_mismatch=.inf", dtype=torch.float32).next()
+
+
+def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
+    with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', it must be own with an environment"):
+        load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])
+    prompt = prompts(1)[0]
+    video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))
+    video.row = SimpleNamespace(where="rows.jsonl line 3")
+    with pytest.raises(ValueError, match=r"rows\.jsonl line 3: a video needs sampling\.engine=own"):
+        samplers()[1]([video], 1, ["a"])
+    with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
+        samplers(vllm={"load_format": "auto"})
+    for engine_options, says in (
+        ("{max_model_ln: 9}", "sampling.vllm has 'max_model_ln', which vllm.EngineArgs does not have"),
+        ("{load_format: auto}", "sampling.vllm has 'load_format', .* or which is set here"),
+        ("{max_model_len: 6}", "sampling.vllm: max_model_len is 6, it must be sampling.max_new_tokens, 6, and"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            stage("grpo", ENGINE, f"--sampling.vllm={engine_options}")
+    with pytest.raises(ValueError, match=r"sampling\.engine is vllm, which refuses qwen3_5 as it is asked here"):
+        stage("grpo", ENGINE, "--model.config=qwen3_5.json")
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as without vLLM
+    load_name.cache_clear()
+    with pytest.raises(ValueError, match=r"sampling\.engine: install vLLM as docs/vllm\.md says: .*NotFound"):
+        stage("grpo", ENGINE)
+
+
+def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch):
+    """By its row: in the rollout, as rows of a task are not counted before, see test_start.py."""
+    own, engine = samplers(vllm={"max_model_len": 47})
+    lengths = [len(prompt.input_ids) for prompt in prompts(5)]
+    assert min(lengths) + 12 <= 47 < max(lengths) + 12
+    rows = prompts(5)
+    for number, row in enumerate(rows):
+        row.row = SimpleNamespace(where=f"rows.jsonl:{number}")
+    fits = lengths.index(min(lengths))
+    assert ids_of(engine([rows[fits]], 2, "a")) == ids_of(own([rows[fits]], 2, "a"))
+    longest = lengths.index(max(lengths))
+    said = rf"rows\.jsonl:{longest}: its prompt of {max(lengths)} tokens and 12 new ones are over sampling\.vllm: max_"
+    with pytest.raises(ValueError, match=said):
+        engine([rows[longest]], 2, "a")
+
+
+def test_the_plan_asks_without_vllm_and_runs_our_file_alone(monkeypatch, tmp_path):
+    """Its file runs where vLLM is not; one of its name where the command runs may be somebody else's, and does not."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "vllm_sampler.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    load_name.cache_clear()
+    run_file.cache_clear()
+    sampler = find_engine(options(engine="vllm"))
+    assert sampler.engine_bytes(options(vllm={"dtype": "bfloat16"}), 10, torch.float32) == {"vLLM's weights": 20}
+    assert sampler.engine_bytes(options(), 10, torch.float32) == {"vLLM's weights": 40}
+
+
+def test_what_vllm_says_of_rotary_tables_is_dropped_alone():
+    record = lambda name: logging.LogRecord("", 30, "", 0, "%s: Failed to load weights", (name,), None)  # noqa: E731
+    sampler = sys.modules[load_name(ENGINES["vllm"]).__module__]
+    assert [sampler.is_news(record(name)) for name in ("MRotaryEmbedding", "RotaryEmbedding", "Linear")] == [0, 0, 1]

@@ -1,0 +1,94 @@
+"""Attention of new tokens, interpreted (by test_backend.py): the formula row by row, and the book's DecodeAttention."""
+
+import pytest
+import torch
+from interpreter import INTERPRETED
+
+from minivlmrl.generation import cuda_graphs
+from minivlmrl.generation.cuda_graphs import StaticDecodeAttention
+from minivlmrl.kernels import decode_attention as module
+from minivlmrl.kernels.decode_attention import decode_attention, fits
+from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # of the norm
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="calls a kernel: `pytest -m slow` runs it interpreted"
+)
+CASES = [  # heads, key heads, head_dim; tokens of the prompts, rows of each; own keys, those that are there
+    (16, 2, 128, [70, 33, 1], 2, 40, 17), (28, 4, 128, [40, 37], 3, 33, 33),  # 3B, 7B
+    (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two tiles of queries; Qwen3.5
+    (4, 4, 16, [3, 0, 64], 1, 32, 3), (4, 2, 64, [0, 0], 3, 9, 9),  # no prompt
+]  # fmt: skip
+
+
+def numbers(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("dtype", "programs"), [(torch.float32, 1), (torch.bfloat16, 256), (torch.bfloat16, 1)], ids=str
+)
+@pytest.mark.parametrize(("H", "K", "D", "prompts", "slots", "C", "own"), CASES, ids=str)
+def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
+    monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs
+):
+    """In many parts and in few. What is hidden is large: a key that is not there would be seen."""
+    if DEVICE == "cuda" and dtype == torch.float32:
+        pytest.skip("a card has no registers for it")
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    B = len(prompts)
+    P = max(prompts)
+    R = B * slots
+    q, *keys = (numbers(*shape, dtype=dtype) for shape in ((R, H, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2))
+    there = (own - torch.arange(R) % 3).clamp(min=1)  # own keys of each row
+    hidden = [torch.arange(P) >= torch.tensor(prompts)[:, None], torch.arange(C) >= there[:, None]]
+    masks = [torch.zeros(unseen.shape, dtype=dtype).masked_fill(unseen, float("-inf")) for unseen in hidden]
+    for x, unseen in zip(keys, (hidden[0], hidden[0], hidden[1], hidden[1]), strict=True):
+        x.masked_fill_(unseen[:, None, :, None], 99)
+    k, v, own_k, own_v = keys
+    given = [x.to(DEVICE) for x in (q, k, v, masks[0], own_k, own_v, masks[1])]
+    assert fits(given[0])
+    found = decode_attention(*given).cpu()
+
+    def joined(prompt_keys, own_keys):
+        """Of each row, (R, H, P + C, D)."""
+        keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), own_keys], 2)
+        return keys.double().repeat_interleave(H // K, 1)
+
+    mask = torch.cat([masks[0].repeat_interleave(slots, 0), masks[1]], 1).double()
+    scores = joined(k, own_k) @ q.double()[..., None] * D**-0.5 + mask[:, None, :, None]
+    expected = (scores.softmax(2).mT @ joined(v, own_v))[:, :, 0]
+    for row, exact in zip(found.double(), expected, strict=True):
+        assert (row - exact).norm() <= TOLERANCE[dtype] * exact.norm()
+    assert found.dtype == dtype
+
+
+@runs
+def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "KEYS", 3)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
+    prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
+    decoding, book = (
+        kind(prefill, torch.arange(3).repeat_interleave(2), 7, torch.zeros(3, device=DEVICE))
+        for kind in (StaticDecodeAttention, DecodeAttention)
+    )
+    room = set()
+    for step in range(1, 8):
+        decoding.advance()
+        book.advance()
+        room.add(decoding.own_keys)
+        new = [numbers(6, heads, 16, dtype=dtype).to(DEVICE) * step for heads in (4, 2, 2)]
+        assert fits(new[0])
+        expected = book(0, *new)
+        off = (decoding(0, *new) - expected).double().norm()
+        assert off <= (1e-6 if INTERPRETED else 1e-2) * expected.double().norm()
+    assert room == {3, 6, 7}
+
+
+def test_which_queries_it_takes():
+    """All others run in torch: heads of other sizes, float64, those of a CPU."""
+    assert fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
+    assert not fits(numbers(1, 4, 24, dtype=torch.float32)) and not fits(numbers(1, 4, 16))

@@ -1,0 +1,20 @@
+"""Weights of 4 bits unpacked in Triton's interpreter (by test_backend.py), to the bits of the torch path."""
+
+import interpreter  # noqa: F401 (mends bfloat16)
+import pytest
+import torch
+
+from minivlmrl.kernels.backend import INTERPRETED
+from minivlmrl.model.nf4 import pack, unpack
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((1, 3), torch.bfloat16), ((64, 96), torch.float32), ((130, 70), torch.float16), ((300, 512), torch.bfloat16),
+], ids=str)  # fmt: skip
+def test_the_kernel_has_the_bits_of_torch(shape, dtype, monkeypatch):
+    """Blocks that are filled up, programs that are not full, more than 256 scales."""
+    packed = pack(0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    found = unpack(**packed, dtype=dtype)
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
+    assert found.dtype == dtype and torch.equal(found, unpack(**packed, dtype=dtype))

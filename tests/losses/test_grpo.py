@@ -1,0 +1,78 @@
+"""grpo_loss by arithmetic done by hand, and what holds for each loss of the family; against TRL: tests/parity."""
+
+from math import log
+
+import pytest
+import torch
+from by_hand import near, tensor
+
+from minivlmrl.losses.grpo import PolicyLoss, grpo_loss, kl_term
+
+from policy_by_hand import OFF_POLICY, policy
+
+
+@pytest.mark.parametrize(
+    "loss_type, divisors",
+    [("grpo", (2, 6)), ("bnpo", (4, 4)), ("dapo", (4, 4)), ("dr_grpo", (20, 20)), ("luspo", (2, 2))],
+)
+def test_clipped_losses(loss_type, divisors):
+    """Terms -min(r A, clip(r) A): -1.2 | 0.8, 1, 1.1. What is clipped (the first two) has no gradient.
+
+    grpo divides by 2 rows, then by the row's 1 or 3 tokens; bnpo and dapo by 4 tokens; dr_grpo by 2 rows of 10; luspo
+    by 2 rows. The gradient of a term is -r A.
+    """
+    loss, gradient, metrics = policy(*OFF_POLICY, loss_type=loss_type, max_completion_length=10)
+    first, second = divisors
+    assert loss == near(-1.2 / first + (0.8 + 1.0 + 1.1) / second)
+    assert gradient == near(0, 0, 1.0 / second, 1.1 / second)
+    shares = {"clip_ratio/low_mean": 1 / 4, "clip_ratio/high_mean": 1 / 4, "clip_ratio/region_mean": 2 / 4}
+    assert metrics == {name: near(value) for name, value in shares.items()}
+
+
+def kl(estimator):
+    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
+    value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
+    assert value.flatten()[1:].tolist() == [0.0] * 3
+    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
+
+
+@pytest.mark.parametrize("estimator, value, gradient", [
+    ("k1", log(2), 1.0),  # 0.6931
+    ("k2", log(2) ** 2 / 2, log(2)),  # 0.2402; its gradient is log pi / pi_ref
+    ("k3", 0.5 + log(2) - 1, 1 - 0.5),  # 0.1931; 1 - pi_ref / pi
+])  # fmt: skip
+def test_kl_estimators(estimator, value, gradient):
+    assert kl(estimator) == (near(value), near(gradient))
+
+
+def test_the_docstring_example():
+    examples = {"grpo": -0.5, "bnpo": -0.5, "dapo": -0.5, "dr_grpo": -0.25, "luspo": -1.0}
+    for loss_type, expected in examples.items():
+        assert policy([[1.0, 1.0]], [0.5], loss_type=loss_type, max_completion_length=4)[0] == expected
+
+
+def test_mistakes_are_refused():
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"epsilon_low is 0\.3, it must be from 0 to epsilon_high, 0\.2"):
+        PolicyLoss(epsilon_low=0.3, epsilon_high=0.2)
+    for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
+        with pytest.raises(ValueError, match=f"{name} is {value}, it must be "):
+            PolicyLoss(**{name: value})
+    with pytest.raises(ValueError, match="2 advantages for 1 rows"):
+        grpo_loss(one, torch.ones(2), one)
+    with pytest.raises(ValueError, match="with beta over 0 the KL term needs ref_per_token_logps"):
+        grpo_loss(one, one[0], one, PolicyLoss(beta=0.1))
+    with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length; give it"):
+        grpo_loss(one, one[0], one, PolicyLoss("dr_grpo"))
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"loss_type": "sapo"}, "loss_type is 'sapo'; known are grpo, dapo, dr_grpo"),
+    ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token and sequence"),
+    ({"beta": 1, "kl_estimator": "k4"}, "kl_estimator is 'k4'; known are k1, k2 and k3"),
+])  # fmt: skip
+def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        grpo_loss(one, one[0], one, PolicyLoss(**options), ref_per_token_logps=one)

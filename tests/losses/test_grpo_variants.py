@@ -1,0 +1,128 @@
+"""The rest of the policy-gradient family by arithmetic done by hand; against TRL: tests/parity."""
+
+import math
+from dataclasses import fields
+from math import exp, log
+
+import pytest
+import torch
+from by_hand import near, tensor
+
+from minivlmrl.losses.grpo_variants import (
+    CORRECTION_MODES,
+    FamilyLoss,
+    family_kl,
+    policy_terms,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
+
+from policy_by_hand import loss_of, policy
+
+NAN = float("nan")
+
+
+def test_options_have_the_names_and_defaults_of_trl(trl):
+    """But for epsilon, which is epsilon_low here, tensors, and two options of the KL that TRL does not have."""
+    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
+    ours = {field.name: field.default for field in fields(FamilyLoss)}
+    ours |= {name: value for name, value in policy_terms.__kwdefaults__.items() if "per_token" not in name}
+    assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through", "importance_sampling_ratio"}
+    assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
+
+
+def test_gspo_token_gives_each_token_its_own_advantage():
+    """Sequence ratio e^0.1 for both tokens, advantages 1 and -0.5: the gradients are -e^0.1 A_t / 2."""
+    options = {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
+    loss, gradient, _ = policy([[exp(0.3), exp(-0.1)]], [[1.0, -0.5]], **options)
+    assert loss == near(-exp(0.1) * 0.5 / 2) and gradient == near(-exp(0.1) / 2, 0.5 * exp(0.1) / 2)
+
+
+def kl(estimator, straight_through):
+    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
+    ref = torch.full((2, 2), log(0.25), dtype=torch.float64)
+    options = FamilyLoss(kl_estimator=estimator, use_bias_correction_kl=False)
+    value = family_kl(logps, ref, torch.ones(2, 2), options, straight_through)
+    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
+
+
+@pytest.mark.parametrize("estimator, value", [("k1", log(2)), ("k2", log(2) ** 2 / 2), ("k3", 0.5 + log(2) - 1)])
+def test_straight_through_has_the_gradient_of_k2_whatever_the_value(estimator, value):
+    assert kl(estimator, straight_through=True) == (near(value), near(log(2)))
+    assert kl(estimator, straight_through=False)[0] == near(value)
+    ref = {"ref_per_token_logps": tensor([-1.0 - log(2)]), "beta": 1.0, "use_bias_correction_kl": False}
+    loss = policy([[1.0]], [0.0], kl_estimator=estimator, kl_straight_through=True, **ref)
+    assert loss[:2] == (near(value), [near(log(2))])
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("estimator", ("k1", "k2", "k3"))
+def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_too(estimator, straight_through):
+    """Every token of a vocabulary of three, drawn with the old policy's probability, as a row of its own."""
+    logits, ref = tensor(0.3, -0.5, 1.1).requires_grad_(), tensor(0.2, 0.5, 0.3).log()
+    logps, old = logits.log_softmax(0), tensor(0.5, 0.3, 0.2).log()
+    losses = [
+        loss_of(
+            logps[i].view(1, 1), torch.zeros(1), torch.ones(1, 1), old_per_token_logps=old[i].view(1, 1),
+            ref_per_token_logps=ref[i].view(1, 1), beta=1.0, kl_estimator=estimator,
+            kl_straight_through=straight_through,
+        )[0]
+        for i in range(3)
+    ]  # fmt: skip
+    kl = (logps.exp() * (logps - ref)).sum()
+    expected, found = (
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, (old.exp() * torch.stack(losses)).sum())
+    )
+    assert found.tolist() == near(*expected.tolist())
+
+
+# masks, weights and the entropy bonus: ratio 1, advantage 1, so each term is -1 and its gradient -1 / tokens
+ENTROPIES = tensor([0.1, 0.2, 0.3, 0.4])
+
+
+def test_a_given_entropy_threshold_goes_before_the_batchs_own():
+    options = {"top_entropy_quantile": 0.5, "entropies": ENTROPIES, "entropy_threshold": 0.15}
+    assert policy([[1.0] * 4], [1.0], **options)[0] == -3 / 4
+
+
+def test_no_tokens_have_an_infinite_entropy_threshold():
+    assert top_entropy_threshold(torch.zeros(0), 0.5).item() == math.inf
+
+
+def test_the_default_correction_masks_rows_over_three():
+    """Products 4 and 2.9 of two tokens each."""
+    ratio = rollout_importance_ratio(tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2))
+    assert ratio.flatten().tolist() == near(0.0, 2.9)
+
+
+def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
+    """Entropies 1 | 0, 0, 0 in rows of 1 and 3 tokens: their mean is 1 / 4, but that of the rows' means 1 / 2."""
+    rows, mask = tensor([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+
+    def bonus(part, **counts):
+        zeros = torch.zeros_like(rows[part])
+        return -loss_of(zeros, zeros[:, 0], mask[part], entropies=rows[part], entropy_coef=1.0, **counts)[0].item()
+
+    first, second = slice(0, 1), slice(1, 2)
+    assert bonus(slice(0, 2)) == 1 / 4
+    assert bonus(first, sequences=2) + bonus(second, sequences=2) == 1 / 2
+    assert bonus(first, num_entropy_tokens=4) + bonus(second, num_entropy_tokens=4) == 1 / 4
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"beta": 0.1}, "with beta over 0 the KL term needs ref_per_token_logps"),
+    ({"entropy_coef": 0.1}, "need entropies"),
+    ({"top_entropy_quantile": 0.2}, "need entropies"),
+    ({"loss_type": "dr_grpo"}, "divides by counts.max_completion_length; give it"),
+])  # fmt: skip
+def test_a_loss_that_cannot_be_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        policy([[1.0]], [1.0], delta=2.0, **options)
+
+
+def test_an_unknown_correction_is_refused():
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="mode is 'mask'; known are " + ", ".join(CORRECTION_MODES)):
+        rollout_importance_ratio(one, one, one, mode="mask")

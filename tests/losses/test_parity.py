@@ -1,0 +1,164 @@
+"""parity, for other people's tests: TRL's recorded numbers find a wrong loss, negatives a picture that is not seen."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+import torch
+
+from minivlmrl.data.rows import Prompt
+from minivlmrl.losses import preference
+from minivlmrl.losses.grpo import Counts
+from minivlmrl.losses.grpo_variants import FamilyLoss, policy_loss
+from minivlmrl.losses.parity import cases, check, distance, sees
+
+import tiny
+
+
+def my_loss(batch, options):
+    """Ours, as someone would write it who compares theirs."""
+    if options["kind"] == "sft":
+        return preference.sft_loss(**batch, loss_type=options["loss_type"])
+    if options["kind"] == "dpo":
+        names = preference.DPOLoss.__dataclass_fields__
+        chosen = preference.DPOLoss(**{n: options[n] for n in names if n in options})
+        return preference.dpo_loss(**batch, options=chosen)[0]
+    names = FamilyLoss.__dataclass_fields__
+    chosen = FamilyLoss(**{name: options[name] for name in names if name in options})
+    counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    return policy_loss(**batch, options=chosen, counts=counts)[0]
+
+
+def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
+    """A token mean over the batch, clipped at .8 and 1.2, as most people write it."""
+    logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
+    ratio = (logps - batch["old_per_token_logps"]).exp()
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    d = batch["ref_per_token_logps"] - logps
+    kl = (d.exp() - d - 1) * (ratio if weight else 1)
+    return average((loss + options["beta"] * kl) * mask, mask)
+
+
+DAPO = {"loss_type": "dapo", "importance_sampling_level": "token"}
+
+
+def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert check(my_loss) == 64 and check(my_loss, kind="dpo") == 15 and check(my_loss, kind="sft") == 2
+    assert check(my_loss, loss_type="dapo") == 8 and check(my_loss, kind="dpo", loss_type="sigmoid") == 1
+
+
+@pytest.mark.parametrize("only, known", [
+    ({"kind": "ppo"}, "'kind': ['grpo', 'dpo', 'sft']"),
+    ({"loss_type": "gspo"}, "'loss_type': ['grpo', 'bnpo', 'dr_grpo', "),
+    ({"beta": 3}, "'beta': ['0.0', '0.1']"),
+    ({"colour": 1}, "'colour': ['None']"),
+])  # fmt: skip
+def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only, known):
+    with pytest.raises(ValueError, match="no recorded case has .*; there are .*" + re.escape(known)):
+        check(my_loss, **only)
+
+
+def test_the_usual_loss_passes_where_the_batch_is_the_step():
+    assert check(usual, whole_step=True, **DAPO) == 2
+
+
+def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AssertionError) as error:
+        check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
+    last = "minivlmrl-audit names the mistake: pip install ./audit, in a clone"
+    head, first, second, says = str(error.value).splitlines()
+    assert (head, says) == ("2 of 2 cases differ from TRL", last)
+    assert all(re.match(r"sft\d+ .*: value differs by .*, gradient by 5", line) for line in (first, second))
+
+
+def test_the_audit_names_a_wrong_mask():
+    """docs/audit.md shows a wrong average."""
+    pytest.importorskip("minivlmrl_audit")
+    with pytest.raises(AssertionError, match=r"2 of them: .*\(mask: the token before in its row\)$"):
+        check(
+            lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO
+        )
+
+
+def test_what_trl_says_of_ones_own_tensors(trl):
+    """TRL's value and gradient are those that were recorded."""
+    from tests.parity.trl_oracle import what_trl_says
+
+    for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):
+        *_, (_, options, batch, value, gradient) = cases(**only)
+        says = what_trl_says(batch, options)
+        assert distance(says["loss"], value) < 1e-12 and distance(says["gradient"], gradient) < 1e-12
+
+
+def chosen(logits, ids):
+    """(B, L, V), (B, L) -> (B, L - 1)"""
+    return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids, rows: grids, with_pictures=True):
+    """transformers' log-probabilities, of a list of pictures that `change` makes of the batch's."""
+
+    def my_logps(ids, pixels, grids):
+        inputs = {}
+        if with_pictures:
+            pictures = list(pixels.split(grids.prod(1).tolist()))
+            inputs["pixel_values"] = torch.cat(change(pictures, len(ids)))
+            inputs["image_grid_thw"] = grids_of(grids, len(ids))
+        kinds = (ids == tiny.IMAGE).long()
+        return chosen(model(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits, ids)
+
+    return my_logps
+
+
+def by_row(change):
+    """A change of each row's pictures."""
+    return lambda x, rows: [y for r in range(rows) for y in change(x[r * len(x) // rows :][: len(x) // rows])]
+
+
+NOTHING, ORDER, OTHER = "does not see picture", "sees pictures in another order", "sees another row's pictures"
+FAULTS = {  # as docs/audit.md has them
+    "pixel_values are not passed on": ({"with_pictures": False}, f"{NOTHING} 0"),
+    "placeholders keep their embeddings": ({}, f"{NOTHING} 0"),
+    "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, f"{NOTHING} 0"),
+    "the last picture is the one before it again": ({"change": by_row(lambda x: [*x[:-1], x[-2]])}, f"{NOTHING} 2"),
+    "each row has its pictures in turned order": ({"change": by_row(lambda x: x[::-1])}, ORDER),
+    "grids are in turned order": ({"grids_of": lambda x, rows: x.view(rows, -1, 3).flip(1).flatten(0, 1)}, ORDER),
+    "the batch's pictures are shifted by one": ({"change": lambda x, rows: x[1:] + x[:1]}, ORDER),
+    "rows have those of the row after": ({"change": lambda x, rows: x[len(x) // rows :] + x[: len(x) // rows]}, OTHER),
+    "all rows have the first row's": ({"change": lambda x, rows: x[: len(x) // rows] * rows}, OTHER),
+    "height and width of grids are exchanged": ({"grids_of": lambda x, rows: x[:, [0, 2, 1]]}, ""),
+}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_sees_says_what_is_wrong_with_pictures_and_nothing_else(model_type, tmp_path, monkeypatch):
+    """No word of our models and transformers'; of each planted fault the one that docs/audit.md has."""
+    oracle = pytest.importorskip("oracle")
+    theirs, ours = oracle.saved_pair(tmp_path, model_type)
+
+    def our_logps(ids, pixels, grids):
+        parts = zip(ids, pixels.chunk(len(ids)), grids.chunk(len(ids)), strict=True)
+        rows = [Prompt(*part, torch.ones(len(part[2]))) for part in parts]
+        return chosen(torch.stack(oracle.our_logits(ours, rows)), ids)
+
+    for grids in ([(1, 4, 6)], [(1, 4, 6), (1, 8, 4), (1, 8, 4)]):
+        prompt = tiny.prompt(torch.Generator().manual_seed(0), grids)
+        row = prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw, tiny.IMAGE
+        assert sees(our_logps, *row) == sees(trainer(theirs), *row) == ""
+    for fault, (options, verdict) in FAULTS.items():
+        with monkeypatch.context() as patch:
+            if "embeddings" in fault:
+                patch.setattr(torch.Tensor, "masked_scatter", lambda embeddings, *_: embeddings)
+                verdict = "" if model_type == "qwen3_vl" else verdict  # its deeper layers see features too
+            sentence = sees(trainer(theirs, **options), *row)
+            assert sentence.startswith(verdict) and bool(sentence) == bool(verdict), (fault, sentence)
+
+
+def test_sees_asks_for_as_many_pictures_as_grids():
+    ids, pixels = torch.tensor([5, 9, 9, 6]), torch.ones(8, 2)
+    for token, grids in ((7, torch.tensor([[1, 2, 4]])), (7, torch.ones(0, 3)), (9, torch.ones(2, 3))):
+        with pytest.raises(ValueError, match=r"input_ids have \d pictures, image_grid_thw has \d"):
+            sees(None, ids, pixels, grids, token)

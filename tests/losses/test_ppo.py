@@ -1,0 +1,113 @@
+"""Other advantages than GRPO's, and PPO's, by hand; PPO against what TRL 1.12.0, the last with a PPOTrainer, gave."""
+
+import json
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+from by_hand import tensor
+from links import ROOT
+
+from minivlmrl.losses.ppo import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards, whiten
+
+RECORDED = json.loads((ROOT / "tests" / "recorded" / "ppo_trl_1.12.0.json").read_text())
+CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]
+PAD, EOS = 0, 1
+
+
+def test_leave_one_out():
+    """1, 0, 0: 1 - 0, 0 - 1/2, 0 - 1/2. And 3, 1, 2: 3 - 3/2, 1 - 5/2, 2 - 4/2."""
+    advantages = leave_one_out(tensor(1.0, 0.0, 0.0, 3.0, 1.0, 2.0), 3)
+    assert advantages.tolist() == [1.0, -0.5, -0.5, 1.5, -1.5, 0.0]
+
+
+def test_token_rewards_by_hand():
+    """Rows of 2 and 1 tokens: -0.1 * (log pi - log ref), and the score on the last token."""
+    logps = torch.tensor([[-1.0, -2.0], [-1.0, 9.0]])
+    ref = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    rewards = token_rewards(torch.tensor([5.0, 7.0]), logps, ref, mask, kl_coef=0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 5.0], [6.8, 0.0]]))
+
+
+def trl_step(case):
+    """Our functions put together as TRL puts its own: padded rows, the score one place after the last token."""
+    inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()}
+    config = {
+        "kl_coef": 0.05, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "whiten_rewards": False,
+        "missing_eos_penalty": 0.0, **case["config"],
+    }  # fmt: skip
+    responses = inputs["responses"].long()
+    T = responses.shape[1]
+    after_stop = (responses == EOS).cumsum(1) - (responses == EOS).long() > 0
+    post = responses.masked_fill(after_stop, PAD)
+    last = (post != PAD).long().cumprod(1).sum(1) - 1  # (B,)
+    place = torch.arange(T)
+    mask = (place <= last[:, None]).double()
+    value_mask = (place <= last[:, None] + 1).double()
+    scores = inputs["scores"] - config["missing_eos_penalty"] * (post != EOS).all(1)
+    old = inputs["logprobs"] * mask + (1 - mask)
+    values = inputs["values"] * value_mask
+    kl_rewards = token_rewards(0 * scores, old, inputs["ref_logprobs"], mask, config["kl_coef"], config["kl_estimator"])
+    rewards = kl_rewards.scatter_add(1, (last + 1).clamp(max=T - 1)[:, None], scores[:, None])
+    if config["whiten_rewards"]:
+        [rewards] = whiten([rewards], [value_mask], shift_mean=False)
+    advantages, returns = gae(rewards, values, config["gamma"], config["lam"])
+    [advantages] = whiten([advantages], [mask])
+    logps = inputs["new_logprobs"].requires_grad_()
+    new_values = inputs["new_values"].requires_grad_()
+    fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
+    policy_loss, metrics = ppo_loss(logps, new_values, mask, PPOLoss(vf_coef=0.0), **fixed)
+    # TRL trains values at one place more than tokens
+    both, value_metrics = ppo_loss(logps.detach(), new_values * value_mask, value_mask, **fixed)
+    loss = policy_loss + both - value_metrics["policy_loss"]
+    gradients = torch.autograd.grad(loss, (logps, new_values))
+    return {
+        "rewards": rewards, "advantages": advantages, "returns": returns, "loss": loss.detach(),
+        "pg_loss": metrics["policy_loss"], "vf_loss": value_metrics["value_loss"],
+        "grad_new_logprobs": gradients[0], "grad_new_values": gradients[1],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_the_recorded_trl(case):
+    """1e-6: TRL whitens in float32."""
+    for name, value in trl_step(case).items():
+        expected = torch.tensor(case["outputs"][name], dtype=torch.float64)
+        torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_metrics_by_hand():
+    """A ratio counts as clipped where its bound is the loss, a value where the one near the old value is; no padding.
+
+    Ratios 1.5 and 0.5 with advantage 1, 1.1 and 0.5 with -1, and 1.1: clipped are the first and the fourth. Values, of
+    a return 2 and an old value 1: (1.1 - 2)^2 / 2 within the range; (1.2 - 2)^2 / 2 where 1.5 or 1.6 moved too far;
+    (0.5 - 2)^2 / 2 where it moved away, for the unclipped one is larger.
+    """
+    ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
+    values = torch.tensor([[1.1, 1.5, 0.5, 1.6, 1.1, 9.0]])
+    one = torch.ones(1, 6)
+    mask = torch.tensor([[1.0] * 5 + [0.0]])
+    old = {"old_per_token_logps": 0 * one, "old_values": one}
+    fixed = {**old, "advantages": advantages, "returns": 2 * one}
+    _, metrics = ppo_loss(ratios.log(), values, mask, **fixed)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx({
+        "policy_loss": (-1.2 - 0.5 + 1.1 + 0.8 - 1.1) / 5,
+        "value_loss": (0.405 + 0.32 + 1.125 + 0.32 + 0.405) / 5,
+        "approx_kl": 0.5 * (log(1.5) ** 2 + 2 * log(0.5) ** 2 + 2 * log(1.1) ** 2) / 5,
+        "clip_ratio/policy": 2 / 5,
+        "clip_ratio/value": 2 / 5,
+        "ratio": (1.5 + 0.5 + 1.1 + 0.5 + 1.1) / 5,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [None, SimpleNamespace(tokens=0)])
+def test_no_token_is_no_loss(counts):
+    """Of rows that are all left out, as of a step without any: loss, gradients and metrics are 0 and not NaN."""
+    logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
+    fixed = dict.fromkeys(("old_per_token_logps", "old_values", "advantages", "returns"), torch.ones(2, 3))
+    loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, counts=counts)
+    assert [loss.item(), *(value.item() for value in metrics.values())] == [0.0] * 7
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, (logps, values)))

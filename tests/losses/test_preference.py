@@ -1,0 +1,135 @@
+"""Preference losses by arithmetic that a reader can follow by hand; what only TRL can tell is in tests/parity."""
+
+from math import exp, log
+from types import SimpleNamespace
+
+import pytest
+import torch
+from by_hand import near, tensor
+
+from minivlmrl.losses import preference as losses
+from minivlmrl.losses.preference import DPO_LOSSES, DPOLoss, dpo_loss, kto_kl, kto_loss, reward_loss
+
+
+def softplus(x):
+    """-log sigmoid(-x)."""
+    return log(1 + exp(x))
+
+
+# preferences: u = 0.5 (one token, -1 against -1.5), v = -1 (two tokens, -1.5 each against -1 each), beta 0.5,
+# so beta u = 0.25, beta v = -0.5, z = beta (u - v) = 0.75; per token u = 0.5, v = -0.5
+
+PAIR = tensor([[-1.0, 7.0], [-1.5, -1.5]])
+PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
+PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
+
+
+GIVEN = ("log_sum_sq_probs", "ref_per_token_logps", "ref_logps")
+
+
+def pair_loss(loss_type, **options):
+    tensors = {name: options.pop(name) for name in GIVEN if name in options}
+    options = DPOLoss(**{"loss_type": loss_type, "beta": 0.5, **options})
+    return dpo_loss(PAIR, PAIR_MASK, options, **{"ref_per_token_logps": PAIR_REF, **tensors})[0].item()
+
+
+def pairs(chosen, rejected, ref_chosen, ref_rejected):
+    """Pairs of answers of one token each."""
+    logps = torch.stack([tensor(*chosen), tensor(*rejected)], 1)[..., None]
+    ref = torch.stack([tensor(*ref_chosen), tensor(*ref_rejected)], 1)[..., None]
+    return {"per_token_logps": logps, "ref_per_token_logps": ref, "mask": torch.ones_like(logps)}
+
+
+def test_a_divergence_that_grows_too_fast_is_bounded():
+    """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
+    batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
+    logps = batch.pop("per_token_logps").float().requires_grad_()
+    options = DPOLoss(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
+    loss, _ = dpo_loss(logps, options=options, **batch)
+    assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
+
+
+def test_label_smoothing_of_sigmoid_is_cdpo():
+    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75), the loss of labels of which one in ten is flipped."""
+    expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
+    assert pair_loss("sigmoid", label_smoothing=0.1) == near(expected)
+
+
+def test_reference_sums_stand_for_those_of_tokens():
+    """-1.5 and -2 of the references of PAIR; with ld_alpha 0.5 the second token of the rejected answer counts half."""
+    for ld_alpha, rejected in ((None, -2.0), (0.5, -1.5)):
+        sums = losses.answer_logps(PAIR_REF, PAIR_MASK, ld_alpha)
+        assert sums.tolist() == [[-1.5, rejected]]
+        given = {"ref_per_token_logps": None, "ref_logps": sums}
+        assert pair_loss("ipo", ld_alpha=ld_alpha, **given) == pair_loss("ipo", ld_alpha=ld_alpha)
+
+
+def test_kto_kl():
+    """Rows moved by 0.5 and -1: the mean -0.25 becomes 0; by 0.5 and 1: 0.75; a constant for the gradient."""
+    assert kto_kl(PAIR[0], PAIR_REF[0], PAIR_MASK[0]).item() == 0
+    logps = tensor([0.5], [1.0]).requires_grad_()
+    kl = kto_kl(logps, torch.zeros(2, 1), torch.ones(2, 1))
+    assert kl.item() == 0.75 and not kl.requires_grad
+
+
+def test_docstring_examples():
+    alike = pairs([-1.0], [-2.0], [-1.0], [-2.0])
+    for loss_type, expected in {"sigmoid": 0.693147, "hinge": 1.0, "ipo": 25.0}.items():
+        assert dpo_loss(**alike, options=DPOLoss(loss_type))[0].item() == near(expected)
+    rows, labels = alike["per_token_logps"][0], torch.tensor([True, False])
+    loss, _ = kto_loss(rows, torch.ones(2, 1), labels, ref_per_token_logps=rows, kl=torch.tensor(0.0))
+    assert loss.item() == near(0.5)
+    assert reward_loss(tensor(2.0), tensor(1.0))[0].item() == pytest.approx(0.313, abs=5e-4)
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"loss_type": "dpo"}, "loss_type is 'dpo'; known are " + ", ".join(DPO_LOSSES)),
+    ({"loss_type": []}, "give one for each"),
+    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one for each"),
+    ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0"),
+    ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
+    ({"loss_type": ["hinge", "sft"], "label_smoothing": 0.1},
+     r"no effect on \['hinge', 'sft'\]; it is for sigmoid, exo_pair, robust, aot, aot_unpaired"),
+    ({"ref_per_token_logps": None}, "dpo_loss needs ref_per_token_logps or ref_logps"),
+    ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
+    ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
+     "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.F_LOSSES)),
+    ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs: use_weighting has no meaning"),
+    ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
+])  # fmt: skip
+def test_a_preference_loss_that_cannot_be_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        pair_loss(**{"loss_type": "sigmoid", **options})
+
+
+def test_an_answer_without_tokens_is_refused():
+    mask = tensor([[1.0, 0.0], [0.0, 0.0]])
+    with pytest.raises(ValueError, match=r"an answer has no tokens: drop the pair, or cut less"):
+        dpo_loss(PAIR, mask, ref_per_token_logps=PAIR_REF)
+
+
+def test_a_kto_loss_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="loss_type kto needs kl; see kto_kl"):
+        kto_loss(PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), ref_per_token_logps=PAIR_REF[0])
+    with pytest.raises(ValueError, match="'bco'; known are kto, apo_zero_unpaired"):
+        losses.KTOLoss("bco")
+
+
+def test_nll_with_the_tokens_of_the_step():
+    """Probabilities 0.5 and 0.25 of a step of ten tokens: 3 log 2 / 10; without a token the loss is 0."""
+    logps = tensor([log(0.5), log(0.25), 9.0])
+    assert losses.sft_loss(logps, tensor([1.0, 1.0, 0.0]), counts=SimpleNamespace(tokens=10)).item() == near(
+        0.3 * log(2)
+    )
+    assert losses.sft_loss(logps, tensor([0.0, 0.0, 0.0])).item() == 0
+
+
+def test_docstring_examples_of_sft():
+    logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
+    assert losses.sft_loss(logps, mask).item() == 2.0
+    assert losses.sft_loss(logps, mask, "dft").item() == pytest.approx(0.271, abs=5e-4)
+
+
+def test_an_unknown_sft_loss_is_refused():
+    with pytest.raises(ValueError, match="loss_type is 'mse'; known are nll, dft"):
+        losses.sft_loss(torch.zeros(1, 1), torch.ones(1, 1), "mse")

@@ -1,0 +1,373 @@
+"""Qwen3-VL against transformers 5.23: random sizes, templates, images, videos, stages; and what Qwen3.5 shares."""
+
+import copy
+import json
+import random
+from itertools import islice
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
+from runs import write_lines
+from talk import IMAGE_PART, assistant, bracketed, renders_as_transformers, system, text, user
+
+from minivlmrl.data.chat_template import IMAGE, Control
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import RESIZE, read_image_processor
+from minivlmrl.data.rows import Processor, Prompt
+from minivlmrl.data.video import Video, frame_size, sample_indices
+from minivlmrl.model.checkpoint import default_template, load_model, load_processor, random_model, save_model
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families import qwen3_vl
+from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.tasks import shapes
+
+import tiny
+from stages import snapshot
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+
+
+def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
+    """Other layers, heads, sections, patch and merge sizes each time, and deep blocks or recurrent layers; `more` of
+    the text."""
+    layers, depth = rng.randint(2, 5), rng.randint(1, 5)
+    heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
+    half = rng.choice([4, 8, 12])  # pairs of a head that turn
+    height, width = rng.randint(0, half // 3), rng.randint(0, half // 3)
+    rope = {"mrope_section": [half - height - width, height, width], "rope_theta": 1e4}
+    text = {
+        "hidden_size": 40, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "vocab_size": 300, "intermediate_size": 56, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    vision = {
+        "depth": depth, "hidden_size": 8 * rng.choice([1, 2, 4]), "intermediate_size": 24, "num_heads": 2,
+        "patch_size": rng.choice([2, 4, 16]), "spatial_merge_size": rng.choice([1, 2, 3]), "out_hidden_size": 40,
+        "temporal_patch_size": rng.choice([1, 2]), "num_position_embeddings": rng.randint(1, 6) ** 2,
+    }  # fmt: skip
+    if model_type.startswith("qwen3_vl"):
+        text |= {"head_dim": 2 * half, "rope_scaling": rope}
+        vision["deepstack_visual_indexes"] = rng.sample(range(depth), rng.randint(0, min(depth, layers - 1)))
+    else:
+        share, keys = rng.choice([0.25, 0.5, 1.0]), rng.choice([1, 2, 3])
+        rope |= {"rope_type": "default", "partial_rotary_factor": share, "mrope_interleaved": True}
+        kinds = [rng.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
+        kinds[rng.randrange(layers)] = "full_attention"
+        text |= rng.choice([{"layer_types": kinds}, {"full_attention_interval": rng.randint(2, layers)}])
+        text |= {
+            "head_dim": int(2 * half / share), "rope_parameters": rope, "linear_num_key_heads": keys,
+            "linear_num_value_heads": keys * rng.choice([1, 2]), "linear_key_head_dim": rng.choice([4, 8]),
+            "linear_value_head_dim": rng.choice([4, 8, 12]), "linear_conv_kernel_dim": rng.choice([2, 3, 4, 7]),
+        }  # fmt: skip
+    ids = {"image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO, "vision_start_token_id": tiny.VISION_START}
+    ids |= {"vision_end_token_id": tiny.VISION_END, "tie_word_embeddings": rng.random() < 0.5}
+    text |= more
+    return ModelConfig.from_dict({"model_type": model_type, **ids, "text_config": text, "vision_config": vision})
+
+
+def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
+    """Text around images of these grids in merged tokens."""
+    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
+    prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])  # its ids are those of 2 x 2 patches a token
+    grids = [(1, h * merge, w * merge) for h, w in grids]
+    prompt.image_grid_thw = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    patches = int(prompt.image_grid_thw.prod(1).sum()) if grids else 0
+    prompt.pixel_values = torch.randn(patches, vision.patch_dim, generator=generator, dtype=torch.float64)
+    return prompt
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("model_type", "close"), [("qwen3_vl", 1e-13), ("qwen3_5", 1e-12)])
+def test_logits_of_40_random_configs_equal_transformers(model_type, close, seeds, monkeypatch):
+    in_float64(monkeypatch, model_type)
+    for seed in seeds:
+        config, generator = random_config(model_type, random.Random(seed)), torch.Generator().manual_seed(seed)
+        theirs = transformers.AutoConfig.for_model(**config.to_dict())
+        theirs = tiny.telling_weights(CLASSES[model_type]._from_config(theirs).double().eval())
+        theirs.tie_weights()
+        ours = tiny.model_of(config).double()
+        found = {qwen3_vl_name(name): p for name, p in theirs.state_dict().items()}
+        ours.load_state_dict(found, strict=not config.tie_word_embeddings)
+        rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)], [(9, 9)])]
+        with torch.no_grad():
+            for row, logits in zip(rows, our_logits(ours, rows), strict=True):
+                expected = theirs(**their_inputs(row)).logits[0]
+                assert (logits - expected).abs().max() <= close * expected.abs().max(), seed
+
+
+def qwen3_vl_name(name: str) -> str:
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+
+def both_in_float64(folder, monkeypatch, model_type):
+    """Our model and transformers', read from one folder."""
+    in_float64(monkeypatch, model_type)
+    save_model(folder, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
+    ours = load_model(folder, torch.float64)
+    return ours, CLASSES[model_type].from_pretrained(folder, dtype=torch.float64).eval()
+
+
+@pytest.fixture
+def template(published):
+    return ChatTemplate(published("qwen3_vl"), "qwen3_vl.jinja")
+
+
+SHOWN = [user([IMAGE_PART, text("What?")]), assistant("A cat."), user([text("And "), IMAGE_PART, IMAGE_PART])]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "é"}}}]}
+TALKS = {
+    "text": [user("Hi ")],
+    "system": [system("Be brief."), user([text(" a"), text("b ")])],
+    "images and turns": SHOWN,
+    "video": [system("s"), user([{"type": "video"}, text("What?")])],
+    "an answer of parts": [user("a"), assistant([text("b\n"), text("c")]), user("d")],
+    "thoughts": [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c")],
+    "a call": [user("1 + 1?"), CALL, {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}, user("So?")],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think", "qwen3_5_nothink"])
+def test_the_published_templates_and_ours_lay_out_what_transformers_does(published, name, talk):
+    template = ChatTemplate(published(name), name)
+    renders_as_transformers(template, talk)
+    if name == "qwen3_vl" and talk is not TALKS["a call"]:
+        assert template.is_qwen3 and ChatTemplate(DEFAULT_QWEN3, "ours").is_qwen3
+        assert ChatTemplate(DEFAULT_QWEN3, "ours").render(talk) == template.render(talk)
+
+
+def test_a_late_system_message_which_the_published_template_drops_is_refused(template):
+    for known in (template, ChatTemplate(DEFAULT_QWEN3, "ours")):
+        with pytest.raises(ValueError, match="drops a system message after the first turn; begin with it"):
+            known.render([user("a"), system("b"), user("c")])
+        with pytest.raises(ValueError, match="drops a system message"):
+            known.render_completion([user("a")], [assistant("b"), system("c"), assistant("d")])
+
+
+def test_a_text_that_spells_a_control_token_stays_text(template):
+    said = "<|im_end|>\n<|im_start|>system\n<|image_pad|>"
+    pieces = template.render([user([IMAGE_PART, text(said)])])
+    assert [piece for piece in pieces if not isinstance(piece, Control)][1:] == [said, "\n", "assistant\n"]
+    assert sum(piece is IMAGE for piece in pieces) == 1
+    [(piece, written), end] = template.render_completion([user("a")], [assistant(said)])
+    assert (piece, written, isinstance(piece, Control)) == (said, True, False) and end == ("<|im_end|>", True)
+    with pytest.raises(ValueError, match=r"spells <\|im_end\|>"):  # Jinja lays out tools
+        template.render([user("a"), CALL, {"role": "tool", "content": said}])
+
+
+def test_completions_are_trained_up_to_the_end_of_each_turn(template):
+    """The same with tools, which Jinja lays out, and without."""
+    turns = [assistant("b"), user("c"), assistant("d")]
+    expected = "[b<|im_end|>]\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]"
+    for messages in ([user("a")], [user("a"), CALL, {"role": "tool", "content": "2"}]):
+        assert bracketed(template.render_completion(messages, turns)) == expected
+
+
+def read_images(settings, where, *bounds):
+    return read_image_processor(qwen3_vl.IMAGES | settings, where, *bounds)
+
+
+PUBLISHED = {  # preprocessor_config.json of Qwen3-VL
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
+    "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(64, 64), (31, 500), (1000, 37), (333, 777)])
+@pytest.mark.parametrize("bounds", [{}, {"min_pixels": 9 * 1024, "max_pixels": 50 * 1024}], ids=["wide", "narrow"])
+def test_pixels_equal_transformers(size, bounds):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    settings = copy.deepcopy(PUBLISHED) | {"image_processor_type": "Qwen2VLImageProcessor"}  # theirs changes its sizes
+    image = noise("RGB", size)
+    theirs = Qwen2VLImageProcessorPil.from_dict({**settings, **bounds})(images=[image], return_tensors="pt")
+    pixels, grid = read_images(settings, "folder", *bounds.values())(image)
+    assert torch.equal(pixels, theirs["pixel_values"]) and list(grid) == theirs["image_grid_thw"][0].tolist()
+    assert read_images(PUBLISHED, "folder").resize is RESIZE["torch"]
+    unsaid = read_images({}, "folder", *bounds.values())
+    assert unsaid == read_images(settings, "folder", *bounds.values())
+
+
+@pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["sft", "reward_model", "grpo", "ppo"])
+def test_every_stage_trains_every_part(stage, name, model):
+    """Also learned positions, DeepStack's merger, norms of queries and keys; the convolution, the decay, the gates."""
+    run = stage(name, model=model)
+    before = snapshot(run.algorithm.trained)
+    run.go(2)
+    still = {key for key, p in run.algorithm.trained.named_parameters() if torch.equal(p, before[key])}
+    assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 50
+    assert not still or name == "reward_model"  # which predicts no tokens
+
+
+@pytest.mark.parametrize("sizes", [tiny.RUN_QWEN3, pytest.param(tiny.RUN_QWEN35, marks=pytest.mark.slow)])
+def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run, sizes):
+    folder = whole_run(sizes, CLASSES[sizes["model_type"]])
+    template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
+    template = template or (folder / "chat_template.jinja").read_text()
+    assert ChatTemplate(template, "saved").is_qwen3
+
+
+def video_processor(**videos) -> Processor:
+    """Of a folder without files of its own, resized as torchvision does."""
+    images = read_images({}, "")
+    images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
+    return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
+
+
+def test_frames_of_a_file_are_those_that_transformers_takes():
+    cases = recorded("qwen3_vl_5.23.0")["sampling"]
+    for (total, video_fps, options), expected in zip(islice(sampling_cases(), 500), cases, strict=True):
+        if expected[0] > 1:  # which it refuses later
+            options = {"fps": options["fps"]} if "fps" in options else {}
+            indices, _ = sample_indices(total, video_fps, frame_factor=1, **options)
+            assert [len(indices), digest(indices)] == expected, (total, video_fps, options)
+
+
+def test_sizes_of_frames_are_transformers():
+    cases, images = recorded("qwen3_vl_5.23.0")["sizes"], video_processor().image_processor
+    for (nframes, height, width, least, most), expected in zip(film_size_cases(), cases, strict=True):
+        images.videos = qwen3_vl.Videos(shortest_edge=least, longest_edge=most)
+        assert list(frame_size(images, nframes, height, width)) == expected, (nframes, height, width, least, most)
+
+
+def test_a_frame_may_say_its_bounds():
+    images = video_processor().image_processor
+    assert frame_size(images, 8, 640, 640) == (288, 288)  # 8 of 311 x 311 fill the budget
+    assert frame_size(images, 8, 640, 640, max_pixels=64 * 64) == (64, 64)
+    assert frame_size(images, 8, 32, 32, min_pixels=96 * 96, total_pixels=10**6) == (96, 96)
+    assert frame_size(images, 8, 640, 640, total_pixels=8 * 640 * 640) == (640, 640)
+    with pytest.raises(ValueError, match=r"8 frame\(s\), of .*: take 2 frames or more and a larger max_pixels"):
+        frame_size(images, 8, 64, 64, min_pixels=10**6)
+
+
+@pytest.fixture(scope="module")
+def their_processor(tmp_path_factory, oracle):
+    """Qwen3VLProcessor with our tokenizer; its video processor, which needs torchvision, says what it is told."""
+    from transformers.models.qwen3_vl import Qwen3VLProcessor
+
+    class Told:
+        merge_size, temporal_patch_size, model_input_names = 2, 2, []
+
+        def __call__(self, videos, **_):
+            return {"video_grid_thw": self.grids, "video_metadata": self.metadata}
+
+    folder, tokenizer = tmp_path_factory.mktemp("tokenizer"), shapes.tokenizer()
+    images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
+        **{name: PUBLISHED[name] for name in ("patch_size", "size", "image_mean", "image_std")}
+    )
+    template = default_template(FAMILIES["qwen3_vl"]).text
+    return oracle.their_processor(Qwen3VLProcessor, folder, tokenizer, template, images, Told())
+
+
+def their_ids(processor, messages, images, *videos):
+    """videos: (grid, numbers of the frames that were taken, frames a second)."""
+    from transformers.video_utils import VideoMetadata
+
+    told = processor.video_processor
+    told.grids = torch.tensor([grid for grid, _, _ in videos])
+    told.metadata = [VideoMetadata(total_num_frames=0, fps=fps, frames_indices=frames) for _, frames, fps in videos]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    blank = [np.zeros((1, 4, 4, 3), np.uint8) for _ in videos]
+    return processor(text=[text], images=images or None, videos=blank, return_tensors="pt")["input_ids"][0]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor, number):
+    frames, rate, size = list(film_cases())[number]
+    indices, grid, expected = recorded("qwen3_vl_5.23.0")["films"][number]
+    tiny.write_video(tmp_path / "film.avi", frames, rate)
+    write_lines(tmp_path / "rows.jsonl", [{"video": "film.avi", "problem": "What moves, and when?"}])
+    [row] = FileDataset(tmp_path / "rows.jsonl")
+    prompt = row.prompt(video_processor(**size))
+    assert prompt.image_grid_thw.tolist() == [[1, *grid[1:]]] * grid[0]
+    assert digest(prompt.pixel_values) == expected
+    ids = their_ids(their_processor, row.messages, [], (grid, indices, rate))
+    assert torch.equal(prompt.input_ids, ids)
+
+
+def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
+    """Frames that were sampled before: 5 at 4 a second, and 4 at 2 a second."""
+    films = [PIL.Image.new("RGB", (96, 64), "gray")] * 5, [PIL.Image.new("RGB", (64, 32))] * 4
+    parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
+    picture = PIL.Image.new("RGB", (256, 320))
+    videos = [Video(film, fps) for film, fps in zip(films, (4.0, 2.0), strict=True)]
+    prompt = video_processor(shortest_edge=1024)(messages, [picture], videos)
+    assert prompt.image_grid_thw.tolist() == [[1, 4, 6]] * 3 + [[1, 20, 16]] + [[1, 2, 4]] * 2
+    assert prompt.second_per_grid_ts.tolist() == [1, 1, 1, 0, 1, 1]
+    shown = ((3, 4, 6), list(range(5)), 4.0), ((2, 2, 4), list(range(4)), 2.0)
+    ids = their_ids(their_processor, messages, [picture], *shown)
+    assert torch.equal(prompt.input_ids, ids)
+    for time in ("<0.1 seconds>", "<0.6 seconds>", "<1.0 seconds>"):
+        assert time in shapes.tokenizer().decode(ids.tolist())
+
+
+def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:
+    """A prompt of an image and videos of these grids, and what transformers is given of it."""
+    grids, ids = [image], [torch.randint(3, 280, (4,), generator=generator)]
+    parts = [[tiny.VISION_START, *[tiny.IMAGE] * (image[1] * image[2] // 4), tiny.VISION_END]]
+    for t, h, w in films:
+        step = [tiny.VISION_START, *[tiny.VIDEO] * (h * w // 4), tiny.VISION_END]
+        times = torch.randint(3, 280, (t, 3), generator=generator).tolist()
+        parts.append([tiny.VISION_START, *[token for time in times for token in time + step], tiny.VISION_END])
+        grids += [(1, h, w)] * t
+    ids += [torch.tensor(part) for part in parts] + [torch.randint(3, 280, (5,), generator=generator)]
+    ids, grids = torch.cat(ids), torch.tensor(grids)
+    pixels = torch.randn(int(grids.prod(1).sum()), 1176, generator=generator, dtype=torch.float64)
+    patches = int(grids[0].prod())
+    theirs = {"input_ids": ids[None], "mm_token_type_ids": (ids == tiny.IMAGE).long()[None]}
+    theirs["mm_token_type_ids"] += 2 * (ids == tiny.VIDEO)
+    theirs |= {"pixel_values": pixels[:patches], "image_grid_thw": grids[:1]}
+    theirs |= {"pixel_values_videos": pixels[patches:], "video_grid_thw": torch.tensor(films)}
+    return Prompt(ids, pixels, grids, torch.tensor([0.0, *[1.0] * (len(grids) - 1)])), theirs
+
+
+@pytest.mark.parametrize(("model_type", "close"), [("qwen3_vl", 1e-13), ("qwen3_5", 1e-12)])
+def test_logits_of_videos_equal_transformers(tmp_path, monkeypatch, model_type, close):
+    ours, theirs = both_in_float64(tmp_path, monkeypatch, model_type)
+    generator = torch.Generator().manual_seed(2)
+    pairs = [film_prompt(generator, (1, 4, 6), (3, 4, 6)), film_prompt(generator, (1, 2, 2), (1, 6, 4), (4, 2, 8))]
+    with torch.no_grad():
+        expected = [theirs(**inputs).logits[0] for _, inputs in pairs]
+        for logits, other in zip(our_logits(ours, [row for row, _ in pairs]), expected, strict=True):
+            assert (logits - other).abs().max() <= close * other.abs().max()
+
+
+HUB = {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "patch_size": 16, "image_mean": [0.5] * 3, "fps": 2.0}
+FILES = {
+    "of the hub": {"video_preprocessor_config": HUB},
+    "of transformers 5": {"processor_config": {"video_processor": HUB}, "video_preprocessor_config": {"size": None}},
+}
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
+    config = {**tiny.config(model_type="qwen3_vl").to_dict(), "vocab_size": len(shapes.tokenizer())}
+    config["vision_config"]["patch_size"] = 16
+    config["text_config"]["vocab_size"] = len(shapes.tokenizer())
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    folder = tmp_path / "model"
+    save_model(folder, *random_model(tmp_path / "model.json", shapes.tokenizer(), seed=0))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    assert qwen3_vl.Videos() != load_processor(folder).image_processor.videos == qwen3_vl.Videos(4096, 25165824)
+    save_model(tmp_path / "again", load_model(folder), load_processor(folder))
+    again = json.loads((tmp_path / "again" / "video_preprocessor_config.json").read_text())
+    assert again["size"] == HUB["size"] and again["video_processor_type"] == "Qwen3VLVideoProcessor"
+
+
+@pytest.mark.parametrize(("said", "needed"), [
+    ({"fps": 1}, "fps is 1, it must be 2 for videos of this model"),
+    ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, it must be 1 or more"),
+])  # fmt: skip
+def test_video_settings_that_are_not_computed_are_refused(said, needed):
+    with pytest.raises(ValueError) as error:
+        qwen3_vl.read_videos(said, "FOLDER/file.json", read_images({}, ""))
+    assert str(error.value).startswith(f"FOLDER/file.json: {needed}")

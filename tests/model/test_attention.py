@@ -1,0 +1,84 @@
+"""Who sees whom: the layout of a packed run, the mask, the two calls of a group; which prompts a decoding keeps."""
+
+import random
+
+import pytest
+import torch
+
+from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout, visible
+
+
+def random_lengths(seed):
+    """Up to 4 prompts, up to 3 completions of each, many very short: a completion of 1 has no token in the run."""
+    rng = random.Random(seed)
+    prompts = [rng.choice([1, 2, 7, rng.randint(1, 150)]) for _ in range(rng.randint(1, 4))]
+    return prompts, [[rng.choice([1, 2, rng.randint(1, 90)]) for _ in range(rng.randint(0, 3))] for _ in prompts]
+
+
+def qkv(tokens, seed=0, heads=(4, 2, 2), dim=16):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, h, dim, generator=generator, dtype=torch.float64) for h in heads]
+
+
+def masked_softmax(q, k, v, mask):
+    """Attention by its formula, (N, H, D): every query against every key, those it does not see at -inf."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mask_is_the_rule(seed):
+    """Against the rule written down from lengths, pair by pair."""
+    prompts, completions = random_lengths(seed)
+    tokens = []  # (group, completion or None, index in its span) of each token of the run
+    for group, (length, rows) in enumerate(zip(prompts, completions, strict=True)):
+        tokens += [(group, None, t) for t in range(length)]
+        for row, n in enumerate(rows):
+            tokens += [(group, row, t) for t in range(n - 1)]
+    expected = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for i, (group, row, t) in enumerate(tokens):
+        for j, (other, own, s) in enumerate(tokens):
+            expected[i, j] = group == other and (s <= t if own == row else own is None)
+    assert torch.equal(visible(GroupLayout(prompts, completions)), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_two_calls_are_the_masked_softmax(seed):
+    """Values and gradients."""
+    layout = GroupLayout(*random_lengths(seed))
+    inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
+    upstream = qkv(layout.num_tokens, seed + 100)[0]
+    expected = masked_softmax(*inputs, visible(layout))
+    actual = GroupAttention(layout)(0, *inputs)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    gradients = (torch.autograd.grad(out, inputs, upstream) for out in (actual, expected))
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+def test_a_prompt_leaves_a_decoding_with_its_last_row():
+    """What a decoding computes is compared by test_generate.py and test_tool_sampler.py."""
+    prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
+    prefill(0, *qkv(14))
+    decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))
+    for going_on, rows, prompts in (([True, False, True], [0, 2], 2), ([False, True], [2], 1)):
+        decoding.select(torch.tensor(going_on))
+        assert decoding.rows.tolist() == rows
+        assert len(decoding.prompt_kv[0][0]) == prompts
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_on_a_gpu():
+    """bfloat16 there against float64 here."""
+    prompts = [300, 130]
+    completions = [[40, 200, 1], [90]]
+    exact = GroupLayout(prompts, completions)
+    *halves, upstream = (x.bfloat16() for x in qkv(exact.num_tokens, heads=(16, 2, 2, 16), dim=128))
+    inputs = [x.double().requires_grad_() for x in halves]
+    expected = GroupAttention(exact)(0, *inputs)
+    gradients = torch.autograd.grad(expected, inputs, upstream.double())
+    inputs = [x.cuda().requires_grad_() for x in halves]
+    actual = GroupAttention(GroupLayout(prompts, completions, "cuda"))(0, *inputs)
+    pairs = [(actual, expected), *zip(torch.autograd.grad(actual, inputs, upstream.cuda()), gradients, strict=True)]
+    for ours, theirs in pairs:
+        assert (ours.cpu().double() - theirs).norm() / theirs.norm() < 1e-2

@@ -1,0 +1,384 @@
+"""Checkpoints both ways with transformers, and what is wrong with a folder is said by name."""
+
+import itertools
+import json
+import math
+import shutil
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from talk import IMAGE_PART, text, user
+
+from minivlmrl.data import chat_template
+from minivlmrl.data.chat_template import Control
+from minivlmrl.data.folder_template import FILES
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.files import INDEX
+from minivlmrl.model import checkpoint
+from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_model
+from minivlmrl.model.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
+from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.lora import LoRAConfig
+from minivlmrl.tasks import shapes
+
+import tiny
+
+RECIPE_MODEL = "recipes/shapes_model.json"
+# what a folder of the hub has beside the weights, with a chat template and stop ids of its own
+FOREIGN = {
+    "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
+    "generation_config.json": b'{"do_sample": true, "eos_token_id": [7, 8], "repetition_penalty": 1.05}',
+    "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 131072}', "LICENSE": b"Terms",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint as train.py writes it."""
+    model, processor = random_model(RECIPE_MODEL, shapes.tokenizer(), seed=0)
+    path = tmp_path_factory.mktemp("run") / "checkpoint"
+    save_model(path, tiny.telling_weights(model), processor)
+    return path
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return Processor(shapes.tokenizer(), ImageProcessor())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_random_weights(model_type):
+    """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms scale
+    by 1, biases are 0, and heads with a memory forget half after 0.4 to 700 tokens."""
+    model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
+    checkpoint.initialize(model, torch.Generator().manual_seed(0))
+    maps = 0
+    for name, module in model.named_modules():
+        if isinstance(module, CentredRMSNorm):
+            assert not module.weight.any(), name
+        elif isinstance(module, GatedDeltaNet):
+            halves = math.log(2) / (module.A_log.exp() * torch.nn.functional.softplus(module.dt_bias))
+            assert halves.diff().max() < 0 and 0.4 < halves[-1] < 0.5 and 690 < halves[0] < 700
+        elif isinstance(module, torch.nn.RMSNorm | torch.nn.LayerNorm):
+            assert (module.weight == 1).all(), name
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            assert not parameter.any(), name
+        elif parameter.dim() == 1:
+            assert "norm" in name or name.endswith((".ln_q.weight", ".A_log", ".dt_bias")), name
+        else:
+            spread = 0.02 if "embed_tokens" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
+            ends = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
+            if "merger" not in name and any(part in name for part in ends):
+                spread /= (2 * (4 if "visual" in name else 3)) ** 0.5  # attention and MLP of each layer add
+            error = 4 / parameter.numel() ** 0.5  # four standard errors of a mean, more of a spread
+            assert abs(parameter.mean() / spread) < error and abs(parameter.std() / spread - 1) < error, name
+            maps += 1
+    assert maps > 40
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(path, change):
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("tied", "most"), [(True, 10**9), (False, 40_000)], ids=["tied, one file", "untied, shards"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, most, oracle):
+    model = tiny.model(tied, model_type=model_type)
+    save_model(tmp_path / "saved", model, processor, max_shard_size=most)
+    assert (tmp_path / "saved" / INDEX).exists() == (most == 40_000)
+    theirs, info = oracle.CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    generator = torch.Generator().manual_seed(0)
+    rows = [tiny.prompt(generator, grids) for grids in ([], [(1, 6, 10)], [(1, 18, 4), (1, 6, 10)])]
+    assert oracle.worst_difference(theirs, model, rows) <= oracle.ROUNDING[model_type]
+    torch.testing.assert_close(load_model(tmp_path / "saved").state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_tower_turns_by_the_theta_of_the_folder(tmp_path, processor, model_type, oracle):
+    """In a folder of ours, and in that of transformers, which has it in rope_parameters."""
+    config = tiny.config(model_type=model_type)
+    config.vision_config = replace(config.vision_config, rope_theta=100.0)
+    save_model(tmp_path / "ours", tiny.model_of(config), processor)
+    theirs = oracle.CLASSES[model_type].from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert theirs.config.vision_config.rope_parameters["rope_theta"] == 100
+    rows = [tiny.prompt(torch.Generator().manual_seed(0), [(1, 6, 10)])]
+    for folder in ("ours", "theirs"):
+        assert oracle.worst_difference(theirs, load_model(tmp_path / folder), rows) <= oracle.ROUNDING[model_type]
+    edit_json(tmp_path / "theirs" / "config.json", vision_config={"rope_parameters": {"rope_type": "linear"}})
+    with pytest.raises(ValueError, match=r"vision_config\.rope_type is 'linear', it must be 'axial'"):
+        load_model(tmp_path / "theirs")
+
+
+def test_a_saved_processor_and_model_go_together_in_transformers(folder, transformers, oracle, monkeypatch):
+    """From the picture and the words on: their tokenizer, chat template and image processor on what we saved."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = load_processor(folder)
+    ours = load_model(folder)
+    words = "I see green squares, 12 of them"
+    assert tokenizer(words, add_special_tokens=False)["input_ids"] == processor.tokenizer.encode(words)
+    assert tokenizer.eos_token == "<|im_end|>"
+    messages = [user([IMAGE_PART, text("What?")])]
+    laid_out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert laid_out == "".join(chat_template.render(messages)) and processor.template is None  # we go on with chat.py's
+    images = transformers.AutoImageProcessor.from_pretrained(folder)
+    assert (images.patch_size, images.merge_size) == (7, 2)
+    monkeypatch.setattr(tiny, "IMAGE", ours.config.image_token_id)
+    rows = [shapes.Shapes(3, "test")[i] for i in range(3)]
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    assert oracle.worst_difference(theirs, ours, [row.prompt(processor) for row in rows]) <= 1e-5
+
+
+def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
+    model = tiny.model()
+    save_model(tmp_path / "saved", model, processor, max_shard_size=40_000)
+    index = json.loads((tmp_path / "saved" / INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(p.nbytes for p in model.parameters())}
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for file in files:  # only a tensor that is larger alone makes a larger file
+        tensors = load_file(tmp_path / "saved" / file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 40_000
+
+
+def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path):
+    for name, content in FOREIGN.items():
+        (copy / name).write_bytes(content)
+    (copy / "README.md").write_text("A card of another model")
+    tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"  # not as we would write it
+    (copy / "tokenizer.json").write_bytes(tokenizer)
+    model = load_model(copy)
+    processor = load_processor(copy, max_pixels=56 * 56)
+    shutil.rmtree(copy)  # whatever happens to it until the run ends
+    save_model(tmp_path / "saved", model, processor)
+    assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
+    assert not (tmp_path / "saved" / "README.md").exists()
+    # but the settings that it was trained with are ours to write
+    assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
+
+
+VOCABULARY = {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def write_template(path, template):
+    if path.suffix == ".jinja":
+        path.write_text(template)
+    else:
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | {"chat_template": template}))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_path, file):
+    """With a control token that only this folder has, and another template in each file that is read later."""
+    added = json.loads((copy / "tokenizer.json").read_text())["added_tokens"]
+    note = added[0] | {"id": len(shapes.tokenizer()), "content": "<|note|>"}
+    edit_json(copy / "tokenizer.json", added_tokens=[*added, note])
+    edit_json(copy / "config.json", vocab_size=note["id"] + 1)
+    edit_weights(copy, lambda w: w.update({name: torch.cat([w[name], w[name][:1]]) for name in VOCABULARY & set(w)}))
+    settings = json.loads((copy / "preprocessor_config.json").read_text())
+    if file == "processor_config.json":  # as transformers 5 writes a folder
+        (copy / "preprocessor_config.json").unlink()
+        (copy / file).write_text(json.dumps({"image_processor": settings}))
+    (copy / "chat_template.jinja").unlink()  # ours
+    write_template(copy / file, "<|note|>{{ messages[0].content }}<|im_end|>")
+    for later in FILES[FILES.index(file) + 1 :]:
+        write_template(copy / later, "another")
+    folders = [copy, tmp_path / "saved", tmp_path / "saved again"]
+    for source, target in itertools.pairwise(folders):
+        save_model(target, load_model(copy), load_processor(source))
+    for folder in folders:
+        processor = load_processor(folder, max_pixels=56 * 56)
+        pieces = processor.template.render([user("note?")])
+        assert pieces == ["<|note|>", "note?", "<|im_end|>"]
+        assert [type(piece) for piece in pieces] == [Control, str, Control]
+        ids = processor([user("hi")]).input_ids.tolist()
+        assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.tokenizer.special_tokens["<|im_end|>"]]
+
+
+SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
+MISFITS = [
+    (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, it must be 14 as in {SETTINGS}"),
+    ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, it must be \d+ as in {TOKENIZER}"),
+]
+
+
+@pytest.mark.parametrize("file, changes, says", MISFITS)
+def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes, says):
+    load_processor(copy)
+    edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
+    load_processor(copy)  # embeddings that no token uses are common
+    edit_json(copy / file, **changes)
+    with pytest.raises(ValueError, match=rf"copy/config\.json: {says}"):
+        load_processor(copy)
+
+
+def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
+    """Some folders store it as well. If it differs, only the folder's author knows what is meant: transformers 4 drops
+    it, transformers 5 uses it."""
+    folder = tmp_path / "tied"
+    model = tiny.model(tied=True)
+    save_model(folder, model, processor)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    for change in (lambda w: None, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})):
+        edit_weights(folder, change)
+        loaded = load_model(folder)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings true, but .* another lm_head\.weight: .* to use it"):
+        load_model(folder)
+    edit_json(folder / "config.json", tie_word_embeddings=False)  # the advice for the one meaning
+    assert torch.equal(load_model(folder).lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float64"])
+def test_dtype_of_the_parameters(copy, stored):
+    model = load_model(copy).to(getattr(torch, stored))
+    save_model(copy, model, load_processor(copy))
+    by_default = load_model(copy)
+    assert {p.dtype for p in by_default.parameters()} == {getattr(torch, stored)}  # as config.json says
+    for asked in (torch.float32, torch.bfloat16):
+        loaded = dict(load_model(copy, asked).named_parameters())
+        assert all(torch.equal(loaded[name], p.to(asked)) for name, p in model.named_parameters())
+
+
+def test_every_parameter_is_memory_of_its_own_and_trainable(copy):
+    """Not a view of the file, which another program may overwrite, nor of another parameter."""
+    model = load_model(copy)
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+    assert all(p.requires_grad and p.is_leaf and not p.is_meta for p in model.parameters())
+    assert not list(model.buffers())
+    before = [p.clone() for p in model.parameters()]
+    (copy / "model.safetensors").write_bytes(b"\0" * (copy / "model.safetensors").stat().st_size)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
+def test_loading_never_holds_more_of_the_file_than_one_tensor(copy, monkeypatch, asked):
+    """As stored and cast: when a tensor is read, what was read before it is gone or a parameter of its own."""
+    views = []
+    read_tensors = checkpoint.read_tensors
+
+    def watched(file):
+        for name, tensor in read_tensors(file):
+            assert sum(view() is not None for view in views) <= 1, name  # the loop's own variable
+            views.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    monkeypatch.setattr(checkpoint, "read_tensors", watched)
+    model = load_model(copy, asked)
+    assert len(views) == len(list(model.parameters()))
+    assert not any(view() is not None for view in views)
+
+
+@pytest.fixture
+def shards(copy):
+    """The files of the same folder's weights, in shards."""
+    save_model(copy, load_model(copy), load_processor(copy), max_shard_size=300_000)
+    return sorted(copy.glob("model-*"))
+
+
+def test_a_tensor_that_is_there_twice_is_refused(copy, shards):
+    first, *_, last = shards
+    weights, name = load_file(last), next(name for name in load_file(first) if name.startswith("visual."))
+    for again in (name, f"model.{name}"):  # two names of one tensor
+        save_file(weights | {again: load_file(first)[name]}, last, {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{last.name}: tensor {name} is there twice"):
+            load_model(copy)
+
+
+def test_files_that_are_missing_or_pickled_are_refused(copy, shards):
+    shards[-1].unlink()
+    with pytest.raises(ValueError, match=rf"index.json: 1 of \d+ files missing: {shards[-1].name}"):
+        load_model(copy)
+    (copy / INDEX).unlink()
+    shards[0].rename(copy / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(ValueError, match=r"convert pytorch_model\.bin with"):
+        load_model(copy)
+
+
+NORM = "visual.merger.ln_q.weight"
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda w: w.pop(NORM), f"1 tensor.* missing.*{NORM}"),
+    (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
+    (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
+    (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
+    (lambda w: w[NORM].__setitem__(1, torch.nan), f"tensor {NORM} has numbers that are not finite"),
+], ids=["missing", "unexpected", "shape", "integers", "not a number"])  # fmt: skip
+def test_a_wrong_tensor_is_named(copy, change, says):
+    edit_weights(copy, change)
+    with pytest.raises(ValueError, match=says):
+        load_model(copy)
+
+
+def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bits_is_finite(copy):
+    name = "model.layers.0.mlp.up_proj.weight"
+    checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), name, copy)
+    edit_weights(copy, lambda weights: weights[name][0].fill_(torch.inf))
+    with pytest.raises(ValueError, match=f"tensor {name} has numbers that are not finite"):
+        load_model(copy, None, "cpu", None, LoRAConfig(r=2, quantize="nf4").place)
+
+
+@pytest.mark.parametrize("file, content, says", [
+    ("config.json", None, "config.json: no such file"),
+    ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
+    ("model.safetensors", None, "model.safetensors: no such file"),
+    # at once, without memory for it
+    ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
+    ("config.json", {"vocab_size": 10**18}, r"vocab_size is 1000000000000000000, it must be in \[1, 1e9\]"),
+    ("config.json", {"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
+])  # fmt: skip
+def test_a_broken_file_is_named(copy, file, content, says):
+    if isinstance(content, dict):
+        edit_json(copy / file, **content)
+    else:
+        (copy / file).unlink()
+    if isinstance(content, bytes):
+        (copy / file).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        load_model(copy)
+
+
+def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path):
+    """Into every checkpoint, which may be published: a folder of someone else could link to any file of yours."""
+    (tmp_path / "secret").write_text("key")
+    (copy / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"LICENSE: a link to .*secret; put the file itself there"):
+        load_processor(copy)
+    (tmp_path / "blobs").mkdir()  # as in a cache of the hub
+    (tmp_path / "secret").rename(tmp_path / "blobs" / "1234")
+    (copy / "LICENSE").unlink()
+    (copy / "LICENSE").symlink_to("../blobs/1234")
+    assert load_processor(copy).tokenizer.files["LICENSE"] == b"key"
+
+
+def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
+    """Its count of tokens may be right; the model would fail with an IndexError when a text has that word."""
+    content = json.loads((copy / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 9000
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(copy / "config.json", vocab_size=8000)
+    with pytest.raises(ValueError, match=r"vocab_size is 8000, it must be 9001 as in tokenizer\.json"):
+        load_processor(copy)

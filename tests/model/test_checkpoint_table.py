@@ -1,0 +1,86 @@
+"""The table: every form in which a folder of the four families is found loads, with the logits of transformers."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hub_configs import tiny_config
+from safetensors.torch import save_file
+
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.families.registry import hub_name, memory_name
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES, EAGER, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+
+TOLERANCE = 1e-13  # largest difference of a logit, as a share of the largest logit
+ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # two images, text, one image: one batch
+
+
+@dataclass
+class Source:
+    """A model of transformers, and what its folder can be written from."""
+
+    configs: dict[str, dict]  # content of config.json: "published" (Qwen3-VL's is nested too), or "nested" by 5.23
+    weights: dict[str, torch.Tensor]  # by hub names
+    rows: list  # prompts
+    logits: list[torch.Tensor]  # of transformers, for each of them
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(model_type, tied) for model_type in CLASSES for tied in (True, False)],
+    ids=lambda pair: f"{pair[0]}-{'tied' if pair[1] else 'untied'}",
+)
+def source(request, tmp_path_factory):
+    model_type, _ = request.param
+    published = tiny_config(*request.param)
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "config.json").write_text(json.dumps(published))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = CLASSES[model_type]._from_config(config, **EAGER).double().eval()
+    tiny.telling_weights(model)
+    model.tie_weights()
+    model.config.save_pretrained(folder / "saved")
+    nested = json.loads((folder / "saved" / "config.json").read_text())
+    assert "text_config" in nested and "hidden_size" not in nested and "rope_scaling" not in nested
+    generator = torch.Generator().manual_seed(0)
+    make = partial(tiny.prompt, generator, dtype=torch.float64)
+    rows = [make(grids) for grids in ROWS]
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        in_float64(patch, model_type)
+        logits = [model(**their_inputs(row)).logits[0] for row in rows]
+    weights = {hub_name(name): p.detach() for name, p in model.named_parameters()}
+    assert ("lm_head.weight" in weights) != published["tie_word_embeddings"]
+    return Source({"published": published, "nested": nested}, weights, rows, logits)
+
+
+def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
+    """A folder in one of the forms of the table."""
+    (folder / "config.json").write_text(json.dumps(source.configs[form]))
+    weights = {memory_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
+    if not shards:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    files = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, folder / file)
+    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("form", ["published", "nested"])
+@pytest.mark.parametrize("keys", ["old", "new"])
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_the_folder_loads_with_the_logits_of_transformers(source, tmp_path, shards, keys, form):
+    write(tmp_path, source, shards, keys, form)
+    model = load_model(tmp_path, torch.float64)
+    with torch.no_grad():
+        for ours, theirs in zip(our_logits(model, source.rows), source.logits, strict=True):
+            assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= TOLERANCE

@@ -1,0 +1,213 @@
+"""config.json of the hub's models and of transformers, old and new: what is read, what is written, what is refused."""
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
+
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.model import checkpoint
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.registry import FAMILIES
+
+import tiny
+
+RECORDED, VERSIONS = Path(__file__).parents[1] / "recorded", ["4.49.0", "4.51.3", "4.57.6"]
+RECORDS = {v: json.loads((RECORDED / f"checkpoints_transformers_{v}.json").read_text()) for v in VERSIONS}
+
+
+@pytest.mark.parametrize("size", SIZES | QWEN3_SIZES)
+def test_the_hubs_sizes_have_the_known_number_of_parameters_and_tensors(size):
+    config = ModelConfig.from_dict(real_config(size))
+    with torch.device("meta"):
+        model = FAMILIES[config.model_type].model(config)
+    assert (sum(p.numel() for p in model.parameters()), len(list(model.parameters()))) == (SIZES | QWEN3_SIZES)[size]
+    assert config.vision_config.patch_dim == (1176 if size in SIZES else 1536) and config.head_dim == 128
+
+
+@pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_hubs_configs_are_read_from_what_older_versions_made_of_them(version, size):
+    """Of these are the folders of most fine-tunes: 4.49 leaves out what its classes have by default."""
+    ours = [ModelConfig.from_dict(content) for content in (real_config(size), RECORDS[version]["configs"][size])]
+    for config in ours:
+        config.extra = {}
+    assert ours[0] == ours[1]
+
+
+def test_the_top_level_decides_whether_the_head_is_tied():
+    """transformers 5 repeats the key inside text_config, with its class default."""
+    nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
+    config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
+    assert ModelConfig.from_dict(config).tie_word_embeddings
+    assert not ModelConfig.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
+
+
+def test_mrope_section_counts_inside_rope_scaling_alone():
+    outside = {"mrope_section": tiny.RUN_MODEL["rope_scaling"]["mrope_section"], "rope_scaling": {"type": "mrope"}}
+    with pytest.raises(ValueError, match=r"mrope_section is \[16, 24, 24\]"):
+        ModelConfig.from_dict(tiny.RUN_MODEL | outside)
+
+
+IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
+LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+NEWER = {  # fields of the text, and what some files of it say
+    "qwen3_vl": ((*SHARED, "max_position_embeddings"), {"head_dim": 16}, {}, {"deepstack_visual_indexes": [1]}),
+    "qwen3_5": (
+        (*SHARED, "eos_token_id", *(f"linear_{name}" for name in LINEAR)),
+        {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}, {"partial_rotary_factor": 0.5}, {},
+    ),
+}  # fmt: skip
+TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
+TOWERS = {
+    "qwen2_5_vl": ("hidden_size", "intermediate_size", "window_size", "tokens_per_second", "fullatt_block_indexes"),
+    "qwen2_vl": (),
+    **dict.fromkeys(NEWER, ("hidden_size", "intermediate_size", "num_position_embeddings")),
+}
+
+
+def equal_towers(ours, theirs, model_type):
+    for name in TOWER + TOWERS[model_type]:
+        found, expected = (getattr(config.vision_config, name) for config in (ours, theirs))
+        assert (list(found) == list(expected)) if isinstance(found, tuple) else found == expected, name
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
+    text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
+    towers = {"qwen2_5_vl": {"out_hidden_size": 32}, "qwen2_vl": {"hidden_size": 32}}
+    for model_type, said in itertools.product(towers, ({}, {"rope_theta": 7e5})):
+        values = text | {"model_type": model_type, "vision_config": towers[model_type], **said}
+        ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)
+        assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
+        assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
+        assert ours.partial_rotary_factor == theirs.text_config.rope_parameters.get("partial_rotary_factor", 1.0)
+        equal_towers(ours, theirs, model_type)
+    width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio  # as Qwen2-VL calls them
+    assert (ours.vision_config.hidden_size, ours.vision_config.intermediate_size) == (width, width * ratio)
+
+
+@pytest.mark.parametrize("little", [True, False])
+@pytest.mark.parametrize("model_type", NEWER)
+def test_what_a_newer_config_leaves_out_is_what_transformers_takes(model_type, little, transformers):
+    """Also what transformers itself writes: rope_parameters, dtype."""
+    names, said, rope, vision = NEWER[model_type]
+    text = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"vocab_size": 300, "intermediate_size": 96}
+    if not little:
+        sections = [2, 1, 1] if rope else [4, 2, 2]
+        rope = rope | {"rope_type": "default", "mrope_section": sections, "rope_theta": 7e5}
+        text |= said | {"rope_parameters": rope}
+    vision = {"out_hidden_size": 64, **({} if little else vision)}
+    given = {"model_type": model_type, "text_config": text, "vision_config": vision}
+    theirs = transformers.AutoConfig.for_model(**given)
+    for config in (given, json.loads(theirs.to_json_string())):
+        ours = ModelConfig.from_dict(config)
+        assert [getattr(ours, name) for name in names] == [getattr(theirs.text_config, name) for name in names]
+        assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
+        found = theirs.text_config.rope_parameters
+        assert ours.rope_theta == found["rope_theta"]
+        if model_type == "qwen3_5":
+            assert list(ours.layer_types) == theirs.text_config.layer_types
+            assert ours.partial_rotary_factor == found["partial_rotary_factor"]
+        equal_towers(ours, theirs, model_type)
+        deep = getattr(theirs.vision_config, "deepstack_visual_indexes", ())
+        assert list(ours.vision_config.deepstack_visual_indexes) == list(deep)
+
+
+def changed(path: str, value) -> dict:
+    """The config of a tiny model, "family/section.name" or of Qwen2.5-VL, with a value replaced; `...` takes it out."""
+    family, _, path = path.rpartition("/")
+    config = json.loads(json.dumps(tiny_config(family or "qwen2_5_vl", tied=False)))
+    *inside, name = path.split(".")
+    holder = config
+    for key in inside:
+        holder = holder[key]
+    holder[name] = value
+    if value is ...:
+        del holder[name]
+    return config
+
+
+# of config.json of Qwen3.6-27B and Qwen3.8-27B, as people have quoted it, beside output_gate_type
+SAME = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
+SAME |= {"head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320, "full_attention_interval": 4}
+SAME |= {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "rope_theta": 1e7}
+SAME |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25}
+SAME |= {"mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+
+def test_newer_models_have_the_config_of_qwen3_5():
+    """Qwen3.6-27B and Qwen3.8-27B say besides which gate their recurrent layers have: that which Qwen3.5's have."""
+    config = real_config("Qwen3.5-27B")
+    ours = ModelConfig.from_dict(config)
+    config["text_config"]["output_gate_type"] = "swish"
+    newer = ModelConfig.from_dict(config)
+    assert newer.extra.pop("output_gate_type") == "swish" and newer == ours
+    assert {name: getattr(newer, name) for name in SAME} == SAME
+    tower = newer.vision_config
+    assert (tower.depth, tower.hidden_size, tower.patch_size) == (27, 1152, 16)
+
+
+NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5 or qwen3_vl_moe or qwen3_5_moe; "
+NO_OTHER += "other mixtures of experts and qwen4_exp are not computed"
+
+
+@pytest.mark.parametrize(("path", "value", "says"), [
+    ("model_type", "llama", "model_type is 'llama', it must be qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5"),
+    *[("model_type", name, f"{name}', it must be {NO_OTHER}") for name in ("qwen3_moe", "qwen4_exp")],
+    ("qwen3_5/text_config.output_gate_type", "sigmoid", "output_gate_type is 'sigmoid', it must be 'swish'"),
+    ("hidden_size", ..., "hidden_size is missing"),
+    ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
+    ("rms_norm_eps", 0, "rms_norm_eps is 0.0, it must be over 0 and finite"),
+    ("rope_scaling.mrope_section", [2, 3, 4], "mrope_section is [2, 3, 4], it must be three numbers whose sum"),
+    ("rope_scaling.type", "yarn", "rope_scaling.type is 'yarn', it must be 'mrope'; no other is supported"),
+    ("use_sliding_window", True, "use_sliding_window is True, it must be False"),
+    ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
+    ("qwen3_vl/vision_config.num_position_embeddings", 35, "is 35, it must be a square number"),
+    ("qwen3_vl/vision_config.deepstack_visual_indexes", [1, 4], "it must be different blocks of the tower"),
+    ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
+    ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
+    ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
+    ("qwen3_vl_moe/text_config.num_experts_per_tok", 6, "num_experts_per_tok is 6, it must be num_experts (5) or less"),
+    ("qwen3_vl_moe/text_config.moe_intermediate_size", 32, "must be neither hidden_size nor half of it"),
+    ("qwen3_vl_moe/text_config.norm_topk_prob", False, "norm_topk_prob is False, it must be True"),
+    ("vision_config.window_size", 27, "vision_config.window_size is 27, it must be 28 or more"),
+])  # fmt: skip
+def test_what_no_model_of_ours_computes_is_named(path, value, says):
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(changed(path, value), "FOLDER/config.json")
+    assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
+
+
+def keys(config: dict, before: str = ""):
+    for name, value in config.items():
+        yield before + name
+        if isinstance(value, dict):
+            yield from keys(value, f"{before}{name}.")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_any_value_of_any_key_is_read_or_refused_in_one_line(model_type):
+    """Without gigabytes for a huge one. Values that make no difference make one model."""
+    build = partial(random_model, tokenizer=train_tokenizer([], 0), seed=0)
+    built = set()
+    for key in keys(tiny_config(model_type, tied=False)):
+        for value in (-1, 0, 10**12, 10**400, 1e308, 1.5, None, "x", [], [[1]], {"a": None}):
+            config = changed(f"{model_type}/{key}", value)
+            if key == "text_config.full_attention_interval":
+                del config["text_config"]["layer_types"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(checkpoint, "read_json", lambda _, config=config: config)
+                try:
+                    found = repr(ModelConfig.from_dict(config, "config.json"))
+                    if found not in built:
+                        built.add(found)
+                        build("config.json")
+                except ValueError as error:
+                    assert str(error).startswith("config.json") and "\n" not in str(error)

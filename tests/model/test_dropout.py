@@ -1,0 +1,102 @@
+"""Dropout: PEFT's products and gradients, what a mask depends on, and where there is none."""
+
+import pytest
+import torch
+
+from minivlmrl.distributed.fsdp import recompute_blocks
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import adapter_parameters, adapters, drop, dropout
+from tests.model.test_lora import adapted, check_peft, loss
+from tests.model.test_trainable import ADAPTERS
+
+DROPOUT = [*ADAPTERS, "--adapter.dropout=0.3"]
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_a_share_p_is_0_and_the_mean_stays(p):
+    """Of a million values; and those of another seed are others."""
+    x = torch.ones(1000, 1000, dtype=torch.float64)
+    found = drop(p, 5, x)
+    assert found.unique().tolist() == [0, pytest.approx(1 / (1 - p))]
+    spread = (p / (1 - p)) ** 0.5  # standard deviation of one value
+    assert found.mean().item() == pytest.approx(1, abs=5 * spread / 1000)
+    assert torch.equal(found, drop(p, 5, x))
+    product = (found - 1) * (drop(p, 6, x) - 1) / spread**2
+    assert abs(product.mean().item()) < 5 / 1000
+
+
+def test_a_layer_is_pefts():
+    """In float64 with the same mask: what it computes and its gradients."""
+    layer, _, x = check_peft(0.4, lambda x: drop(0.4, 1, x))
+    with_it = layer(x)
+    layer.drop = None
+    assert not torch.allclose(with_it, layer(x))
+
+
+def mask(model, key, name=LAYER):
+    """What a layer keeps of six inputs."""
+    layer = adapters(model)[name]
+    with dropout(model, 0.5, key):
+        return layer.drop(torch.ones(6, layer.in_features)) > 0
+
+
+def test_a_mask_depends_on_the_key_and_the_layer():
+    model = adapted()
+    first = mask(model, "0/sft/7")
+    assert torch.equal(first, mask(model, "0/sft/7"))
+    for other in (mask(model, "0/sft/8"), mask(model, "0/sft/7", LAYER.replace("up", "gate"))):
+        assert 0.3 < (first == other).float().mean() < 0.7
+
+
+def test_there_is_none_outside_and_none_of_0():
+    model = adapted()
+    plain = loss(model)
+    with dropout(model, 0.0, "0"):
+        assert torch.equal(loss(model), plain)
+    with dropout(model, 0.3, "0"):
+        assert not torch.allclose(loss(model), plain)
+    assert torch.equal(loss(model), plain)
+
+
+def test_recomputed_blocks_have_the_same_masks():
+    plain = adapted()
+    model = adapted()
+    recompute_blocks(model)
+    results = []
+    for each in (plain, model):
+        with dropout(each, 0.3, "0"):
+            value = loss(each)
+            results.append([value, *torch.autograd.grad(value, adapter_parameters(each))])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_masks_of_a_run(stage):
+    """They depend on seed, stage, step, micro-batch and rank."""
+    algorithm = stage("sft", *DROPOUT).algorithm
+    layer = adapters(algorithm.trained)[LAYER]
+    device = algorithm.world.device
+
+    def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft"):
+        algorithm.world = World(rank, 2, device)
+        algorithm.run.seed = seed
+        algorithm.stage = stage
+        with algorithm.dropout(step, micro_batch):
+            return layer.drop(torch.ones(6, layer.in_features)).numpy().tobytes()
+
+    others = [kept(step=4), kept(micro_batch=1), kept(rank=1), kept(seed=1), kept(stage="dpo")]
+    assert len({kept(), *others}) == 6 and kept() == kept()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_only_what_is_trained_has_it(stage, samples, name):
+    """Completions, their old log-probabilities and the reference's are those of the policy without."""
+    run = stage(name, *DROPOUT, f"--{name}.{'beta' if name == 'grpo' else 'kl_coef'}=0.1", "--grpo.num_iterations=2")
+    run.go(2 if name == "grpo" else 4)
+    first = run.next()[0]
+    with torch.no_grad():
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.algorithm.run.sampling.temperature)[0])
+    torch.testing.assert_close(first.old_per_token_logps, logps, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first.sampler_logps.double(), logps, rtol=1e-5, atol=1e-5)
+    assert (first.ref_per_token_logps - logps).abs().max() > 1e-4

@@ -1,0 +1,68 @@
+"""The group forward against separate rows, in float64: same log-probabilities, same gradients, less work."""
+
+import pytest
+import torch
+
+from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps, plain_per_token_logps
+
+import tiny
+from tiny import pack
+
+# ragged prompts: one image, two of other sizes, text only, one of the first's length to share its bucket, a video
+GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]
+
+
+def groups(num_generations):
+    """Prompts, and for each of them completions of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, grids) for grids in GRIDS]
+    lengths = torch.randint(1, 9, (len(prompts), num_generations), generator=generator).tolist()
+    return prompts, [[tiny.completion(generator, n) for n in group] for group in lengths]
+
+
+def scored(model, values, weights):
+    """Log-probabilities and entropies (2, tokens), and the gradients of their weighted sum."""
+    gradients = torch.autograd.grad((values * weights).sum(), list(model.parameters()))
+    return [values.detach(), *gradients]
+
+
+def assert_equal(actual, expected, tolerance=1e-12):
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    assert difference <= tolerance, f"{difference:.1e}"
+
+
+@pytest.mark.parametrize(("num_generations", "kind"), [
+    (1, {}), (6, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
+], ids=str)  # fmt: skip
+def test_one_group_equals_separate_rows(num_generations, kind):
+    """Every completion alone with its own copy of the prompt and its images; gradients reach the vision tower."""
+    model = tiny.model(**kind, dtype=torch.float64)
+    prompts, completions = groups(num_generations)
+    batches = [pack(prompts, completions, model.config)]
+    for prompt, group in zip(prompts, completions, strict=True):
+        batches += [pack([prompt], [[ids]], model.config) for ids in group]
+    together, *alone = (torch.stack(per_token_logps(model, batch, temperature=0.7)) for batch in batches)
+    weights = torch.randn(together.shape, dtype=torch.float64)
+    for actual, expected in zip(
+        scored(model, together, weights), scored(model, torch.cat(alone, dim=1), weights), strict=True
+    ):
+        assert expected.abs().max() > 0
+        assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("temperature", [(), (0.7,)], ids=["1 by default", "0.7"])
+def test_the_fused_calls_equal_their_definition(temperature):
+    model = tiny.model(dtype=torch.float64)
+    batch = pack(*groups(3), model.config)
+    weights = torch.tensor([[1.0], [0.3]])
+    plain, *fused = (
+        scored(model, torch.stack(values), weights)
+        for values in (
+            plain_per_token_logps(model, batch, *temperature),
+            per_token_logps(model, batch, *temperature),
+            logps_of_states(model, completion_states(model, batch), batch, *temperature),
+        )
+    )
+    for results in fused:
+        for actual, expected in zip(results, plain, strict=True):
+            assert_equal(actual, expected)

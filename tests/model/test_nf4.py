@@ -1,0 +1,136 @@
+"""NF4 of a frozen decoder: what is packed, bitsandbytes' bits, products and gradients, runs, merge."""
+
+import copy
+
+import pytest
+import torch
+from on_ranks import shards_bytes
+from record_bitsandbytes import SHAPE, digest, numbers, recorded
+from torch import nn
+
+from minivlmrl.__main__ import main
+from minivlmrl.distributed.fsdp import copy_model
+from minivlmrl.model import nf4
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.families.registry import FAMILIES, hub_name
+from minivlmrl.model.lora import (
+    LoRAConfig,
+    adapters,
+    full,
+    packed_layers,
+    part_of,
+    plain_weights,
+    quantize_base,
+)  # fmt: skip
+from minivlmrl.model.nf4 import NF4, dynamic_code, pack, unpack
+from minivlmrl.model.peft import load_adapter
+from minivlmrl.model.trainable import table
+from minivlmrl.model.value_head import ValueModel
+from tests.model.test_lora import adapted, batch, loss
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
+    monkeypatch.setattr(nf4, "dynamic_code", dynamic_code.__wrapped__)  # what is cached has its own linspace
+    theirs, packed = recorded(), pack(numbers())
+    assert torch.equal(torch.tensor(NF4), torch.tensor(theirs["nf4"]))
+    theirs = theirs["nf4 numbers"]
+    assert all(digest(packed[name]) == theirs[name] for name in ("packed", "scale_indices", "scale_scales"))
+    assert packed["offset"].item() == theirs["offset"]
+    assert digest(unpack(**packed)) == theirs["values"]
+    assert sum(x.nbytes for x in packed.values()) * 8 / (SHAPE[0] * SHAPE[1]) == pytest.approx(4.127, abs=0.001)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64), (601, 500)])
+def test_any_shape(shape):
+    """A number is off by half the widest gap, 0.152 of its block's largest, and by the scale's 8 bits."""
+    weight = torch.randn(shape)
+    off = (unpack(**pack(weight))[: weight.numel()].view(shape) - weight).abs().max()
+    assert off < 0.16 * weight.abs().max()
+
+
+QV = r"model\..*\.[qv]_proj"  # of the paper of LoRA; QLoRA packs the other layers of the decoder too
+FEW = [QV, "merger"]
+
+
+@pytest.fixture(params=[{}, {"model_type": "qwen3_vl", "target": FEW}, {"target": FEW}], ids=str)
+def pair(request):
+    """A quantized model in float64, and one whose weights are plain and the same numbers."""
+    model = adapted(**request.param)
+    plain = copy.deepcopy(model)
+    before = full(plain_weights(plain)[UP])
+    quantize_base(model)
+    for name, layer in packed_layers(model).items():
+        plain.get_submodule(name).weight = nn.Parameter(layer.weight, requires_grad=False)
+    assert not torch.equal(before, full(plain_weights(plain)[UP]))
+    return model, plain
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
+    """The layers that transformers converts, with and without adapters; the tower, which it converts too, stays."""
+    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    from oracle import saved_pair
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    theirs, model = saved_pair(tmp_path, model_type)
+    names = {hub_name(name) for name, module in theirs.named_modules() if isinstance(module, nn.Linear)}
+    kept = get_keys_to_not_convert(theirs)
+    LoRAConfig(r=2, target=FEW, quantize="nf4").place(model)
+    packed = {name.removesuffix(".base") for name in packed_layers(model)}
+    decoder = {name for name in names if name.startswith("model.") and should_convert_module(name, kept)}
+    experts = {name for name in packed if ".mlp.experts." in name}  # which it does not convert; routers stay
+    assert bool(experts) == model_type.endswith("moe") and not any(name.endswith("mlp.gate") for name in packed)
+    packed -= experts
+    names |= {name for name, module in model.named_modules() if name.endswith("mlp.gate")}
+    assert packed == decoder | {name for name in adapters(model) if part_of(name) == "merger"}
+    assert names - packed == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert len(adapters(model)) < len(packed) and kept == ["lm_head"] and "lm_head" not in packed
+
+
+def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
+    found = []
+    for model in pair:
+        value = loss(model)
+        value.backward()
+        found.append((value, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (value, gradients), (expected, others) = found
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    assert gradients.keys() == others.keys() and len(gradients) >= 2 * len(adapters(pair[0]))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-12, atol=1e-14)
+    merged, plain = (plain_weights(model) for model in pair)
+    assert merged.keys() == plain.keys() and table(pair[0]) == table(pair[1])
+    assert all(torch.equal(full(weight), full(plain[name])) for name, weight in merged.items())
+
+
+def test_a_copy_shares_the_packed_base(pair):
+    """A value model of the same base costs adapters and a head."""
+    model, _ = pair
+    twin = ValueModel(copy_model(model)).backbone
+    theirs = packed_layers(twin)
+    assert all(theirs[name].packed is layer.packed for name, layer in packed_layers(model).items())
+    assert torch.equal(twin(batch(model)), model(batch(model)))
+
+
+NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
+
+
+@pytest.mark.parametrize(("stages", "options"), [
+    ("[sft, grpo]", []), ("[ppo]", [f"--adapter.target=['{QV}', merger]"]),
+    shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
+])  # fmt: skip
+def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
+    small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
+    folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}")
+    model = load_model(checkpoint)
+    load_adapter(model, folder / "checkpoint" / "adapter")
+    quantize_base(model)
+    written, computed = dict(load_model(folder / "checkpoint").named_parameters()), plain_weights(model)
+    assert adapters(model) and all(torch.equal(written[name], full(weight)) for name, weight in computed.items())
+    options = [f"--model={checkpoint}", f"--adapter={folder / 'checkpoint' / 'adapter'}", "--quantize=nf4"]
+    assert main(["merge", *options, f"--out={tmp_path / 'merged'}"]) == 0
+    merged = dict(load_model(tmp_path / "merged").named_parameters())
+    assert merged.keys() == written.keys() and all(torch.equal(merged[name], p) for name, p in written.items())

@@ -1,0 +1,66 @@
+"""The packed batch: where prompts, completions, their positions and their images are in the run."""
+
+import pytest
+import torch
+
+from minivlmrl.losses.grpo import Counts
+from minivlmrl.model.packing import MicroBatch
+
+import tiny
+from tiny import pack
+
+
+def test_the_docstring_example():
+    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
+    prompt = tiny.prompt(torch.Generator(), [], text=3)
+    batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
+    assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]
+    assert batch.completion_ids.tolist() == [10, 11, 12, 20, 21]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]] * 3
+
+
+def test_completion_mask_and_rows_come_from_lengths_not_from_token_ids():
+    """A completion may contain the image token or the pad token: they are text like any other."""
+    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
+    completions = [torch.tensor([tiny.IMAGE, 0, 2, tiny.IMAGE]), torch.tensor([7])]
+    batch = pack([prompt], [completions], tiny.config())
+    assert len(batch.vision_index) == 6
+    assert batch.completion_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    assert batch.pad(batch.completion_ids).tolist() == [[tiny.IMAGE, 0, 2, tiny.IMAGE], [7, 0, 0, 0]]
+    assert [piece.tolist() for piece in batch.completion_ids.split(batch.layout.row_lengths)] == [
+        c.tolist() for c in completions
+    ]
+
+
+def test_an_empty_completion_is_refused():
+    prompt = tiny.prompt(torch.Generator(), [])
+    with pytest.raises(ValueError, match="no tokens"):
+        pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())
+
+
+def micro_batch(mask):
+    """Completions of 3 and 2 tokens, of which `mask` is trained on."""
+    prompt = tiny.prompt(torch.Generator(), [])
+    group = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
+    return MicroBatch(group, torch.tensor(mask), Counts(2, 5))
+
+
+def test_a_mean_is_over_the_tokens_that_are_trained_on():
+    """(1 + 4 + 16) / 3: tokens of equal weight, whatever row they are in; the mean has no gradient.
+
+    A row that is left out, such as a truncated completion, may be alone in its micro-batch: then it is 0.
+    """
+    part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    mean = part.mean(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True))
+    assert (mean.item(), mean.requires_grad, part.weight) == (7.0, False, 3.0)
+    part = micro_batch([[0.0] * 3] * 2)
+    assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
+
+
+def test_what_a_frozen_tower_saw_counts_when_it_saw_all():
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 2, 2)])]
+    prompts[0].vision_embeds = torch.ones(6, 64)
+    assert pack(prompts, [[], []], tiny.config()).vision_embeds is None
+    prompts[1].vision_embeds = torch.zeros(1, 64)
+    assert pack(prompts, [[], []], tiny.config()).vision_embeds.tolist() == [[1.0] * 64] * 6 + [[0.0] * 64]

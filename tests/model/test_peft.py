@@ -1,0 +1,131 @@
+"""PEFT both ways: what we save it loads, what it saves we load, with equal logits; what we refuse of its options."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.model.checkpoint import load_model, save_model
+from minivlmrl.model.lora import adapters
+from minivlmrl.model.peft import gather_adapter, load_adapter
+from minivlmrl.tasks import shapes
+from tests.model.test_checkpoint import edit_json
+from tests.model.test_lora import adapted
+
+import tiny
+
+peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
+
+from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
+
+FORMS = [(kind, tied) for kind in CLASSES for tied in (False, True)]
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [tiny.prompt(generator, [(1, 4, 8)]), tiny.prompt(generator, [])]
+
+
+def base(tmp_path, model_type, tied):
+    """A base as a folder; transformers' model of it."""
+    model = tiny.model(tied, model_type=model_type)
+    save_model(tmp_path / "base", model, Processor(shapes.tokenizer(), ImageProcessor()))
+    return CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
+
+
+def lively(model):
+    generator = torch.Generator().manual_seed(6)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(("model_type", "tied"), FORMS)
+def test_peft_loads_what_we_save(tmp_path, model_type, tied):
+    theirs, ours = base(tmp_path, model_type, tied), load_model(tmp_path / "base")
+    source = adapted(["language", "merger", r".+\.qkv"], model_type=model_type, dtype=torch.float32)
+    load_adapter_of(source, ours, tmp_path)
+    before = worst_difference(theirs, ours, prompts())
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert before > 1e-2  # the adapter changes something
+    assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
+
+
+def load_adapter_of(source, model, tmp_path):
+    gather_adapter(source)(tmp_path / "adapter")
+    load_adapter(model, tmp_path / "adapter")
+
+
+OPTIONS = [
+    {"target_modules": "all-linear"}, {"target_modules": ["down_proj", "qkv"]},
+    {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+    {"target_modules": ["up_proj", "o_proj", "qkv"], "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 32}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "tied", "options"), [(*form, OPTIONS[n % 4]) for n, form in enumerate(FORMS)])
+def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
+    theirs, ours = base(tmp_path, model_type, tied), load_model(tmp_path / "base")
+    torch.manual_seed(7)  # PEFT draws lora_A
+    theirs = lively(peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, **options))).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert worst_difference(theirs, ours, prompts()) > 1e-2
+    load_adapter(ours, tmp_path / "adapter")
+    assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
+
+
+def test_the_first_end_of_a_name_says_the_alpha(saved):
+    edit_json(saved / "adapter_config.json", alpha_pattern={"proj": 1, "self_attn.q_proj": 8, "q_proj": 12})
+    model = tiny.model()
+    load_adapter(model, saved)
+    assert [layer.scaling for layer in adapters(model).values()] == [8 / 4]
+
+
+def test_scaling_and_ranks_survive_a_round_trip(tmp_path):
+    model = adapted(["language"], dtype=torch.float32)
+    layers = list(adapters(model).values())
+    layers[0].scaling, layers[1].scaling = 0.5, 3.0
+    again = tiny.model()
+    load_adapter_of(model, again, tmp_path)
+    assert [layer.scaling for layer in adapters(again).values()] == [layer.scaling for layer in layers]
+    for own, other in zip(adapters(again).values(), layers, strict=True):
+        assert torch.equal(own.lora_A, other.lora_A) and torch.equal(own.lora_B, other.lora_B)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    gather_adapter(adapted([r".+\.0\..+\.q_proj"], dtype=torch.float32))(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    ({"use_dora": True}, "use_dora is True: merge it with PEFT"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+    ({"alpha_pattern": {"(a+)+$": 8}}, r"alpha_pattern is '\(a\+\)\+\$', it must be a layer's name or its end"),
+    ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj is 0"),
+])  # fmt: skip
+def test_options_that_would_change_the_result_are_refused(saved, change, says):
+    edit_json(saved / "adapter_config.json", **change)
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{says}"):
+        load_adapter(tiny.model(), saved)
+
+
+A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda t: t.pop(A), r"has lora_B \(64, 4\); there must be lora_A \(r, 64\) and lora_B \(64, r\)"),
+    (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|has lora_B"),
+    (lambda t: t.clear(), "no adapter in it"),
+    (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*; there must be"),
+    (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, it must be finite floats"),
+])  # fmt: skip
+def test_a_wrong_tensor_is_named(saved, change, says):
+    tensors = load_file(saved / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, saved / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: .*({says})"):
+        load_adapter(tiny.model(), saved)

@@ -1,0 +1,42 @@
+"""M-RoPE positions of text, images and videos, against recorded ones of transformers 4.51.3 and by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from record_positions import cases, digest
+
+from minivlmrl.model import rope
+
+import tiny
+
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "positions_transformers_4.51.3.json").read_text())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+def test_positions_equal_those_of_transformers_4_51(model_type):
+    config = tiny.config(model_type=model_type)
+    assert len(RECORDED[model_type]) == 300
+    for (ids, _, grids, seconds), expected in zip(cases(), RECORDED[model_type], strict=True):
+        found = rope.get_rope_index(torch.tensor(ids), torch.tensor(grids).view(-1, 3), config, torch.tensor(seconds))
+        assert digest(found) == expected, (grids, seconds)
+
+
+@pytest.mark.parametrize("ids, grids", [([5, *[tiny.IMAGE] * 5], [(1, 4, 6)]), ([*[tiny.IMAGE] * 7], [(1, 4, 6)]),
+                                        ([5, 6], [(1, 4, 6)]), ([tiny.IMAGE], []), ([tiny.VIDEO], [])])  # fmt: skip
+def test_image_and_video_tokens_that_do_not_fit_the_grids_are_refused(ids, grids):
+    with pytest.raises(ValueError, match=r"image|video"):
+        rope.get_rope_index(torch.tensor(ids), torch.tensor(grids).view(-1, 3), tiny.config())
+
+
+def test_positions_of_a_video():
+    """The docstring's: 0.75 s from step to step at 2 positions a second lands on 0, 1.5 and 3."""
+    ids = torch.tensor([*[tiny.VIDEO] * 6, 7])
+    positions = rope.get_rope_index(ids, torch.tensor([[3, 2, 4]]), tiny.config(), torch.tensor([0.75]))
+    assert positions.tolist() == [[0, 0, 1, 1, 3, 3, 4], [0] * 6 + [4], [0, 1, 0, 1, 0, 1, 4]]
+
+
+def test_without_seconds_a_video_has_one_second_a_step():
+    ids, grids = torch.tensor([tiny.VIDEO] * 4), torch.tensor([[2, 2, 4]])
+    assert rope.get_rope_index(ids, grids, tiny.config())[0].tolist() == [0, 0, 2, 2]

@@ -1,0 +1,163 @@
+"""What is trained: frozen parts, adapters, both, and the table of it; runs of all stages with adapters."""
+
+import json
+
+import pytest
+import torch
+from runs import metrics
+from safetensors.torch import load_file
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.model import value_head
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import LoRAConfig, adapters, draw_adapters, is_adapter
+from minivlmrl.model.peft import gather_adapter, load_adapter
+from minivlmrl.model.trainable import part_of, select_trained
+from minivlmrl.run.model import build_model
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers import reward_model
+from tests.model.test_lora import adapted
+
+import tiny
+from stages import ONE, STAGES, snapshot
+
+ALL = "[language, vision, merger]"
+ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("freeze", [["vision", "merger"], ["language", "embeddings"], ["embeddings"]], ids=str)
+def test_frozen_parts(tied, freeze):
+    model = tiny.model(tied)
+    select_trained(model, freeze)
+    trained = {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"vision", "merger", "language", "embeddings"} - set(freeze)
+    assert {part_of(name) for name, p in model.named_parameters() if not p.requires_grad} == set(freeze)
+
+
+def test_adapters_of_frozen_parts_are_frozen_too():
+    model = adapted()
+    select_trained(model, ["vision"])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all(map(is_adapter, trained)) and {part_of(name) for name in trained} == {"merger", "language"}
+    with pytest.raises(
+        ValueError, match=r"model.freeze is \[merger\], nothing is left to train: .* let adapter.target"
+    ):
+        select_trained(adapted(["merger"]), ["merger"])
+
+
+REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
+
+
+RUNS = [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl"), ("ppo --ppo.critic=separate", "model")]
+
+
+@pytest.mark.parametrize(("name", "model"), RUNS)
+def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
+    """The base keeps its bits; a reward model or critic has it too, not a copy."""
+    name, *options = name.split()
+    run = stage(name, *ADAPTERS, *options, model=model)
+    before = snapshot(run.algorithm.trained)
+    run.go(2)
+    moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
+    assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight", "critic.score.weight"}
+    assert {key for key in before if key.endswith("lora_B")} <= moved
+    base = {p.data_ptr() for key, p in run.model.named_parameters() if not is_adapter(key)}
+    others = [p for key, p in run.algorithm.trained.named_parameters() if not is_adapter(key) and "score" not in key]
+    assert {p.data_ptr() for p in others if p.dim() > 1 and len(p) > 1} <= base
+
+
+@pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("kto", 4), ("ppo", 4)])
+def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
+    """Also where a rollout is one micro-batch: the graph of its prefill is older than the reference's scores."""
+    run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
+    [first, *_], plain = run.next(), stage(name).model
+    with torch.no_grad():
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.algorithm.run.sampling.temperature)[0])
+    assert torch.equal(first.ref_per_token_logps, logps)  # the difference is 0
+    kept = sum(p.numel() for p in run.algorithm.reference.model.parameters())
+    assert kept < 0.5 * sum(p.numel() for p in plain.parameters())
+    run.update()
+    run.go(1)
+    second = run.next()[0]
+    with torch.no_grad():
+        expected = per_token_logps(plain, second.group, run.algorithm.run.sampling.temperature)[0]
+    torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it_trains(run, plain, checkpoint, capsys):
+    adapter = [*ADAPTERS, "--model.freeze=vision", "--state_steps=3"]
+    folder = run("--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter)
+    out = capsys.readouterr().out
+    assert "trained: " in out and "model.layers.*.mlp.up_proj" in out and "visual.merger.mlp.0" in out
+    assert "visual.blocks" not in out
+    config = json.loads((folder / "checkpoint" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(checkpoint)
+    start, merged = (load_file(path / "model.safetensors") for path in (checkpoint, folder / "checkpoint"))
+    changed = {name for name, p in merged.items() if not torch.equal(p, start[name])}
+    assert changed and all(name.endswith("proj.weight") or ".merger.mlp." in name for name in changed)
+    [state] = (folder / "states").glob("0*/*.safetensors")
+    kept = load_file(state)
+    assert kept and all("lora_" in name for name in kept)
+    expected = load_model(checkpoint)
+    load_adapter(expected, folder / "checkpoint" / "adapter")
+    for name, layer in adapters(expected).items():
+        torch.testing.assert_close(merged[f"{name}.weight"], layer.merged(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):
+    """As its folder does when it is loaded alone, with merged weights."""
+    seen, original = [], value_head.load_beside
+    monkeypatch.setattr(
+        reward_model, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
+    )
+    options = "--rewards={reward_model: 1}", "--reward_model.learning_rate=0.03"
+    folder = run("--stages=[reward_model, grpo]", *ADAPTERS, *options)
+    [(policy, judge)] = seen
+    theirs = dict(policy.named_parameters())
+    shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
+    assert len(shared) == sum(not is_adapter(name) for name in theirs)
+    prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
+    packed = value_head.pack_to_end([prompt], tiny.written([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu")
+    with torch.no_grad():
+        scores = judge.at_end(packed)
+        alone = value_head.load_value_model(folder / "reward_model").at_end(packed)
+    assert scores.abs().min() > 1e-3
+    torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
+    """From the adapter of a run, also sharded; the reference of DPO is that adapter."""
+    given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
+    folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
+    start = load_model(checkpoint)
+    load_adapter(start, folder / "adapter")
+    more = [f"--adapter.path={folder / 'adapter'}", "--stages=[dpo]"]
+    config = load_config(home / "recipe.yaml", [*given, *more])
+    model, _ = build_model(config, ONE)
+    assert any(layer.lora_B.any() for layer in adapters(model).values())
+    for name, parameter in start.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name]), name
+    ways = ([], ["--sharding.enabled=true"])
+    lines = [metrics(run(*given, *more, *way, name=f"second{len(way)}")) for way in ways]
+    assert lines[0][0]["rewards/margins"] == 0 < abs(lines[0][-1]["rewards/margins"])
+    for one, other in zip(*lines, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("option", "says"), [
+    ("r=2", r"has r 4, scaling 8 on model\.\S+, the recipe says r 2, scaling 16: change"),
+    ("alpha=5", "has r 4, scaling 8 on .* the recipe says r 4, scaling 1.25:"),
+    ("target=merger", r"has r 4, .* on model\.\S+, the recipe says no adapter|has no adapter on visual.merger"),
+])  # fmt: skip
+def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):
+    model = load_model(checkpoint)
+    config = LoRAConfig(r=4)
+    config.place(model)
+    draw_adapters(model, 0)
+    gather_adapter(model)(tmp_path / "adapter")
+    options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]
+    build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4"]), ONE)
+    with pytest.raises(ValueError, match=f"adapter.path: .*{says}"):
+        build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4", f"--adapter.{option}"]), ONE)

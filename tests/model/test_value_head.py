@@ -1,0 +1,122 @@
+"""The value model: where it reads its number, how it is saved, and what is no such model."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor, Prompt
+from minivlmrl.distributed.fsdp import Sharding, ShardingSection, copy_model
+from minivlmrl.model.attention import GroupAttention
+from minivlmrl.model.checkpoint import save_model
+from minivlmrl.model.logprobs import completion_states
+from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end, save_value_model
+from minivlmrl.tasks import shapes
+
+import tiny
+from stages import ONE
+from tiny import pack
+
+
+def value_model(tied=False) -> ValueModel:
+    model = ValueModel(tiny.model(tied, dtype=torch.float64))
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.fixture
+def groups():
+    """Prompts with an image, with none and with two, each with completions of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(1, 4, 4), (1, 8, 4)])]
+    for prompt in prompts:
+        prompt.pixel_values = prompt.pixel_values.double()
+    lengths = [[3, 1, 5], [4], [2, 2]]
+    return prompts, [[tiny.completion(generator, n) for n in group] for group in lengths]
+
+
+@torch.no_grad()
+def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
+    """(P + C,): the number at every token of prompt + completion in a plain causal forward of this one row."""
+    ids = torch.cat([prompt.input_ids, completion])
+    batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
+    states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
+    return states @ model.score.weight[0]
+
+
+def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
+    model, (prompts, completions) = value_model(), groups
+    found = model.at_end(pack_to_end(prompts, tiny.written(completions), model.backbone.config, "cpu"))
+    expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_a_value_is_read_before_each_token(groups):
+    model, (prompts, completions) = value_model(), groups
+    found = model(pack(prompts, completions, model.backbone.config))
+    expected = [
+        by_hand(model, p, c)[len(p.input_ids) - 1 : -1]
+        for p, group in zip(prompts, completions, strict=True)
+        for c in group
+    ]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
+@torch.no_grad()
+def test_values_of_a_bfloat16_model_are_float32(groups, way):
+    """Neither the head's weights nor its result are rounded: a value near 20 would step by .125."""
+    prompts, completions = groups
+    policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
+    if way == "bfloat16 compute":
+        Sharding(ShardingSection(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
+    model = ValueModel(copy_model(policy))
+    model.score.weight.fill_(1 + 2**-12)
+    batch = pack(prompts, completions, policy.config)
+    values, states = model(batch), completion_states(model.backbone, batch)
+    assert states.dtype == torch.bfloat16 and values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), (1 + 2**-12) * states.double().sum(1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
+    model, (prompts, completions) = value_model(tied), groups
+    model.at_end(pack_to_end(prompts, tiny.written(completions), model.backbone.config, "cpu")).sum().backward()
+    assert model.backbone.lm_head.weight.requires_grad == tied
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == (set() if tied else {"backbone.lm_head.weight"})
+
+
+@pytest.fixture
+def processor():
+    return Processor(shapes.tokenizer(), ImageProcessor())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
+    model, (prompts, completions) = value_model(tied), groups
+    save_value_model(tmp_path / "judge", model, processor, ONE)
+    loaded = load_value_model(tmp_path / "judge")
+    batch = pack_to_end(prompts, tiny.written(completions), model.backbone.config, "cpu")
+    assert torch.equal(loaded.at_end(batch), model.at_end(batch))
+    assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+def test_a_plain_model_is_refused(processor, tmp_path):
+    save_model(tmp_path / "policy", tiny.model(), processor)
+    with pytest.raises(ValueError, match=r"policy: there is no score\.safetensors, the head of a reward model"):
+        load_value_model(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
+def test_another_head_or_half_of_one_is_refused(processor, tmp_path, change):
+    save_value_model(tmp_path / "judge", value_model(), processor, ONE)
+    file = tmp_path / "judge" / "score.safetensors"
+    save_file(change(load_file(file)["score.weight"]), file)
+    with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight, \(1, 64\)"):
+        load_value_model(tmp_path / "judge")
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match=r"score\.safetensors: not a whole safetensors file"):
+        load_value_model(tmp_path / "judge")

@@ -1,0 +1,56 @@
+"""The vision tower: its windows against transformers 5.23, its norms; its output is in logits: test_decoder.py."""
+
+import random
+
+import pytest
+import torch
+
+from minivlmrl.model import vision
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES  # noqa: E402 (asks for transformers too)
+
+
+def test_windows_of_300_random_grids_equal_transformers():
+    from transformers.vision_utils import get_vision_window_index
+
+    config, rng = tiny.config().vision_config, random.Random(0)
+    for _ in range(300):
+        grids = torch.tensor([
+            (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
+            for _ in range(rng.randint(1, 3))
+        ])  # fmt: skip
+        sizes = config.spatial_merge_size, config.window_size, config.patch_size
+        index, cu_seqlens = get_vision_window_index(grids, *sizes)
+        order, window_lengths, frame_lengths = vision.window_order(grids, config)
+        assert order.tolist() == torch.as_tensor(index).tolist(), grids
+        assert frame_lengths == [h * w for t, h, w in grids.tolist() for _ in range(t)]
+        assert torch.tensor([0, *window_lengths]).cumsum(0).tolist() == torch.unique_consecutive(cu_seqlens).tolist()
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_norms_of_the_vision_tower_add_a_millionth(model_type):
+    """Telling on inputs of that size alone, which no picture makes."""
+    visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
+    x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    last = visual.merger.norm if model_type.startswith("qwen3") else visual.merger.ln_q
+    for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, last):
+        layer_norm = model_type != "qwen2_5_vl"
+        centred = x - x.mean(-1, keepdim=True) if layer_norm else x
+        expected = norm.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_layout_made_without_gradients_serves_a_backward():
+    """The reference's call may come first, in inference mode; its tensors could not be saved for a backward."""
+    visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
+    vision.lay_out.cache_clear()
+    with torch.inference_mode():
+        expected = visual(torch.ones(64, 1176), grids)
+    out = visual(torch.ones(64, 1176), grids)
+    assert torch.equal(out, expected) and vision.lay_out.cache_info().hits == 1
+    out.sum().backward()
+    assert visual.patch_embed.proj.weight.grad.isfinite().all()

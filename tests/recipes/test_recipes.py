@@ -1,0 +1,81 @@
+"""Recipes of the repository in small runs."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from runs import metrics, summary
+
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.rewards.text import accuracy, tag_format
+from recipes.digits import write_digits
+from recipes.localisation import Localisation, constant_box
+
+ROOT = Path(__file__).parents[2]
+LOCALISATION = ROOT / "recipes" / "localisation.yaml"
+SMALL = [
+    "--num_threads=1", "--data.eval_rows=4", "--sampling.max_new_tokens=16",
+    *[f"--{stage}.{option}" for stage in ("sft", "grpo")
+      for option in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")], "--grpo.num_generations=4",
+]  # fmt: skip
+
+
+def test_the_localisation_recipe_runs(run, capsys):
+    folder = run(*SMALL, "--data.eval_rows=12", recipe=LOCALISATION)
+    table, held_out = summary(folder), Localisation(12, "test")
+    assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert table["chance"] == constant_box(held_out)[1]
+    for name in ("start", "after_sft", "after_grpo"):
+        assert list(table[name])[3:] == ["acc_0_5 sampled", "acc_0_5 greedy", "unseen sampled", "unseen greedy"]
+        assert all(0 <= share <= 1 for share in table[name].values())
+    lines = metrics(folder)
+    assert [line["stage"] for line in lines] == ["sft", "grpo"]
+    assert {"rewards/iou/mean", "rewards/box_format/mean", "kl"} <= set(lines[-1])
+    load_model(folder / "checkpoint")
+    said = capsys.readouterr().out
+    assert "after grpo" in said and "unseen greedy" in said and f"constant box {table['chance']:>9.3f}" in said
+
+
+def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
+    """In one order for all rewards of a rollout, in another for another rollout; what cannot be judged stays so."""
+    shuffled = load_name(f"{ROOT}/recipes/shuffled.py:shuffled")
+    texts = [f"<think>.</think><answer>{i % 3}</answer>" if i % 2 else "" for i in range(20)]
+    columns = {"answer_texts": [i % 3 if i % 2 else None for i in range(20)], "solution": ["1"] * 19 + [None]}
+    columns["answer_texts"] = [None if one is None else str(one) for one in columns["answer_texts"]]
+    ids = [[i] for i in range(20)]
+    first, other = (shuffled(texts, completion_ids=x, **columns) for x in (ids, ids[::-1]))
+    right, form = accuracy(**columns), tag_format(texts)
+    assert first not in (right, other) and Counter(first) == Counter(other) == Counter(right)
+    both = zip(first, shuffled(texts, reward="format", completion_ids=ids, **columns), strict=True)
+    assert Counter(both) == Counter(zip(right, form, strict=True))
+    control = f"--rewards={{{ROOT}/recipes/shuffled.py:shuffled: 1.0}}"
+    assert "rewards/" in " ".join(metrics(run("--stages=[grpo]", "--grpo.max_steps=1", control))[0])
+
+
+@pytest.mark.slow
+def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
+    """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
+    pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
+    monkeypatch.chdir(tmp_path)
+    write_digits("digits")
+    files = {name: (tmp_path / "digits" / f"{name}.jsonl").read_text().splitlines() for name in ("eval", "train")}
+    assert (len(files["eval"]), len(files["train"])) == (297, 1500) and not set(files["eval"]) & set(files["train"])
+    shown = metrics(tmp_path / "digits", "demonstrations.jsonl")
+    wrong = sum(f"<answer>{row['solution']}</answer>" not in row["completion"] for row in shown) / len(shown)
+    assert len(shown) == 500 and 0.1 < wrong < 0.25  # a tenth of the random digits is right
+    folder = run(*SMALL, recipe=ROOT / "recipes/digits.yaml")
+    assert [line["stage"] for line in metrics(folder)] == ["sft", "grpo"]
+    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    load_model(folder / "checkpoint")
+
+
+@pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b", "cls_qwen2_vl_2b"])
+def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
+    """With a tiny checkpoint."""
+    small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
+    small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
+    files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]
+    files += ["--data.eval_rewards=[accuracy, format]", "--rewards={accuracy: 1}"]
+    [line] = metrics(run(*files, *small, recipe=ROOT / "recipes" / f"{name}.yaml"))
+    assert line["stage"] == "grpo" and line["completions/mean_length"] <= 4

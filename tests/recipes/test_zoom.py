@@ -1,0 +1,91 @@
+"""recipes/zoom.py, the task of a closer look, and its two harder ones."""
+
+import json
+import random
+import re
+import runpy
+from itertools import product
+from pathlib import Path
+
+import pytest
+from runs import summary
+
+from minivlmrl.data.loader import DataSection
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "zoom.yaml"
+TASK, BOX, TWICE = (
+    runpy.run_path(str(ROOT / "recipes" / name)) for name in ("zoom.py", "zoom_box.py", "zoom_twice.py")
+)
+
+
+def test_what_is_shown_does_not_tell_the_label():
+    """The same bytes for all 12 labels, while their crops differ, and with dark squares beside them too."""
+    for seed, others in product(range(10), (0, 2)):
+        drawn = [TASK["draw"](random.Random(seed), label, others) for label in TASK["LABELS"]]
+        assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1
+        assert len({TASK["crop"](image, quarter).tobytes() for image, _, quarter in drawn}) == 12
+
+
+def rows(name, part="demonstrations", count=60, module=TASK):
+    training, held_out = module[name].datasets(DataSection(eval_rows=count), 0)
+    return [training[part][i] for i in range(count)] if part != "eval" else [held_out[i] for i in range(count)]
+
+
+def parts_of(row):
+    """Where a demonstration says that the stripes are, the corner that it asks for, the crop, the answer."""
+    said, crop, answer = row.completion[0]["content"]
+    place, _, asked = said["text"].partition("<zoom>")
+    return (
+        place.removeprefix("<think>").removesuffix("</think>"),
+        asked.removesuffix("</zoom>"),
+        crop["image"],
+        answer["text"],
+    )
+
+
+@pytest.mark.parametrize(("name", "environment"), [("TASK", "Quarters"), ("LOST", "Lost"), ("BLIND", "Blind")])
+def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(name, environment):
+    found = rows(name)
+    for row in found:
+        place, asked, crop, answer = parts_of(row)
+        right, label = row.columns["corner"], row.columns["solution"]
+        assert place == right and row.images[0].size == (32, 32)
+        corners = TASK["CORNERS"]
+        given = corners[row.columns["lost_quarters"][corners.index(asked)]] if name == "LOST" else asked
+        if name != "BLIND":
+            assert answer == f"<answer>{label if given == right else 'nothing'}</answer>"
+        tool = TASK[environment]()
+        tool.reset(**row.columns)
+        assert tool.zoom(asked).tobytes() == crop.tobytes()
+    looks = [parts_of(row)[1] == row.columns["corner"] for row in found]
+    assert 5 < sum(looks) < 25  # of 60: a quarter of them
+    assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
+
+
+@pytest.mark.parametrize(("module", "environment"), [(BOX, "Boxes"), (TWICE, "Twice")])
+def test_demonstrations_of_boxes_and_of_two_looks_read_what_their_crops_show(module, environment):
+    """As TASK's: the crops are what the tool answers, and an answer is right where all looks see stripes."""
+    right = 0
+    for row in rows("TASK", module=module):
+        parts = row.completion[0]["content"]
+        text = "".join(part.get("text", "") for part in parts)
+        tool = module[environment]()
+        tool.reset(**row.columns)
+        calls = re.findall("<zoom>(.*?)</zoom>", text)
+        calls = calls if module is TWICE else [json.loads(said) for said in calls]
+        crops = [part["image"].tobytes() for part in parts if "image" in part]
+        assert [tool.zoom(said).tobytes() for said in calls] == crops
+        [look] = module["looks"]([text], **{name: [value] for name, value in row.columns.items()})
+        assert look <= (f"<answer>{row.columns['solution']}</answer>" in text)  # two squares may be alike
+        right += look
+    assert 0 < right < 40  # of 60
+
+
+def test_the_recipe_runs(run, plain, monkeypatch):
+    """Both stages; the second begins before the form is known, so most completions call nothing."""
+    monkeypatch.chdir(ROOT)
+    small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
+    folder = run("--num_threads=1", "--data.eval_rows=8", *small, recipe=RECIPE)
+    table = summary(folder)
+    assert {"sampled", "greedy", "recipes/zoom.py:looks sampled"} <= set(table["after_grpo"])

@@ -1,0 +1,90 @@
+"""Benchmarks run: one small cell each, and --json writes its numbers. Nothing here looks at the clock."""
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from links import ROOT
+
+from benchmarks.learning import PLAN
+from minivlmrl.config.loading import load_config
+from minivlmrl.losses.grpo_variants import LossType
+from minivlmrl.trainers.registry import ALGORITHMS
+
+
+def run(tmp_path, script, *arguments):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--json", str(tmp_path / "out.json"), *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    return result.stdout, json.loads((tmp_path / "out.json").read_text())
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Call a script's main in this process, with less to do than it has: call("decode", "--repeats=1", SIZES=...)."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+
+    def call(script, *arguments, **less):
+        for name, value in less.items():
+            monkeypatch.setattr(f"{script}.{name}", value)
+        monkeypatch.setattr(sys, "argv", [script, "--json", str(tmp_path / "out.json"), *arguments])
+        importlib.import_module(script).main()
+        return capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_machine_without_other_trainers_measures_our_side():
+    """A rented one has neither TRL nor a network: imports of what is compared are where it is compared."""
+    missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
+    names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step"
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
+    run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); decode.SIZES = ((1, 2),); decode.main()"
+    command = [sys.executable, "-c", f"{missing}; import {names}; {run}"]
+    table = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert table.count("left out: transformers") == 3 and "| step | ours |" in table and "| 40 | 2 | ours |" in table
+
+
+@pytest.mark.slow
+def test_grpo_step(call):
+    """Both sides really run, and agree on token ids, pixels and log-probabilities (the script asserts it)."""
+    table, numbers = call("grpo_step", "--steps", "1", "--threads", "1", CASES=((56, 2), (224, 1)))
+    assert "TRL ms" in table
+    assert [case["prompt_tokens"] for case in numbers["cases"]] == [48, 288]
+    assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in numbers["cases"])
+
+
+@pytest.mark.slow
+def test_real_size(call, monkeypatch):
+    """At toy size: it trains, asks what it has exported, and says what `plan` says."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    _, numbers = call("real_size", "toy", "--steps=1")
+    assert numbers["planned_gb"] < 0.1 < numbers["peak_gb"] and numbers["export_gb"] > 0 < numbers["seconds"]
+
+
+@pytest.mark.slow
+def test_learning(tmp_path):
+    short = ["--data.eval_rows=2", "--sft.max_steps=1"]
+    for stage in ("dpo", "reward_model", "grpo"):
+        short += [f"--{stage}.max_steps=1", f"--{stage}.prompts_per_step=2"]
+    names = ["shuffled rewards", "dpo", "reward model, grpo"]
+    table, numbers = run(tmp_path, "learning.py", "--seeds", "3", "--jobs", "2", "--only", *names, "--", *short)
+    assert [(row["name"], row["seed"]) for row in numbers["runs"]] == [(name, 3) for name in names]
+    assert "| no: " in table  # one step teaches nothing
+    assert all("sampled" in row and row["cpu_seconds"] > 0 and row["warnings"] == [] for row in numbers["runs"])
+    assert numbers["runs"][1]["pairs"] is not None
+
+
+def test_every_stage_and_policy_loss_is_in_the_learning_table():
+    choices = get_args(LossType)
+    named = " ".join([entry.recipe + " " + " ".join(entry.overrides) for entry in PLAN])
+    assert len(choices) >= 9 and all(loss_type in named or loss_type == "grpo" for loss_type in choices)
+    recipes = {entry.recipe for entry in PLAN}
+    stages = {stage for name in recipes for stage in load_config(ROOT / "recipes" / name).stage_names}
+    assert stages == {*ALGORITHMS, "kto"}
+    assert {"shapes.yaml", "shapes_mpo.yaml"} <= recipes

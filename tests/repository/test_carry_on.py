@@ -1,0 +1,122 @@
+"""docs/carry_on.md: every diff of the page is applied to a copy of the package, and what it adds is called.
+
+So is recipes/fluent.py, which the page says to copy.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from links import ROOT
+
+PAGE = (ROOT / "docs" / "carry_on.md").read_text()
+DIFFS = dict(re.findall(r"\n\*\*(.+?)\*\*(?:(?!\n\*\*).)*?\n```diff\n(.*?)```", PAGE, re.DOTALL))  # title -> diff
+CALLS = """
+import contextlib, io, json, math
+from unittest.mock import Mock
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from minivlmrl import train
+from minivlmrl.__main__ import main
+from minivlmrl.model.lora import LoRAConfig
+from minivlmrl.data.formats import to_columns
+from minivlmrl.config.import_utils import load_name
+from minivlmrl.data.processor import RESIZE
+from minivlmrl.kernels import dense_attention as kernel_file
+from minivlmrl.losses.grpo import Counts
+from minivlmrl.rewards.registry import get_reward
+from minivlmrl.config.loading import load_config
+from minivlmrl.model.checkpoint import load_model
+
+found = {}
+one = torch.ones(1, 2)
+out = io.StringIO()
+own = ["--stages=[my_stage.py:Again, grpo]", "--grpo.loss_type=my_loss.py:reinforce", "--report_to=my_tracker.py:csv"]
+own += ["--optimizer.name=my_opt.py:sgd(momentum=0.5)", "--sampling.engine=my_engine.py:Telling", "--num_threads=1"]
+own += ["--data.eval_rows=2", "--again.max_steps=2", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
+with contextlib.redirect_stdout(out):
+    train.main(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
+    main(["count", "run/metrics.jsonl"])
+lines = [json.loads(line) for line in open("run/metrics.jsonl")]
+found["A stage"] = [line["stage"] for line in lines] == ["again", "again", "grpo"]
+loss, _ = load_name("my_loss.py:reinforce")(
+    -3 * one, torch.tensor([0.5]), one, None, old_per_token_logps=None, ref_per_token_logps=None, counts=Counts(1, 2)
+)
+found["A loss"] = loss.item() == 1.5 and math.isfinite(lines[-1]["loss"])
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+load_name("my_opt.py:sgd")([weight], 0.25, (0.9, 0.99), 0.0).step()
+found["An optimizer"] = weight.item() == 0.75
+found["A rollout engine"] = " for 2 prompts" in out.getvalue()
+logged = [line.split(",") for line in open("run/metrics.csv")]
+losses = {step: float(value) for step, name, value in logged if name == "loss"}
+found["A tracker"] = losses == {str(step): line["loss"] for step, line in enumerate(lines, start=1)}
+fluent = get_reward("recipes/fluent.py:fluent(path='run/checkpoint')")
+both, alone = fluent(["red", "green square"]), fluent(["green square"])
+found["recipes/fluent.py"] = both[1] < 0 and abs(both[1] - alone[0]) < 1e-5
+found["A reward with a name"] = get_reward("one_line")(["a", "b" + chr(10)]) == [1, 0]
+found["A form of rows"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
+picture = Image.new("RGB", (4, 2), "white")
+pixels = RESIZE["padded"]([picture], 4, 4, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
+has_bars = pixels[0, 0].mean(1).tolist() == [0, 1, 1, 0]
+found["An image processor"] = has_bars and load_config("shapes.yaml", ["--data.resize=padded"])
+model = load_model("run/checkpoint")
+weight = model.model.layers[0].self_attn.q_proj.weight
+LoRAConfig(r=2, quantize="nf4").place(model)
+packed = model.model.layers[0].self_attn.q_proj.base
+found["A quantiser"] = packed.packed.dtype == torch.int8 and (packed.weight - weight).abs().max() < weight.max() / 100
+q, k, v = torch.randn(3, 1, 2, 100, 8, dtype=torch.float64)
+kernel_file.flex_attention = kernel = Mock(wraps=kernel_file.flex_attention)
+difference = kernel_file.dense_attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)
+found["An attention kernel"] = kernel.call_count == 1 and difference.abs().max() < 1e-14
+found["A tool"] = "run/metrics.jsonl 3" in out.getvalue()
+path = "run/checkpoint/config.json"
+config = json.load(open(path))
+json.dump(config | {"model_type": "my_vl"}, open(path, "w"))
+found["A model family"] = load_model("run/checkpoint").config.model_type == "my_vl"
+print(json.dumps({name: bool(value) for name, value in found.items()}))
+"""
+
+
+def apply(folder, diff):
+    """Write new files, +++, and exchange in others, ---, the lines with - or a blank for those with + or a blank."""
+    for hunk in filter(None, re.split(r"(?m)^@@\n|^(?=(?:\+\+\+|---) )", diff)):
+        if hunk.startswith(("+++ ", "--- ")):
+            first, _, hunk = hunk.partition("\n")
+            path = folder / first[4:]
+            assert path.exists() == (first[0] == "-"), first
+        old, new = ("".join(f"{x[1:]}\n" for x in hunk.splitlines() if x[0] in kinds) for kinds in ("- ", "+ "))
+        text = path.read_text() if path.exists() else ""
+        assert text.count(old) == 1 if old else not text, (path, old)
+        path.write_text(text.replace(old, new, 1) if old else new)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each call says of a copy to which all diffs were applied."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("minivlmrl", "kernels", "recipes"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for diff in DIFFS.values():
+        apply(folder, diff)
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CALLS]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_diff_is_called(found):
+    assert PAGE.count("```diff") == len(DIFFS) and {*found} == {*DIFFS, "recipes/fluent.py"}
+
+
+@pytest.mark.parametrize("title", [*DIFFS, "recipes/fluent.py"])
+def test_a_diff_does_what_the_page_says(found, title):
+    assert found[title]

@@ -1,0 +1,433 @@
+"""README and docs/ are promises: links lead somewhere, commands and snippets run, numbers and pages are today's."""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import typing
+import xml.etree.ElementTree
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT, links, missing, names
+from reading_list import reading_list
+from runs import metrics
+
+from docs import held_out, make_pages
+from minivlmrl.__main__ import TOOLS
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.parsing import option_paths
+from minivlmrl.diagnostics.trace import READING_LIST
+from minivlmrl.distributed.micro_batching import PiecesConfig
+from minivlmrl.distributed.process_group import World
+from minivlmrl.losses.preference import DPO_LOSSES
+from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.rewards.registry import REWARDS, get_reward
+from minivlmrl.rewards.text import find_answer
+from minivlmrl.run import loop as train
+from minivlmrl.tasks import shapes
+from minivlmrl.trainers.base import TrainingConfig
+from minivlmrl.trainers.registry import ALGORITHMS
+from tests.parity.families import families as make_families
+
+from draws import ids_of
+from tiny import FILES
+
+families = functools.cache(make_families)
+NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+NAMED = "README.md", "docs/results.md", "docs/rewards.md", "docs/data.md"
+README, RESULTS, REWARDS_PAGE, DATA = (PAGES[name] for name in NAMED)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def rows_of(text: str, title: str) -> list[list[str]]:
+    """Cells of the first table below a title, without its head."""
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
+
+
+def commands(text: str) -> list[str]:
+    """Of the blocks of bash; a line with a backslash at its end goes on in the next."""
+    return [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+
+
+COMMANDS = [line for text in PAGES.values() for line in commands(text)]
+COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """Files and titles; a link with code as its text leads to a file that defines the name."""
+    text = PAGES[page]
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
+        file, _, title = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if title:
+            titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+            assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
+    assert all(
+        (ROOT / file).is_file() for file in re.findall(r"(?:audit/)?(?:recipes|benchmarks|tests)/\w+\.\w+", text)
+    )
+    cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & set(families())
+    assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
+
+
+def test_every_page_is_in_the_index():
+    index = PAGES["docs/README.md"]
+    pages = {path.name for pattern in ("*.md", "*.ipynb") for path in (ROOT / "docs").glob(pattern)} - {"README.md"}
+    assert [page for page in sorted(pages) if f"({page})" not in index] == []
+    assert "(docs/README.md)" in README
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.search(r"train\.py|minivlmrl", c)}))
+def test_commands_use_real_tools_recipes_and_options(command):
+    words = [word for word in shlex.split(command) if word != "..."]
+    if "-m" in words and "minivlmrl" in words:
+        tool = words[words.index("-m") + 2 :][:1]
+        assert not tool or tool[0] in TOOLS or tool == ["TOOL"]
+        if tool not in (["plan"], ["train"]):
+            return
+    recipes = [word for word in words if word.startswith("recipes/")] or ["recipes/shapes.yaml"]
+    options = [word for word in words if re.match(r"--\w+(\.\w+)*=", word)]
+    ours = [word for word in options if not re.match(r"--(nnodes|nproc|node_|master|rdzv|max-|shutdown|signals)", word)]
+    load_config(ROOT / recipes[0], ours)
+
+
+def test_the_reading_list_names_what_its_files_define():
+    """It is that of `replay --lines`, which shows the lines of these files."""
+    found = reading_list()
+    assert [path.relative_to(ROOT / "minivlmrl").with_suffix("").as_posix() for path in found] == [*READING_LIST]
+    assert {path: name for path, name in found.items() if name not in names(path)} == {}
+
+
+def test_the_band_of_the_default_run():
+    """README's band is that of results.md over processors, where the runs of recipes/expected.json are."""
+    shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
+    for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
+        if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
+            assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
+    assert f"ended between {min(shown)} and {max(shown)} sampled" in README
+    [table] = blocks(README, "text")
+    assert re.search(r"after grpo +0(\S+)", table)[1] in shown
+
+
+LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distill"))
+CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
+WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*ALGORITHMS, *FILES.values()])}]"])  # every stage
+STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
+SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
+
+
+def choices(hint) -> set[str]:
+    """Texts of the Literals in an annotation."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {text for text in typing.get_args(hint) if isinstance(text, str)}
+    return {text for part in typing.get_args(hint) for text in choices(part)}
+
+
+@pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
+def test_every_option_of_a_stage_is_explained(options):
+    """By its name, and the texts that it takes."""
+    hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
+    assert ({*hints} | {text for hint in hints.values() for text in choices(hint)}) - CODE == set()
+    assert set(DPO_LOSSES) - CODE == set()
+
+
+COMING = ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl")
+COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"], f"From {name}")]
+
+
+def test_options_of_other_trainers_have_a_name_here():
+    named = [name for _, ours, _ in COMING for name in re.findall("`([^`]+)`", ours)]
+    assert len(COMING) > 90 and set(named) <= {*option_paths(type(WITH_FILES))}
+    assert [theirs for theirs, ours, _ in COMING if "`" not in ours and ours != "none"] == []
+    assert all(re.fullmatch("(VLM-R1 |ms-swift )?(`[^`]+`(, )?)+", theirs) for theirs, *_ in COMING)
+
+
+@pytest.mark.parametrize("row", rows_of(PAGES["docs/coming_from.md"], "From TRL"), ids=lambda row: row[0])
+def test_options_of_trl_are_trls_and_same_is_same(row):
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig
+    known = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+    theirs, ours = (re.findall("`([^`]+)`", cell) for cell in row[:2])
+    assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
+    if row[2].startswith("same"):
+        defaults = [known[name].default for name in theirs]
+        here = [functools.reduce(getattr, name.split("."), type(WITH_FILES)()) for name in ours]
+        assert defaults == (here if len(here) == len(theirs) else list(*here))
+
+
+def test_every_option_of_trls_grpo_is_on_the_page():
+    """What GRPOConfig adds to transformers' arguments, and GRPOTrainer's own."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
+    own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
+    assert len(own) > 80 and inherited and own - {*re.findall(r"`(\w+)`", PAGES["docs/coming_from.md"])} == set()
+
+
+def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
+    """TRL takes each argument of the script; the recipe beside it trains by the same file of rewards."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    [script] = [code for code in blocks(PAGES["docs/coming_from.md"], "python") if "GRPOTrainer" in code]
+    [recipe] = [code for code in blocks(PAGES["docs/coming_from.md"], "yaml") if "counts.py" in code]
+    [line] = re.findall(r"`(\{\"image\".*?\})`", PAGES["docs/coming_from.md"])
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("counts.py", script), ("counts.yaml", recipe), ("train.jsonl", line)):
+        (tmp_path / name).write_text(text)
+    PIL.Image.new("RGB", (80, 60), "red").save("a.png")
+    seen = []
+    signature = inspect.signature(trl.GRPOTrainer)
+
+    class Trainer:
+        def __init__(self, **arguments):
+            seen.append(signature.bind(**arguments).arguments)
+
+        def train(self):
+            rows = seen[0]["train_dataset"]
+            assert rows[0]["image"].size == (80, 60) and rows[0]["prompt"][0]["role"] == "user"
+
+    monkeypatch.setattr(trl, "GRPOTrainer", Trainer)
+    monkeypatch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True))
+    runpy.run_path("counts.py", run_name="__main__")
+    [theirs] = seen
+    model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    save_model(tmp_path / "model", model, processor, World(device=model.lm_head.weight.device))
+    ours = load_config("counts.yaml")
+    arguments = theirs["args"]
+    prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
+    assert (ours.model.path, ours.output_dir) == (theirs["model"], arguments.output_dir)
+    assert ours.grpo.prompts_per_step == prompts
+    for name in ("max_steps", "learning_rate", "num_generations", "beta"):
+        assert getattr(ours.grpo, name) == getattr(arguments, name)
+    small = ["--model.path=model", "--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4"]
+    assert train.main(["counts.yaml", *small, "--num_threads=1", "--adapter.target=[language]"]) == 0
+    [logged] = metrics(tmp_path / "runs" / "counts")
+    assert logged["rewards/counts.py:exact/mean"] == 0.0
+    trained = ["model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.35.self_attn.v_proj"]
+    assert all(re.search(ours.adapter.target[0], name) for name in trained)
+
+
+def test_the_changelog_names_what_a_recipe_could_once_set():
+    """Every option since 0.1.0 (recorded) is there, is back, or has a row that says what to do instead."""
+    page = PAGES["docs/changelog.md"]
+    gone = [name for names, _ in rows_of(page, "Options that went") for name in re.findall("`([^`]+)`", names)]
+    back = re.findall("`([^`]+)`", page.split("\nBack")[1].split("\n\n")[0])
+    recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
+    assert {*recorded} - {*option_paths(type(WITH_FILES))} - {*back} == {*gone}
+
+
+def test_every_metric_is_explained(run, plain):
+    """By its name, or by what follows its group; a reward's is under NAME."""
+    folder = run(
+        f"--stages=[sft, dpo, {FILES['kto']}, reward_model, grpo, ppo]",
+        "--kto.max_steps=1",
+        "--grpo.beta=0.1",
+        "--ppo.kl_coef=0.1",
+    )
+    logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
+    logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}  # `min_...`, `max_...`
+    short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}
+    page = PAGES["docs/metrics.md"]
+    assert len(logged) > 30
+    assert {n for n in short if f"`{n}`" not in page and f"`{n.partition('/')[2]}`" not in page} == set()
+
+
+def test_the_table_of_rewards():
+    """docs/rewards.md has every reward, and its examples earn 1."""
+    pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
+    rows = rows_of(REWARDS_PAGE, "By name")
+    named = {row[0].strip("`") for row in rows}
+    assert set(REWARDS) - {"acc_0_5", "giou", "box_format"} == named
+    examples = {row[0].strip("`"): re.findall("`([^`]+)`", row[3]) for row in rows if row[3]}
+    assert len(examples) == len(rows) - 2
+    for name, (answer, *solution) in examples.items():
+        columns = {"solution": solution} if solution else {}
+        sizes = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
+        texts = {"completions": [answer], "answer_texts": [find_answer(answer, "whole")]}
+        assert get_reward(name)(**texts, **columns, **sizes) == [1], name
+        assert get_reward(name).columns == ({"solution"} if solution else set()), name
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A folder with what the README writes: train.jsonl, an image beside it, my_rewards.py; and a tiny model."""
+    folder = tmp_path_factory.mktemp("own")
+    [line] = re.findall(r"`(\{\"image\".*?\})`", README)
+    (folder / "train.jsonl").write_text(line)
+    (folder / "eval.jsonl").write_text(line)
+    PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
+    (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def brevity" in code))
+    model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    save_model(folder / "model", model, processor, World(device=model.lm_head.weight.device))
+    return folder
+
+
+def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
+    [command] = [c for c in commands(README) if "my_rewards.py" in c]
+    monkeypatch.chdir(own)
+    words = shlex.split(command.replace("FOLDER", "model"))[2:]
+    small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
+    code = train.main([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
+    [line] = metrics(tmp_path)
+    assert code == 0 and line["rewards/my_rewards.py:brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
+
+
+def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
+    [code] = [code for code in blocks(DATA, "python") if "commands.notebook" in code]
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    small = {"grpo": {"max_steps": 1, "prompts_per_step": 1}, "sampling": {"max_new_tokens": 4}, "num_threads": 1}
+    more = "".join(f", {name}={value!r}" for name, value in {**small, "output_dir": str(tmp_path)}.items())
+    exec(code.replace('"FOLDER"}', '"model"}' + more), {})
+    [line] = metrics(tmp_path)
+    assert line["rewards/brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
+    del REWARDS["brevity"]
+
+
+def test_grpo_of_plain_objects(own, monkeypatch):
+    """The loop of docs/data.md changes the policy in each of its steps."""
+    [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    assert len(code.splitlines()) <= 26
+    note = "    steps.append((step.rollout, grpo.policy.lm_head.weight.sum().item()))\n    optimizer.step()"
+    space = {"steps": []}
+    exec(code.replace('"FOLDER"', '"model"').replace("    optimizer.step()", note), space)
+    assert space["metrics"]["entropy"].item() > 0
+    rollouts, weights = zip(*space["steps"], strict=True)
+    first, second, third = (ids_of(rollout.completions) for rollout in rollouts)
+    assert first != second != third
+    assert all(rollout.rewards.shape == (80, 2) for rollout in rollouts)
+    assert len(set(weights)) == 3
+
+
+def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
+    """Those of docs/coming_from.md one after the other; the first two begin the loop, in place of its model's line."""
+    page = PAGES["docs/coming_from.md"]
+    calls = [re.findall("`([^`]+)`", ours)[0] for _, ours in rows_of(page, "From Tinker")]
+    assert len(calls) == 12
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    space = {
+        "base_model": "model",
+        "name": "state",
+        "folder": "saved",
+        "my_loss": lambda completions, logps: logps.sum(),
+    }
+    modules = re.findall("`([a-z_.]+)`", page.split("## From Tinker")[1].partition("|")[0])
+    for module in modules:
+        exec(f"from minivlmrl.{module} import *", space)
+    [loop] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
+    loop = re.sub("\npolicy, processor = .*\n", "\n{}\n{}\n".format(*calls[:2]), loop.replace("range(10)", "range(1)"))
+    exec(loop, space)
+    space["prompt"] = space["rows"][0].prompt(space["processor"])
+
+    def run(call):
+        """A call, after the forward if it needs one; returns the adapters' sum."""
+        if "logps" in call:
+            exec(calls[4], space)
+        exec(call, space)
+        return sum(p.double().sum() for n, p in space["policy"].named_parameters() if "lora_" in n).item()
+
+    sums = [run(call) for call in calls[2:] if call != "sample"]
+    _, forward, sft, custom, loss, update, saved, *_ = sums
+    assert len({forward, sft, custom, loss}) == 1 and update != loss and saved == update
+    assert len(space["completions"][0]) == 8
+    with torch.no_grad():
+        next(p for n, p in space["policy"].named_parameters() if "lora_B" in n).add_(1)
+    assert run("1") != saved and run(calls[10]) == saved
+    assert space["load_model"]("saved").config == space["policy"].config
+
+
+def test_a_task_of_your_own(tmp_path, monkeypatch):
+    """The command of docs/data.md, a few steps of it."""
+    [command] = [c for c in COMMANDS if "dots.py:TASK" in c]
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)[2:]
+    small = ["--data.eval_rows=4", "--num_threads=1"]
+    small += [f"--{stage}.{size}" for stage in ("sft", "grpo") for size in ("max_steps=1", "prompts_per_step=2")]
+    assert train.main([str(ROOT / words[0]), *words[1:], *small]) == 0
+    summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
+    assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
+
+
+def test_a_loss_alone():
+    [code] = [code for code in blocks(PAGES["docs/policy_gradients.md"], "python") if "grpo_loss" in code]
+    space = {}
+    exec(code, space)
+    assert space["loss"].item() == -0.5 and space["logps"].grad.tolist() == [[-0.25, -0.25]]
+
+
+def test_the_page_of_the_audit_prints_what_it_says(tmp_path, monkeypatch, capsys):
+    """A block of code with a text right below it prints that text."""
+    pairs = re.findall(r"```python\n([^`]*)```\n```text\n([^`]*)```", PAGES["docs/audit.md"])
+    assert len(pairs) == 1
+    space = {}
+    monkeypatch.chdir(tmp_path)
+    for code, printed in pairs:
+        exec(code, space)
+        assert capsys.readouterr().out.strip() == printed.strip()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
+)
+def test_a_page_is_as_committed(name):
+    """If this fails after a change, read the new page: python -m docs.make_pages.
+
+    Another processor may round the last decimal differently.
+    """
+    text = make_pages.PAGES[name]()
+    committed = (make_pages.DOCS / name).read_text(encoding="utf-8")
+    assert NUMBER.sub("0", text) == NUMBER.sub("0", committed)
+    for mine, theirs in zip(NUMBER.findall(text), NUMBER.findall(committed), strict=True):
+        decimals = max(len(number.partition(".")[2]) for number in (mine, theirs))
+        off = 1.01 * 10**-decimals if decimals else 0
+        assert float(mine) == pytest.approx(float(theirs), rel=0, abs=off)
+    assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(("name", "page"), [("held_out", RESULTS), ("first_run", README.split("\n## ")[0])])
+def test_a_moving_picture_is_of_a_run_that_the_results_name(name, page):
+    """Of at most 1 MB; what it shows is held by test_a_page_is_as_committed. README's is of the default run."""
+    path = ROOT / "docs" / f"{name}.svg"
+    run = json.loads(path.with_suffix(".json").read_text())
+    assert [moment["step"] for moment in run["moments"]] == [*range(0, 161, held_out.EVERY)]
+    assert f"{path.name})" in page and run["command"] in RESULTS
+    assert path.stat().st_size < 2**20
+
+
+def test_torch_is_that_of_the_pins():
+    [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
+    assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
+    """By mkdocs, strict; also the book's chapters with their code, and search."""
+    pytest.importorskip("material", reason="extra missing: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    menu = (tmp_path / "index.html").read_text()
+    for page in ("code/minivlmrl/trainers/grpo.py.html", "first_hour.html", "https://github.com/minivlmrl/minivlmrl"):
+        assert f'href="{page}"' in menu
+    assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # searched from a folder, without a server
+    chapter = (tmp_path / "code" / "minivlmrl" / "losses.py.html").read_text()
+    assert "Chapter 13 of 15" in chapter and 'href="../tests/losses/test_grpo.py.html"' in chapter
+    assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()
+    assert len((ROOT / "docs/site/mkdocs.yml").read_text().splitlines()) <= 40

@@ -1,0 +1,98 @@
+"""`train.py --expect`: the recorded numbers to the last bit where the environment is the same, a band elsewhere."""
+
+import json
+
+import pytest
+from runs import summary
+
+from benchmarks import expect
+from minivlmrl.config.loading import load_config, recipes_folder
+
+
+@pytest.fixture
+def trained(home, run, plain, tmp_path, capsys):
+    """expected(**changes) -> exit status and lines, for a file whose one run is this one but for `changes`."""
+    arguments = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", "--stages=[sft]", "--sft.max_steps=1"]
+    run(*arguments[2:])
+    found = expect.results(summary(tmp_path / "run"))
+    assert {"start", "after_sft"} == set(found)
+
+    def expected(*other: str, sampled: float | None = None, **changes) -> tuple[int, list[str]]:
+        line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
+        line |= {"environment": expect.environment(), "results": json.loads(json.dumps(found))} | changes
+        if sampled is not None:
+            line["results"]["after_sft"]["sampled"] = sampled
+        expect.add_run(tmp_path / "expected.json", line)
+        capsys.readouterr()
+        code = expect.report(*expect.find([*arguments, *other], tmp_path / "expected.json"))
+        return code, capsys.readouterr().out.splitlines()
+
+    return expected
+
+
+def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
+    code, lines = trained("--log_completions=0")
+    names = ("sampled", "greedy", "format")
+    inside = "0.000 is inside the band 0.000 to 0.306 of 1 runs"
+    assert code == 0 and lines[:3] == [f"expect: after_sft {name} {inside}" for name in names]
+    assert lines[3:] == ["expect: as recorded on this machine, every number to the last bit"]
+    code, lines = trained(sampled=0.25)  # inside the band, and yet a mistake
+    assert code == 1 and lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 0.592 of 1 runs"
+    assert lines[3:] == ["expect: after_sft sampled is 0.0000, recorded here 0.2500: off by -0.2500"]
+    assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
+
+
+def test_elsewhere_the_band_decides(trained, monkeypatch):
+    code, lines = trained(environment="another CPU", sampled=0.3)  # of 4 rows: two standard errors are .35
+    assert code == 0 and len(lines) == 3
+    assert lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
+    code, lines = trained(environment="another CPU", sampled=0.9)
+    band = "the band 0.576 to 1.000 of 1 runs, 0 of which are below it too: try another seed"
+    assert code == 1 and lines[0] == f"expect: after_sft sampled 0.000 is below {band}"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, lines = trained(sampled=0.25)
+    assert code == 0 and len(lines) == 3, "several processes sum in another order"
+
+
+@pytest.mark.parametrize(("got", "position", "is_low"), [
+    (0.81, "below", True),  # 10 points under nearly every run: a regression
+    (0.742, "below", True),  # the run that went astray, which says that it is not alone
+    (0.86, "inside", False),
+    (0.99, "above", False),
+])  # fmt: skip
+def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position, is_low, capsys):
+    """The band of .742 and nine at .89 to .93 of 256 rows begins at .89 less two standard errors, .039."""
+    values = [0.742, *[0.89, 0.92, 0.93] * 3]
+    runs = [{"results": {"start": {}, "after_grpo": {"sampled": value}}} for value in values]
+    runs.append({"results": {"start": {}, "after_grpo": {}}})  # of another reward
+    assert expect.print_band({"after_grpo": {"sampled": got}}, runs, 256) == is_low
+    out = capsys.readouterr().out
+    assert f"{got:.3f} is {position} the band 0.851 to 0.969 of 10 runs" in out
+    assert ("1 of which are below it too: try another seed" in out) == is_low
+    assert ("better than expected, which is no failure" in out) == (position == "above")
+
+
+def test_another_recipe_is_refused_before_it_trains(trained, home):
+    trained()
+    with pytest.raises(ValueError, match=r"no run of this recipe with these options; leave --expect out$"):
+        trained("--sft.learning_rate=1e-5")
+    with pytest.raises(SystemExit, match="no run of this recipe"):
+        expect.main([str(home / "recipe.yaml"), "--expect"])
+
+
+def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
+    seen = []
+    monkeypatch.setattr(expect, "find", lambda arguments: (arguments, []))
+    monkeypatch.setattr(expect, "report", lambda *known: 1)
+    for of_run, status in ((3, "3"), (0, "1")):
+        monkeypatch.setattr(expect.loop, "main", lambda words, code=of_run: seen.append(words) or code)
+        with pytest.raises(SystemExit, match=status):
+            expect.main(["--seed=1", "--expect"])
+    assert seen == [["--seed=1"]] * 2
+
+
+def test_the_file_names_recipes_that_load():
+    path = recipes_folder() / expect.FILE
+    for run in json.loads(path.read_text()):
+        stages = load_config(recipes_folder() / run["recipe"], run["overrides"]).stage_names
+        assert list(run["results"]) == ["start", *(f"after_{stage}" for stage in stages)]

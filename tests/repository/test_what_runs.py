@@ -1,0 +1,112 @@
+"""What a chapter says is what runs: the functions of the book in a GRPO step of the default recipe, of a folder as
+transformers writes it, and of a pretended card.
+
+`pytest -s tests/repository/test_what_runs.py` prints the list.
+"""
+
+import contextlib
+import re
+import shutil
+import sys
+import threading
+
+import pytest
+from links import ROOT
+from pretend_cuda import CUDA, PretendCuda
+from reading_list import reading_list
+
+from minivlmrl.distributed.process_group import World
+from minivlmrl.run import loop
+
+import stages
+
+# of each chapter what a step cannot do without, beside what README's table of the book names
+NEEDED = {
+    "data/chat_template": {"render"},
+    "model/vision": {"VisionTransformer.forward", "VisionBlock.forward"},
+    "model/rope": {"get_rope_index", "text_rotary", "apply_rotary"},
+    "model/attention": {"GroupAttention.__call__", "DecodeAttention.__call__"},
+    "model/decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
+    "generation/generate": {
+        *("Sampler.__call__", "prefill", "Decode.__call__"),
+        *("make_choose.<locals>.choose", "inverse_cdf", "collect"),
+    },
+    "trainers/grpo": {"GRPO.steps", "GRPO.roll_out", "GRPO.prepare", "GRPO.micro_batches", "GRPO.loss"},
+}
+
+
+@contextlib.contextmanager
+def functions_that_run():
+    """{chapter: names of its functions that were called}."""
+    ran = {name: set() for name in begin_with()}
+    files = {str(ROOT / "minivlmrl" / f"{name}.py"): found for name, found in ran.items()}
+
+    def note(frame, event, _):
+        if event == "call" and (found := files.get(frame.f_code.co_filename)) is not None:
+            found.add(frame.f_code.co_qualname)
+
+    for profile in (sys.setprofile, threading.setprofile):  # threads make prompts ahead
+        profile(note)
+    try:
+        yield ran
+    finally:
+        for profile in (sys.setprofile, threading.setprofile):
+            profile(None)
+
+
+def begin_with():
+    """{file of README's reading list, such as "losses/grpo": the name with which a reader begins}."""
+    package = ROOT / "minivlmrl"
+    return {path.relative_to(package).with_suffix("").as_posix(): name for path, name in reading_list().items()}
+
+
+SMALL = ["--num_threads=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2", "--grpo.max_steps=1"]
+
+
+def train_by(recipe, output, *options):
+    loop.main([str(ROOT / "recipes" / recipe), f"--output_dir={output}", "--data.eval_rows=1", *SMALL, *options])
+
+
+def default_recipe(tmp_path, checkpoint, rows):
+    train_by("shapes.yaml", tmp_path / "run", "--stages=[grpo]")
+
+
+def own_folder(tmp_path, checkpoint, rows):
+    """recipes/own_data.yaml on weights, config and template as transformers and the hub write them."""
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    folder = shutil.copytree(checkpoint, tmp_path / "folder")
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    theirs.save_pretrained(folder)
+    files = [f"--model.path={folder}", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
+    train_by("own_data.yaml", tmp_path / "run", *files, "--sampling.max_new_tokens=4", "--data.max_pixels=3136")
+
+
+def pretended_card(tmp_path, checkpoint, rows):
+    stages.write_recipe(tmp_path)
+    with PretendCuda():
+        stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *SMALL, world=World(device=CUDA)).go()
+
+
+@pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
+def test_a_step_runs_the_book(way, tmp_path, checkpoint, rows):
+    """The fixtures are made before anything is noted."""
+    with functions_that_run() as ran:
+        way(tmp_path, checkpoint, rows)
+    print(f"\n{way.__name__}", *(f"  {name}: {', '.join(sorted(found))}" for name, found in ran.items()), sep="\n")
+    for chapter, name in begin_with().items():
+        assert any(found == name or found.startswith(f"{name}.") for found in ran[chapter]), f"{chapter}.{name}"
+    missing = {chapter: names - ran[chapter] for chapter, names in NEEDED.items()}
+    assert {chapter: names for chapter, names in missing.items() if names} == {}
+
+
+def test_no_shelf_has_a_decoder_or_a_loop_of_its_own():
+    """What the book computes is computed by the book alone: heads, keys and the loss of GRPO are asked for there.
+
+    model/families/ has the layers that differ.
+    """
+    own = re.compile(r"\.q_proj\(|\.down_proj\(|softmax\(-1\) @|def generate\(model|def grpo_loss")
+    read = {*reading_list(), *(ROOT / "minivlmrl" / "model" / "families").glob("*.py")}
+    shelves = [path for path in (ROOT / "minivlmrl").rglob("*.py") if path not in read]
+    assert [path.name for path in shelves if own.search(path.read_text())] == []

@@ -1,0 +1,233 @@
+"""What pip makes of both sdists does what README says, in an environment and a folder without the clone; pins hold."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+
+from tests.repository.test_carry_on import DIFFS, apply
+
+ROOT = Path(__file__).parents[2]
+STEP = """
+import torch
+from minivlmrl_audit import dump
+
+old = -torch.arange(1, 7).view(2, 3) / 10
+batch = {"old_per_token_logps": old, "advantages": torch.tensor([1.0, -1.0]), "prompt_mask": torch.zeros(2, 3)}
+batch |= {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]), "input_ids": torch.ones(2, 3).long()}
+logps = (old + 0.1).requires_grad_()
+loss = -((logps - old).exp() * batch["advantages"][:, None] * batch["completion_mask"]).mean()
+batch |= {"loss": loss[None], "logps_gradient": torch.autograd.grad(loss, logps)[0], "per_token_logps": logps}
+dump.write("step", {"kind": "grpo", "loss": {"loss_type": "dapo"}}, batch)
+"""
+TOOLS = """
+import functools, glob, json, sys
+from minivlmrl.__main__ import main
+from minivlmrl.config.loading import load_config
+from minivlmrl.tools import notebook
+from minivlmrl.run.loop import main as train
+
+model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/images/*.webp")[0]
+zoom = load_config("zoom.yaml")
+assert zoom.data.eval_rewards[1] == zoom.held_out_rewards[1].name == "recipes/zoom.py:looks", zoom.data
+assert main(["plan", *model]) == 0
+assert main(["ask", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
+assert main(["check", "localisation.yaml"]) == 0
+assert train(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
+stages = ["--stages=[sft, recipes/kto.py:KTO]", "--kto.max_steps=1", "--sft.max_steps=1", "--data.eval_rows=4"]
+assert train(["shapes.yaml", *stages, "--data.task=shapes(pairs=64)", "--resume=never"]) == 0
+assert load_config("shapes_kto.yaml").stage_names == ["sft", "kto"]
+small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
+notebook.train = functools.partial(notebook.train, **small, log_completions=1)
+for path in sys.argv[1:]:
+    space = {"__name__": "__main__"}
+    for cell in json.load(open(path, encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #")
+            code = code.replace('"depth": 32', '"depth": 2').replace('layers": 28', 'layers": 2')
+            exec(code.replace("240, 60  #", "30, 3  #"), space)
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder with what git has: what lies about beside it, ignored or not yet added, is not in it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: git does not say what belongs to it")
+    folder = tmp_path_factory.mktemp("clone")
+    for name in files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def files():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if (ROOT / name).is_file()]
+
+
+def sdist(folder, output):
+    build = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(output)!r}))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True, text=True)
+    return output / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheels(clone, tmp_path_factory):
+    """Of the library and of the audit, each made of its sdist."""
+    made, pip = [], [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    for folder in (clone, clone / "audit"):
+        dist = tmp_path_factory.mktemp("dist")
+        subprocess.run([*pip, "--wheel-dir", dist, sdist(folder, dist)], check=True)
+        made += dist.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def python(wheels, tmp_path_factory):
+    """The Python of an environment with the library alone; it sees what else is installed here, but no clone."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "here.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+    python = folder / "bin" / "python"
+    install(python, wheels[0])
+    return python
+
+
+def install(python, source):
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--ignore-installed", source], check=True)
+
+
+def run(python, folder, *arguments):
+    """(exit status, output) of Python in a folder, with nothing on its path."""
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
+    """Three steps of the default recipe, one of a recipe whose task lies beside it, and a step with a mistake."""
+    short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
+    assert status == 0 and "held-out" in out, out
+    lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
+    assert (tmp_path / "runs" / "shapes" / "page.html").is_file()
+    status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
+    said = "1 GPUs of 80 GB, (cut after 2 tokens), nothing found that, constant box, answered: 0.00 0.00, right: start"
+    said = said.split(", ")
+    assert status == 0 and [text for text in said if text not in out] == [], out
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
+    assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out
+    install(python, wheels[1])
+    assert run(python, tmp_path, "-c", STEP) == (0, "")
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
+    assert status == 1 and "explained by: mask: padding, in the count alone" in out, out
+
+
+MINE = """
+stages: [sft, my_stage.py:Again, grpo]
+model: {config: recipes/shapes_model.json}
+data: {task: shapes, eval_rows: 4}
+sft: {max_steps: 1, prompts_per_step: 2}
+again: {max_steps: 2, prompts_per_step: 2}
+grpo: {max_steps: 2, prompts_per_step: 2, loss_type: my_loss.py:reinforce}
+sampling: {engine: my_engine.py:Telling, max_new_tokens: 8}
+report_to: [my_tracker.py:csv]
+output_dir: run
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_and_four_files_of_a_new_user(python, tmp_path):
+    """A stage, a loss, an engine and a tracker as docs/carry_on.md writes them, in a folder with nothing else."""
+    (tmp_path / "mine.yaml").write_text(MINE)
+    for title in ("A stage", "A loss", "A rollout engine", "A tracker"):
+        apply(tmp_path, DIFFS[title])
+    files = [*tmp_path.glob("my_*.py")]
+    assert len(files) == 4 and all(len(file.read_text().splitlines()) < 30 for file in files)
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", "mine.yaml")
+    assert status == 0 and out.count(" for 2 prompts") == 2, out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in lines] == ["sft", "again", "again", "grpo", "grpo"]
+    logged = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    losses = {step: float(value) for step, name, value in logged if name == "loss"}
+    assert losses == {str(step): line["loss"] for step, line in enumerate(lines, start=1)}
+
+
+@pytest.mark.slow
+def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_script(python):
+    [packages] = python.parents[1].glob("lib/python*/site-packages")
+    for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
+        for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
+            wanted = path.suffix in (".py", ".yaml", ".json", ".html", ".jinja", ".safetensors")
+            wanted = wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # points to kernels/ in a clone
+            found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
+            assert found.is_file() == wanted, path
+    assert (python.parent / "minivlmrl").is_file()
+
+
+@pytest.mark.slow
+def test_an_index_takes_the_wheels(wheels):
+    """As twine and the index check what they are given: fields, a README that they can show, license, versions."""
+    versions = []
+    for path in wheels:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            [written] = [archive.read(name) for name in names if name.endswith(".dist-info/METADATA")]
+        about = Metadata.from_email(written, validate=True)
+        assert about.description_content_type == "text/markdown" and about.license_expression == "MIT"
+        own = about.name.replace("-", "_")
+        assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"}
+        assert f"{own}-{about.version}.dist-info/licenses/LICENSE" in names
+        versions.append(str(about.version))
+    assert versions[0] == versions[1] and [*map(str, about.requires_dist)] == [f"minivlmrl=={versions[0]}"]
+
+
+@pytest.mark.slow
+def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_path):
+    with tarfile.open(sdist(clone, tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert [name for name in files() if name not in names and name[0] != "."] == []
+
+
+def test_what_is_installed_is_pinned():
+    """Also what dependencies bring along; PyTorch pins the packages of CUDA itself."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = {name.replace("_", "-"): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    found = {}
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        if name in found or name == "minivlmrl" or name.startswith(("nvidia", "cuda")):
+            continue
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform
+            found[name] = metadata.version(name)
+            waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
+    if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt: other versions, no new names
+        found = {name: pins.get(name) for name in found}
+    assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
+
+
+def for_us(requirement, extras):
+    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras})

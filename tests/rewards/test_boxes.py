@@ -1,0 +1,227 @@
+"""Rewards for boxes: what earns, and what a policy that looks for loopholes gets."""
+
+import json
+import math
+
+import PIL.Image
+import pytest
+import torch
+from talk import IMAGE_PART, user
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.video import Video
+from minivlmrl.rewards.boxes import acc_0_5, box_columns, box_format, giou, iou
+from recipes import localisation
+from recipes.point import point
+
+from earnings import earnings
+
+SIZE = (200, 100)  # of the image file
+EXTENT = (100.0, 50.0)  # of what the model sees
+SOLUTION = [40, 20, 80, 60]  # in pixels of the file; in those of the answer this is
+RIGHT = "20 10 40 30"
+WRONG = "60 10 80 30"  # as large, a box's width beside: GIoU 0 - 400 / 1200
+NAMES = ["iou", "acc_0_5", "giou", "box_format"]
+
+
+def columns(solution=SOLUTION, count=1, size=SIZE, extent=EXTENT):
+    return {"solution": [solution] * count, "image_sizes": [size] * count, "answer_extents": [extent] * count}
+
+
+def rewards(completion, **settings):
+    return tuple(earnings(NAMES, [completion], columns(**settings))[0].tolist())
+
+
+def say(text):
+    return f"<think>a</think><answer>{text}</answer>"
+
+
+def js(*boxes, **more):
+    return json.dumps([{"bbox_2d": [float(n) for n in box.split()], "label": "cat", **more} for box in boxes])
+
+
+def approx(*values):
+    return pytest.approx(values, abs=1e-6)
+
+
+NOTHING = (0, 0, -1, 0)
+ALL = (1, 1, 1, 1)
+ALL_BUT_FORM = (1, 1, 1, 0)
+BESIDE = (0, 0, -1 / 3, 1)
+BESIDE_BUT_FORM = (0, 0, -1 / 3, 0)
+
+# completion: iou, acc_0_5, giou, box_format
+HACKS = {
+    # what is asked for
+    say(RIGHT): ALL,
+    say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
+    say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a label is no box
+    say(WRONG): BESIDE,
+    # large, small, empty
+    say("0 0 100 50"): (0.08, 0, 0.08, 1),
+    say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
+    say("30 20 30 20"): NOTHING,
+    # another order or unit
+    say("40 30 20 10"): NOTHING,
+    say("20 10 20 20"): NOTHING,  # x, y, width, height
+    say("10 20 30 40"): (1 / 7, 0, 1 / 7 - 2 / 9, 1),  # y first
+    say("40 20 80 60"): (0, 0, -1 / 3, 0),  # pixels of the file
+    say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
+    say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
+    # no numbers
+    say("NaN NaN NaN NaN"): NOTHING,
+    say("[]"): (0, 0, -1, 1),  # there is no such object
+    say(f"The cat is at [{RIGHT}]"): NOTHING,
+    # several guesses
+    say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
+    say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
+    say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
+    # tags; test_rewards.py has more
+    RIGHT: NOTHING,
+    f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
+    f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
+    f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
+    f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
+    js(RIGHT).replace("cat", "<answer>"): NOTHING,
+    say(js(RIGHT).replace("cat", "</answer><answer>")): NOTHING,
+}
+
+
+def test_red_team():
+    found = earnings(NAMES, list(HACKS), columns(count=len(HACKS)))
+    for said, earned in zip(HACKS, found.tolist(), strict=True):
+        assert tuple(earned) == approx(*HACKS[said]), said
+
+
+# two true boxes 40 x 40 and 20 x 20, in pixels of the file
+TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
+FIRST, OTHER = "20 10 40 30", "50 0 60 10"
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ([FIRST, OTHER], (1, 1, 1, 1)),
+    ([OTHER], (0.5, 0.5, 0, 1)),
+    ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
+    ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
+    (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first: exactly 0.5 is enough
+    (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
+    ([], (0, 0, -1, 1)),
+])  # fmt: skip
+def test_several_true_boxes(said, expected, scipy):
+    assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
+
+
+@pytest.mark.parametrize("solution", [
+    [40, 20, 80, 60], (40.0, 20, 80, 60), [[40, 20, 80, 60]], "[[40, 20, 80, 60]]", "40 20 80 60",
+    '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}', {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
+    "<think>a</think><answer>[40, 20, 80, 60]</answer>",
+])  # fmt: skip
+def test_solutions_in_every_form(solution):
+    assert rewards(say(RIGHT), solution=solution) == ALL
+
+
+@pytest.mark.parametrize("solution", [
+    "cat", "[40, 20, 80, NaN]", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {}, [40, 20, 80], [80, 20, 40, 60],
+    ["40", "20", "80", "60"], [None, 20, 80, 60], [True, 20, 80, 60], 7, torch.tensor([40, 20, 80, 60]),
+], ids=repr)  # fmt: skip
+def test_a_wrong_solution_is_named(solution):
+    for name in ("iou", "acc_0_5", "giou"):
+        with pytest.raises(ValueError) as raised:
+            earnings([name], [say(RIGHT)], columns(solution))
+        message = f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]"
+        assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("solution", ["", "[]", [], "None", "<answer>no such object</answer>"])
+def test_a_negative_is_judged_by_whether_the_answer_says_so(solution):
+    for said in ("[]", "None.", "no such object", "```json\n[]\n```"):
+        assert rewards(say(said), solution=solution) == ALL
+    for said in (RIGHT, "", "null", "none, or [20, 10, 40, 30]", [[20, 10, 40, 30]]):
+        assert rewards(say(said), solution=solution)[:3] == (0, 0, -1)
+
+
+def test_none_where_nothing_can_be_judged():
+    for given in (columns(solution=None), columns(size=None, extent=None)):
+        assert [reward([say(RIGHT)], **given) for reward in (iou, acc_0_5, giou)] == [[None]] * 3
+    assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
+    assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
+
+
+def test_each_completion_is_judged_by_its_own_row():
+    """The same words in three spaces."""
+    given = {
+        "solution": [[10, 10, 20, 20], None, "10 10 20 20"],
+        "image_sizes": [(100, 100), (100, 100), (50, 40)],
+        "answer_extents": [(100, 100), (100, 100), (100, 80)],
+    }
+    values = earnings(NAMES, [say("10 10 20 20")] * 3, given)
+    assert values[0].tolist() == [1, 1, 1, 1]
+    assert values[1, 3] == 1
+    assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)
+
+
+@pytest.mark.parametrize(("solution", "said", "inside", "near"), [
+    (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
+    (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
+    (SOLUTION, RIGHT, 0, 0),  # a box is no point
+    (SOLUTION, "[]", 0, 0),
+    (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one too many
+    ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
+    ([60, 40], "[30, 20]", 1, 1),  # a true point is its pixel
+    ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
+    ([], "[]", 1, 1),
+    ([], "[30, 20]", 0, 0),
+    (None, "[30, 20]", None, None),
+])  # fmt: skip
+def test_points(solution, said, inside, near):
+    """`within` is here 50 pixels of the file."""
+    within = 50 / math.hypot(*SIZE)
+    assert point([said], **columns(solution)) == approx(inside)
+    assert point([said], **columns(solution), within=within) == approx(near)
+
+
+def test_a_solution_that_is_no_point_is_named():
+    for wrong in ("cat", [1, 2, 3], [5, 5, 5, 5]):
+        with pytest.raises(ValueError, match=r"reward point: solution .* is no box or point; it needs \[x1, y1"):
+            point(["[1, 2]"], **columns(wrong))
+
+
+# what box rewards are told about each row
+
+
+def row(*sizes, **columns):
+    images = [PIL.Image.new("RGB", size) for size in sizes]
+    return Row([user([IMAGE_PART] * len(images))], images, columns)
+
+
+def columns_of(rows, G=1, **options):
+    processor = Processor(localisation.tokenizer(), ImageProcessor(**options))
+    return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
+
+
+def test_an_answer_counts_in_pixels_of_the_resized_image():
+    for options, seen in (
+        ({}, (84.0, 56.0)),
+        ({"patch_size": 7, "min_pixels": 14 * 14}, (84.0, 56.0)),
+        ({"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 2}, (28.0, 28.0)),
+    ):
+        assert columns_of([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
+
+
+def test_a_row_may_say_its_space():
+    """And its extent, which comes before the space."""
+    spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
+    for space, extent in spaces.items():
+        assert columns_of([row((90, 50), box_space=space)])["answer_extents"] == [extent]
+        assert columns_of([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
+
+
+def test_the_first_image_counts_and_no_video_before_it():
+    """Rows without images have neither; each of a row's completions is told the same, in the order of groups."""
+    rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
+    rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
+    rows[2].messages[0]["content"].insert(0, {"type": "video"})
+    assert columns_of(rows, 2) == {
+        "image_sizes": [None] * 2 + [(90, 50)] * 4, "answer_extents": [None] * 2 + [(84, 56)] * 4,
+    }  # fmt: skip

@@ -1,0 +1,271 @@
+"""Rewards by name: options in a name, what they are given, TRL's form, what they return, what is said of a failure."""
+
+import asyncio
+import json
+import math
+import pickle
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from runs import metrics, write_lines
+
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.rewards import registry as file
+from minivlmrl.rewards.registry import REWARDS, get_reward
+
+from earnings import earnings
+
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+
+
+def ask(monkeypatch, function, completions, **columns):
+    monkeypatch.setitem(REWARDS, "own", function)
+    return file.get_reward("own")(completions, **columns)
+
+
+def turns(*texts):
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+
+
+FORMS = {  # of docs/data.md: the same question and solution
+    "plain": {"problem": "How many?", "solution": "2"},
+    "text": {"prompt": "How many?", "solution": "2", "image": "red.png"},
+    "turns": {"prompt": turns("How many?"), "solution": "2"},
+    "parts": {"prompt": CHAT, "image": "red.png", "solution": "2"},
+    "messages": {"messages": turns("How many?", "It is 2."), "solution": "2"},
+    "ms-swift": {"messages": turns("<image>How many?"), "images": ["red.png"], "solution": "2"},
+    "LLaVA": {"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "2"}]},
+    "query": {"query": "How many?", "response": "2"},
+    "Alpaca": {"instruction": "How many?", "output": "2"},
+    "question": {"question": "How many?", "answer": "2"},
+    "verl": {"prompt": turns("How many?"), "reward_model": {"style": "rule", "ground_truth": "2"}},
+    "suffix": {"prefix": "How many?", "suffix": "2"},
+}  # fmt: skip
+TEXTS = [r"<think>\na\n</think>\nIt is $\boxed{2}$.", r"$\boxed{3}$" + " so" * 99, "", r"$\boxed{2}$"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reward_of_the_readme_and_those_that_trl_publishes_score_every_form_alike(form, trl, write_rows, monkeypatch):
+    from trl import rewards as theirs
+
+    def brevity(completions, **columns):
+        return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
+
+    def asked(prompts, completions, **columns):
+        return [
+            len(p[-1]["content"]) + (c[-1]["role"] == "assistant") for p, c in zip(prompts, completions, strict=True)
+        ]
+
+    published = theirs.accuracy_reward, theirs.reasoning_accuracy_reward, theirs.think_format_reward
+    published += theirs.get_cosine_scaled_reward(9), theirs.get_soft_overlong_punishment(9, 4)
+    published += theirs.get_repetition_penalty_reward(2, -1.0), asked
+    row, ids = FileDataset(write_rows(FORMS[form]))[0], [[1] * n for n in (3, 9, 1, 7)]
+    columns = {"solution": ["2"] * 4, "completion_ids": ids, "prompts": [turns("How many?")] * 4}
+    expected = [one(completions=[turns("", text)[1:] for text in TEXTS], **columns) for one in published]
+    columns |= {name: [value] * 4 for name, value in row.columns.items()} | {"prompts": [row.messages] * 4}
+    found = [ask(monkeypatch, one, TEXTS, **columns) for one in (*published, brevity)]
+    assert found == [*expected, [1.0, 0.0, 1.0, 1.0]]
+
+
+def test_a_text_is_text_that_answers_as_messages_do():
+    text = file.Text("two", "user")
+    assert (text, len(text), text[0], text[-1], text[1:], [*text]) == ("two", 3, "t", "o", "wo", ["t", "w", "o"])
+    assert text[0]["content"] == text[-1]["content"] == "two" and text[0]["role"] == "user" and text[0][0] == "t"
+    assert (
+        file.Text("")[0]["content"] == "" and json.dumps(text) == '"two"' and pickle.loads(pickle.dumps(text)) == "two"
+    )
+
+
+def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
+    async def slow(completions, **columns):
+        await asyncio.sleep(0.001)
+        return [float(len(text)) for text in completions]
+
+    async def notebook():
+        return ask(monkeypatch, slow, ["two"])
+
+    assert ask(monkeypatch, slow, ["two"]) == asyncio.run(notebook()) == [3.0]
+
+
+def test_an_error_names_row_reward_and_text(monkeypatch):
+    def strict(completions, **columns):
+        return [{"two": 2}[text] for text in completions]
+
+    rows = ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
+    expected = r"^rows.jsonl:2: reward own, for the completion 'five', raised KeyError: 'five' in .*test_registry.py:\d+$"
+    with pytest.raises(ValueError, match=expected) as caught:
+        ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+
+    def leaving(completions, **columns):
+        raise SystemExit(0)
+
+    with pytest.raises(ValueError, match=r"^reward own, for the completion 'two', raised SystemExit: 0 in .*:\d+$"):
+        ask(monkeypatch, leaving, ["two"])
+
+    def misspelt(completions, **columns):
+        return columns["says_clas"]
+
+    with pytest.raises(ValueError, match=r"KeyError: 'says_clas' in .*; did you mean says_class\?$"):
+        ask(monkeypatch, misspelt, ["two"], says_class=["a"])
+
+    def logging(completions, log_extra, **columns):
+        log_extra("length", [len(text) for text in completions])
+        return strict(completions)
+
+    with pytest.raises(ValueError, match=r"^rows.jsonl:2: reward own, .*raised KeyError: 'five'"):
+        ask(monkeypatch, logging, ["two", "five", "six"], row_names=rows)
+
+    def fickle(completions, **columns):
+        if len(completions) > 1:
+            raise OSError("too many")
+        return [0.0]
+
+    expected = r"^reward own, for 2 completions together and none alone, raised OSError: too many in .*:\d+$"
+    with pytest.raises(ValueError, match=expected):
+        ask(monkeypatch, fickle, ["two", "five"])
+
+
+def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(monkeypatch):
+    with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five'; it must be"):
+        ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
+    columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
+    columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
+    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
+        file.get_reward("iou")(["1 1 2 2"] * 2, **columns)
+
+
+def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
+    """In a whole run, with a row of TRL's conversational form: what the function is given."""
+    row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
+    write_lines(home / "chat.jsonl", [row])
+    seen = {}
+
+    def look(completions, prompts, images, tag, completion_ids, **columns):
+        seen.update(locals())
+        return [float(i) for i in range(len(completions))]
+
+    monkeypatch.setitem(REWARDS, "look", look)
+    rows = f"--data.train_file={home / 'chat.jsonl'}"
+    run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
+    n = len(seen["completions"])
+    assert seen["tag"] == ["x"] * n and seen["columns"]["row_names"] == [f"{home / 'chat.jsonl'}:1"] * n
+    assert {type(text[0]["content"]) for text in seen["completions"]} == {str}
+    assert seen["prompts"][0][-1]["role"] == "user"
+    assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
+
+
+@pytest.mark.usefixtures("plain")
+def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch):
+    """Also through a reward that asks another one, and after a resume."""
+    fails_at = [2]
+
+    def told(completions, trainer_state, log_metric, log_extra, **columns):
+        assert trainer_state.global_step not in fails_at
+        log_metric("steps_left", torch.tensor(trainer_state.max_steps - trainer_state.global_step))
+        log_extra("characters", [len(text) for text in completions])
+        log_extra("parts", [{1, 2}] * len(completions))
+        return [0.0] * len(completions)
+
+    monkeypatch.setitem(REWARDS, "told", told)
+    monkeypatch.chdir(ROOT)
+    options = [
+        "--stages=[grpo]",
+        "--rewards={'recipes/shuffled.py:shuffled(reward=\"told\")': 1}",
+        "--log_completions=1",
+    ]
+    options += ["--data.eval_rewards=[told]"]
+    options += ["--grpo.max_steps=3"]
+    with pytest.raises(ValueError, match="mend it, then --resume=auto"):
+        run(*options)
+    fails_at.clear()
+    folder = run(*options, "--resume=auto")
+    assert [line["steps_left"] for line in metrics(folder)] == [3.0, 2.0, 1.0]
+    logged = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
+    assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
+
+
+@pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
+def test_keys_and_letters_are_no_rewards(monkeypatch, values):
+    with pytest.raises(ValueError, match="it must be a list of 2 numbers, one a completion"):
+        ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        (lambda log_metric, **_: log_metric("loss", 1), "every step has 'loss' already; take another name"),
+        (lambda log_metric, **_: log_metric("a", "1"), "a is '1', it must be a finite number"),
+        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, it must have 1, one a completion"),
+    ],
+)
+def test_what_a_reward_cannot_log(monkeypatch, log, says):
+    with pytest.raises(ValueError, match=rf"reward own, .* raised .*{says}"):
+        ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path, monkeypatch):
+    values = iter([0.0])
+
+    def own(completions, **columns):
+        return [next(values, math.nan)] * len(completions)
+
+    monkeypatch.setitem(REWARDS, "own", own)
+    with pytest.raises(ValueError, match=r"it must be a finite number, or None for 'cannot judge'$"):
+        run("--stages=[grpo]", "--rewards={own: 1}")
+    assert not (tmp_path / "run" / "states").exists()
+
+
+def test_a_reward_judges_only_rows_of_files_that_name_it():
+    """data.train may name rewards for a file; no reward sees a row of another file."""
+    rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
+    values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
+    assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
+    assert values[:, 0].tolist()[1:] == [0.0, 1.0]
+
+
+def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
+    message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
+    for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
+        with pytest.raises(ValueError, match=message):
+            file.checked_values("own", [0.0, value], ["a", "what?"], ["", ""])
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    (None, "returned None; it must be a list of 2 numbers"), ([1.0], r"returned \[1.0\]; it must be a list of 2"),
+    (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
+])  # fmt: skip
+def test_another_number_of_values_is_refused(values, says):
+    with pytest.raises(ValueError, match=f"reward own {says}"):
+        file.checked_values("own", values, ["a", "b"], ["", ""])
+
+
+# options in a name, and functions of one's own
+
+
+def near(completions, solution, tolerance=0.0, units=None, **columns):
+    return [tolerance for _ in completions]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("near", 0.0), (f"{__file__}:near(tolerance=0.5)", 0.5)])
+def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tolerance):
+    """Other forms of names with options: test_code_names.py."""
+    monkeypatch.setitem(REWARDS, "near", near)
+    assert get_reward(name).function(["a"], ["b"]) == [tolerance]
+    assert get_reward(name).columns == {"solution"}
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
+    ("exit(0)", r"cannot be loaded \(SystemExit: 0\)$"),
+    ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
+    ("def f(completions):\n    return []", r"end its arguments with \*\*columns$"),
+])  # fmt: skip
+def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=rf"^reward:? .*mine\.py:f: .*{says}"):
+        get_reward(f"{tmp_path / 'mine.py'}:f")

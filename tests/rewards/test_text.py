@@ -1,0 +1,126 @@
+"""Rewards: what earns, what does not, and what a policy that looks for loopholes gets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.data.rows import Completion, Row
+from minivlmrl.rewards import text as rewards_file
+from minivlmrl.rewards.registry import columns_of, get_reward
+from minivlmrl.rewards.text import accuracy, find_answer, reward_columns, tag_format
+
+from earnings import earnings
+
+GOOD = "<think>I see green</think><answer>green square</answer>"
+
+
+FORMS = {
+    GOOD: 1.0,
+    "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>": 1.0,
+    f"\n {GOOD} \n": 1.0,  # white space around is not text
+    "<think>1 < 2 > 0 <b></think><answer><i></answer>": 1.0,
+    "": 0.0,
+    "<think>a<answer>b</answer></think>": 0.0,
+    f"Sure! {GOOD}": 0.0,
+    f"{GOOD} Done.": 0.0,
+    f"{GOOD}\x00": 0.0,
+    "<think>a</think><answer>b</answer><answer>c</answer>": 0.0,
+    "<think>a</think><answer><answer>b</answer></answer>": 0.0,
+    "<think> \n</think><answer>b</answer>": 0.0,
+    "<THINK>a</THINK><ANSWER>b</ANSWER>": 0.0,
+}
+
+
+def test_format():
+    assert dict(zip(FORMS, tag_format(list(FORMS)), strict=True)) == FORMS
+
+
+def test_accuracy_is_earned():
+    for completion, solution in (
+        ("<answer> Green \n SQUARE. </answer>", "green square"),
+        ("<answer>green square</answer>", "<think>x</think><answer>green square</answer>"),
+        ("<answer>STRASSE</answer>", "straße"),
+        ("<answer>red</answer> no: <answer>green square</answer> yes", "green square"),
+        ("<answer>3.</answer>", "3"),
+    ):
+        assert earnings(["accuracy"], [completion], {"solution": [solution]}).item() == 1, completion
+
+
+def test_accuracy_cannot_judge_without_a_solution():
+    assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
+
+
+# what a policy might try instead of looking at the picture, for the solution "green square": (format, accuracy)
+HACKS = {
+    "<think>a</think><answer>green</answer>": (1.0, 0.0),
+    "<think>a</think><answer>green square or red square</answer>": (1.0, 0.0),
+    "<think>a</think><answer>.*</answer>": (1.0, 0.0),
+    "<think>a</think><answer>ɡreen square</answer>": (1.0, 0.0),  # another letter that looks like g
+    "<think>a</think><answer>green\u200b square</answer>": (1.0, 0.0),  # a space of no width
+    "<think>green square</think><answer>red square</answer>": (1.0, 0.0),
+    "<think>a</think><answer>green square": (0.0, 0.0),
+    "<answer>red<answer>green square</answer>": (0.0, 0.0),
+    "<ANSWER>green square</ANSWER>": (0.0, 0.0),
+    "<answer>green square</answer><answer>red square</answer>": (0.0, 0.0),  # the last answer counts, ...
+    "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # ... so this is one guess too
+    GOOD: (1.0, 1.0),
+}
+
+
+def test_red_team():
+    earned = earnings(["format", "accuracy"], list(HACKS), {"solution": ["green square"] * len(HACKS)})
+    assert dict(zip(HACKS, map(tuple, earned.tolist()), strict=True)) == HACKS
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("<answer>", None), ("<answer>a</answer>", "a"), ("a", None)])
+def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
+    """A regular expression went through the rest of the text again from each <answer>: 10 MB took days."""
+    assert find_answer(unit * (10**6 // len(unit))) == expected
+    monkeypatch.setattr(rewards_file, "THINK_ANSWER", None)  # of a text with a tag twice it would take as long
+    assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
+
+
+# where a completion says its answer: (tags, whole, last_line)
+BOTH = "<answer>dotted</answer> or\n<answer> frilly</answer>"
+ANSWERS = {
+    "frilly": (None, "frilly", "frilly"),
+    "It has frills.\n\nfrilly\n": (None, "It has frills.\n\nfrilly", "frilly"),
+    "<think>dotted\n</think>\nfrilly": (None, "frilly", "frilly"),
+    "<think>dotted</think><answer>frilly</answer>": ("frilly", *["<answer>frilly</answer>"] * 2),
+    "<think>a</think>frilly<think>dotted": (None, None, None),
+    BOTH: (" frilly", BOTH, "<answer> frilly</answer>"),
+}
+
+
+def test_where_an_answer_is():
+    places = ("tags", "whole", "last_line")
+    assert {said: tuple(find_answer(said, where) for where in places) for said in ANSWERS} == ANSWERS
+
+
+# rewards of one's own
+
+
+def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
+    return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
+
+
+def test_a_trl_reward_with_a_column_asks_for_it():
+    name = f"{__file__}:right_level"
+    assert columns_of(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
+    first, second = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
+    assert first.item() == 1 and second.isnan().item()
+    with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
+        earnings([name], ["ab"], {"prompts": [[]]})
+
+
+def test_each_value_of_a_row_is_there_once_per_completion():
+    """Two rows of two completions; a column that only one row has is None for the other."""
+    rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
+    completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
+    processor = SimpleNamespace(turn=lambda completion: f"{completion.ids.tolist()}", answer="whole")
+    columns = reward_columns(rows, completions, processor)
+    assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
+    assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
+    assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]
+    assert columns["completion_ids"] == [[3, 7], [3, 8], [4, 7], [4, 8]]

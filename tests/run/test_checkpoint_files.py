@@ -1,0 +1,84 @@
+"""Tensors of a state: written in pieces, each row once, and read by any number of ranks; whole runs: test_resume.py."""
+
+import pytest
+import torch
+from on_ranks import ONE, launch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from minivlmrl.files import digest
+from minivlmrl.run import checkpoint_files
+from minivlmrl.run.checkpoint_files import find_pieces, read_into, read_rows, write_tensors
+
+TENSORS = {
+    "matrix": torch.arange(21.0, dtype=torch.float64).view(7, 3), "step": torch.tensor(5.0),
+    "vector": torch.arange(3), "small": torch.arange(2.0).bfloat16(),
+}  # fmt: skip
+
+
+def test_files_hold_what_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "FILE_SIZE", 28)
+    names = write_tensors(tmp_path, TENSORS, ONE)
+    assert names == ["0000_0000.safetensors", "0000_0001.safetensors", "0000_0002.safetensors"]  # 168, 28, 4 bytes
+    pieces = find_pieces(tmp_path)
+    assert {name: sum(rows for _, rows, _ in parts) for name, parts in pieces.items()} == {
+        "matrix": 7, "step": 1, "vector": 3, "small": 2,
+    }  # fmt: skip
+    for name, tensor in TENSORS.items():
+        found = torch.zeros_like(tensor)
+        read_into(found, name, pieces[name])
+        rows = read_rows(name, pieces[name], 0, 9)
+        assert torch.equal(found, tensor) and torch.equal(rows, found.view(found.shape or 1))
+
+
+@pytest.mark.parametrize(("written", "message"), [
+    ({"0:w": torch.zeros(2, 3)}, "w is '2 rows', it must be 3 rows"),
+    ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], it must be \[torch.float32, 3, 3\]"),
+])  # fmt: skip
+def test_files_that_do_not_fit_are_refused(tmp_path, written, message):
+    save_file(written, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_into(torch.zeros(3, 3), "w", find_pieces(tmp_path)["w"])
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    (tmp_path / "00").mkdir()
+    with pytest.raises(ValueError, match=r"00: not saved, policy\.w is not finite"):
+        write_tensors(tmp_path / "00", {"policy.w": torch.tensor([0, torch.nan])}, ONE)
+    assert not list((tmp_path / "00").iterdir())
+
+
+def replicas(folder, _, world):
+    """Two replicas of two shards write and read."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
+    (folder / "state").mkdir(exist_ok=True)
+    world.together(lambda: write_tensors(folder / "state", {"matrix": sharded, "vector": TENSORS["vector"]}, world))
+    back = torch.zeros_like(sharded)
+    read_into(back, "matrix", find_pieces(folder / "state")["matrix"])
+    return torch.equal(back.full_tensor(), TENSORS["matrix"])
+
+
+@pytest.mark.slow
+def test_each_row_is_written_once(tmp_path):
+    assert launch(4, tmp_path, {"replicas": []}, replicas) == [{"replicas": True}] * 4
+    written = {key: rows for file in (tmp_path / "state").iterdir() for key, rows in load_file(file).items()}
+    assert {key: len(rows) for key, rows in written.items()} == {"0:matrix": 4, "4:matrix": 3, "0:vector": 3}
+    assert sum(len(load_file(file)) for file in (tmp_path / "state").iterdir()) == 3
+
+
+def test_a_digest_sees_every_byte_of_a_small_file_and_other_weights_in_a_large_one(tmp_path, monkeypatch):
+    path = tmp_path / "weights"
+    content = bytearray(range(256)) * 40
+    found = set()
+    for place in (None, 0, 5000, len(content) - 1):
+        if place is not None:
+            content[place] ^= 1
+        path.write_bytes(content)
+        found.add(digest(checkpoint_files.blocks([path])))
+    assert len(found) == 4 and len(digest([])) == 128
+    monkeypatch.setattr(checkpoint_files, "BLOCK", 2)  # of which 1,024 are read
+    before = digest(checkpoint_files.blocks([path]))
+    path.write_bytes(bytes((byte + 1) % 256 for byte in content))
+    assert digest(checkpoint_files.blocks([path])) != before

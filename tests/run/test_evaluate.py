@@ -1,0 +1,111 @@
+"""What an evaluation makes of rewards, and that its draws depend on the row alone."""
+
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from talk import user
+
+from minivlmrl.config.loading import RunConfig
+from minivlmrl.data.conversations import conversation
+from minivlmrl.data.loader import DataSection
+from minivlmrl.data.rows import Row
+from minivlmrl.generation.filters import SamplingOptions
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.run import evaluate as file
+from minivlmrl.run.evaluate import evaluate
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+
+from stages import ONE
+
+REWARDS = ["iou", "box_format", "acc_0_5"]
+NAN = float("nan")
+
+
+def config(rewards=("accuracy", "format"), sampling=None, blind=False):
+    data = DataSection(eval_rewards=list(rewards), eval_blind=blind)
+    return RunConfig(data=data, sampling=sampling or SamplingOptions(max_new_tokens=6))
+
+
+SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Rows earn what their columns `sampled` and `greedy` say."""
+
+    def build_sampler(model, processor, sampling, world, gather_weights):
+        # answers end as in training, but are drawn without its filters
+        assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
+        return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
+
+    def draw(sample, rows, count, rewards):
+        return torch.tensor([row.columns[sample.kind][: len(rewards)] for row in rows]), [[None]] * len(rows)
+
+    monkeypatch.setattr(file, "build_sampler", build_sampler)
+    monkeypatch.setattr(file, "draw", draw)
+
+
+def scored(sampled, greedy, **columns):
+    return Row([], [], {"sampled": sampled, "greedy": greedy, **columns})
+
+
+ROWS = [
+    scored([0.5, 1.0, 1.0], [1.0, 1.0, 1.0], unseen=True),
+    scored([0.0, 0.0, 0.0], [0.25, 0.0, 0.0], unseen=False),
+    scored([NAN, 1.0, NAN], [NAN, 1.0, NAN]),
+    scored([0.25, 0.0, 0.0], [0.5, 1.0, 1.0], unseen=True),
+    scored([0.25, 1.0, 0.0], [0.25, 0.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monkeypatch, batch_size):
+    monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
+    assert evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
+        "sampled": 0.25, "greedy": 0.5, "format": 0.6,
+        "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
+    }  # fmt: skip
+
+
+def test_what_no_row_can_tell_is_not_reported(scripted):
+    """No row is marked unseen; acc_0_5 could judge no row."""
+    rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]  # of one reward the others are not read
+    assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {"greedy": 0.5, "format": 1.0}
+    assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"greedy": 0.5}
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return random_model(folder / "model.json", shapes.tokenizer(), 0)
+
+
+def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
+    """As many as a row's own, on draws that depend on the row alone; a row without pictures stays as it is."""
+    rows = [Shapes(4, "held out")[i] for i in range(4)]
+    rows[1].images = []
+    rows[1].messages = [user("What is it?")]
+    rows[2].images = rows[2].images * 2
+    rows[2].messages = conversation("Which?", {"image": 2})
+    keys = []
+    shown = []
+
+    def recorded(sample, batch, count, rewards):
+        way = float(len(keys) // 4)
+        keys.extend(row.key for row in batch)
+        shown.extend([image.tobytes() for image in row.images] for row in batch)
+        return torch.full((len(batch), 2), way), [[None]] * len(batch)
+
+    monkeypatch.setattr(file, "draw", recorded)
+    monkeypatch.setattr(file, "BATCH_SIZE", 2)
+    values = evaluate(*model, rows, config(blind=True), ONE)
+    assert (values["sampled"], values["grey"], values["swapped"]) == (0.0, 2.0, 3.0)
+    assert "grey" not in evaluate(*model, rows, config(), ONE)
+    assert keys == [f"evaluation/{i}" for i in range(4)] * 6
+    own = shown[:4]
+    blank = PIL.Image.new("RGB", rows[0].images[0].size, "grey").tobytes()
+    assert own == [[image.tobytes() for image in row.images] for row in rows]
+    assert shown[8:12] == [[blank], [], [blank] * 2, [blank]]
+    assert shown[12:16] == [own[2][:1], [], own[3] * 2, own[0]]

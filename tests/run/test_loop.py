@@ -1,0 +1,172 @@
+"""Whole runs through train.main: what they write, that they repeat to the byte, what they refuse."""
+
+import json
+import os
+from contextlib import nullcontext
+from unittest.mock import Mock
+
+import pytest
+import torch
+import yaml
+from runs import LETTERS, metrics, summary
+
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.run import results as results_file
+from minivlmrl.trainers import grpo as grpo_file
+from minivlmrl.trainers import sft as sft_file
+
+from stages import STAGES
+
+ALL_STAGES = f"--stages=[{', '.join(STAGES)}]"
+CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
+
+ROLLOUT = {"reward", *(f"rewards/{name}/{kind}" for name in ("format", "accuracy") for kind in ("mean", "std"))}
+ROLLOUT |= {f"completions/{of}_{kind}length" for of in ("mean", "min", "max") for kind in ("", "terminated_")}
+ROLLOUT |= {"completions/clipped_ratio"}
+
+
+def test_the_files_and_the_numbers_of_a_run(run, capsys):
+    """One line a step, with metrics of its stage; the summary has what was measured between stages."""
+    folder = run()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
+        "metrics.jsonl", "page.html", "summary.json", "timings.jsonl", "warnings.jsonl",
+    ]  # fmt: skip
+    load_model(folder / "checkpoint")
+    assert "after grpo" in capsys.readouterr().out
+    table = summary(folder)
+    assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert table["chance"] == 1 / 12
+    for stage in ("start", "after_sft", "after_grpo"):
+        assert list(table[stage]) == ["sampled", "greedy", "format"]
+        assert all(0 <= share <= 1 for share in table[stage].values())
+    assert list(table["seconds"]) == ["sft", "grpo"]
+    assert all(seconds > 0 for seconds in table["seconds"].values())
+    for file in ("metrics.jsonl", "timings.jsonl"):
+        steps = [(line["stage"], line["step"]) for line in metrics(folder, file)]
+        assert steps == [(s, i) for s in ("sft", "grpo") for i in range(3)]
+    sft, *_, grpo = metrics(folder)
+    assert set(sft) == {"stage", "step", "loss", "entropy", "grad_norm", "learning_rate"}
+    assert set(grpo) == {
+        "stage", "step", "loss", "entropy", "grad_norm", "learning_rate", "reward_std", "frac_reward_zero_std",
+        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "rollout/logp_mismatch",
+        "rollout/logp_mismatch_rms",
+    } | ROLLOUT  # fmt: skip
+
+
+def test_the_numbers_of_the_other_stages(run, plain):
+    """Pairs are judged after stages that can tell."""
+    folder = run("--stages=[sft, dpo, reward_model, ppo]", "--ppo.kl_coef=0.1", "--data.eval_rows=5")
+    _, dpo, reward_model, ppo = (line for line in metrics(folder) if line["step"] == 1)
+    common = {"stage", "step", "loss", "grad_norm", "learning_rate"}
+    pairs = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
+    assert set(dpo) == common | pairs | {"entropy", "logps/chosen", "logps/rejected"}
+    assert set(reward_model) == common | pairs
+    assert set(ppo) == common | {
+        "policy_loss", "value_loss", "approx_kl", "clip_ratio/policy", "clip_ratio/value", "ratio", "entropy",
+        "rollout/logp_mismatch", "rollout/logp_mismatch_rms",
+    } | ROLLOUT  # fmt: skip
+    table = summary(folder)
+    judged = [name for name, values in table.items() if name != "seconds" and "pairs" in str(values)]
+    assert judged == ["after_dpo", "after_reward_model"]
+    assert all(table[name]["pairs"] * 5 in range(6) for name in judged)
+
+
+def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path, monkeypatch):
+    first = run("--grpo.learning_rate=1e-3", "--seed=3", name="a")
+    monkeypatch.chdir(tmp_path)
+    second = run(name="b", recipe=first / "config.yaml")
+    assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
+    configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (first, second)]
+    assert configs[0] | {"output_dir": ""} == configs[1] | {"output_dir": ""}
+
+
+@pytest.mark.parametrize(("option", "expected"), [("2", 2), ("null", CORES)])
+def test_num_threads(run, plain, monkeypatch, option, expected):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    run("--stages=[]", f"--num_threads={option}")
+    assert chosen == [expected]
+
+
+def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home, monkeypatch):
+    seen = []
+    monkeypatch.setattr(results_file, "evaluate", lambda *arguments: seen.append(arguments[2]) or {})
+    run("--stages=[]", "--data.eval_rows=3")
+    run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}", "--resume=never")
+    assert [len(rows) for rows in seen] == [3, 4]
+    assert seen[1][0].columns["problem"] == "Hm?"
+
+
+@pytest.mark.parametrize("images", ["with images", "text only"])
+def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, plain, tmp_path, images):
+    file = rows
+    if images == "text only":
+        file = tmp_path / "text.jsonl"
+        row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>"}
+        file.write_text(json.dumps(row | {"label": True, "chosen": "2", "rejected": "green"}))
+    files = f"--data.train_file={file}", f"--data.eval_file={file}"
+    folder = run(*own, ALL_STAGES, *files, LETTERS, *(f"--{stage}.max_steps=1" for stage in STAGES))
+    assert [line["stage"] for line in metrics(folder)] == [*STAGES]
+    assert all(line["grad_norm"] > 0 for line in metrics(folder))
+    assert list(summary(folder)) == ["chance", "start", *(f"after_{stage}" for stage in STAGES), "seconds"]
+    assert summary(folder)["chance"] is None
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["--model.config=null"], r"model: set either model\.path .* or model\.config"),
+    (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
+    (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
+    (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], it must be names of rewards"),
+])  # fmt: skip
+def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        run(*overrides)
+
+
+def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("minivlmrl.distributed.process_group.setup", lambda *_: World(0, 3, torch.device("cpu")))
+    monkeypatch.setattr("minivlmrl.run.setup.load_datasets", None)  # calling it would fail
+    monkeypatch.setattr("minivlmrl.run.loop.locked", lambda *_: nullcontext())
+    message = r"grpo\.prompts_per_step is 4, it must be a multiple of 3, the number of ranks$"
+    with pytest.raises(ValueError, match=message):
+        run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
+
+
+def test_memory_is_checked_before_rows_and_weights_are_read(run, monkeypatch):
+    monkeypatch.setattr("minivlmrl.run.loop.prepare", None)  # calling it would fail
+    monkeypatch.setattr("minivlmrl.run.loop.check_memory", Mock(side_effect=ValueError("sft needs more")))
+    with pytest.raises(ValueError, match="sft needs more"):
+        run("--stages=[sft]")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch):
+    options = ["--stages=[sft]", "--save_steps=1", "--sft.lr_scheduler_type=constant"]
+    good = run(*options, "--sft.max_steps=1", name="good")
+    calls = []
+
+    def loss(*arguments, **counts):
+        calls.append(1)
+        return original(*arguments, **counts) * (float("nan") if len(calls) == 2 else 1)
+
+    original = sft_file.sft_loss
+    monkeypatch.setattr(sft_file, "sft_loss", loss)
+    with pytest.raises(ValueError, match=r"sft step 1: loss nan.* lower sft\.learning_rate"):
+        run(*options, name="bad")
+    bad = good.with_name("bad")
+    kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]
+    assert kept[0] == kept[1]  # the weights of step 0
+    assert [line["step"] for line in metrics(bad)] == [0]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
+    original = grpo_file.grpo_loss
+
+    def loss(logps, *arguments, **options):
+        value, diagnostics = original(logps, *arguments, **options)
+        return value + (logps * 0).sum().sqrt(), diagnostics  # 0, but its slope is infinite
+
+    monkeypatch.setattr(grpo_file, "grpo_loss", loss)
+    with pytest.raises(ValueError, match=r"grpo step 0: loss .* gradient norm nan"):
+        run("--stages=[grpo]")

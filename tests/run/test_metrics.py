@@ -1,0 +1,252 @@
+"""The files of metrics, and how those of micro-batches and ranks are merged."""
+
+import math
+import shutil
+import sys
+from importlib.machinery import PathFinder
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import LETTERS, metrics
+
+from minivlmrl.config.loading import RunConfig
+from minivlmrl.model.families.routers import RouterLog
+from minivlmrl.run import metrics as metrics_file
+from minivlmrl.run.checkpoints import Progress
+from minivlmrl.run.metrics import MetricsLog, merge
+
+pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stages import ONE
+
+
+def open_log(folder, world=ONE, report_to=(), **progress):
+    config = RunConfig(output_dir=str(folder), report_to=list(report_to))
+    return MetricsLog(config, world, Progress(0, ["sft", "grpo"], **progress))
+
+
+IDS = torch.zeros(3, dtype=torch.long)
+GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
+STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
+
+
+def begin(log, stage, steps, done=0, seconds=0.0):
+    """Begin a stage of an algorithm that has nothing but what the log asks for."""
+    config, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
+    model = SimpleNamespace(dtype="float32", compute_dtype=None)
+    run = SimpleNamespace(
+        rollout=rollout, model=model, rewards={}, sampling=SimpleNamespace(temperature=1.0, max_new_tokens=9)
+    )
+    policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
+    algorithm = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
+    algorithm.router_log = RouterLog(None, ONE)
+    log.stage(algorithm, SimpleNamespace(state={}), done, seconds)
+    return log
+
+
+def test_a_metric_that_is_no_number_is_null(tmp_path):
+    log = begin(open_log(tmp_path), "grpo", 1)
+    log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
+    assert log.end_stage() > 0
+    assert metrics(tmp_path) == [{"stage": "grpo", "step": 0, "reward": None, "loss": 1.5, "kl": None}]
+    [timing] = metrics(tmp_path, "timings.jsonl")
+    assert timing["step_time"] == timing["seconds"] > 0 and timing["peak_memory_gib"] > 0
+    assert timing["tokens_per_second"] == pytest.approx(50 / timing["step_time"])
+
+
+def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
+    log = begin(open_log(tmp_path), "grpo", 7)
+    log.step(3, {"reward": 0.25, "loss": 1.5, "rewards/accuracy/mean": 0.5, "kl": 2.0}, STEP)
+    [timing] = metrics(tmp_path, "timings.jsonl")
+    said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
+    assert capsys.readouterr().out == said
+
+
+def test_a_file_that_was_deleted_is_in_the_state(tmp_path):
+    log = begin(open_log(tmp_path), "sft", 2)
+    log.step(0, {"loss": 1.0}, STEP)
+    (tmp_path / "metrics.jsonl").unlink()
+    log.step(1, {"loss": 2.0}, STEP)
+    assert [line.split(": ")[-1] for line in log.written()["metrics.jsonl"].splitlines()] == ["1.0}", "2.0}"]
+
+
+def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
+    log = begin(open_log(tmp_path), "sft", 3)
+    log.step(0, {"loss": 1.0}, STEP)
+    written = log.written()
+    log.step(1, {"loss": 9.0}, STEP)  # lost: made again
+    log = begin(open_log(tmp_path, logs=written), "sft", 3, 1, seconds=100.0)
+    log.step(1, {"loss": 2.0}, STEP)
+    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == [(0, 1.0), (1, 2.0)]
+    assert metrics(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
+
+
+def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_path, capsys):
+    log = open_log(tmp_path)
+    log.evaluation("sft", 0, {"greedy": 0.5}, 100.0)  # before the first stage
+    begin(log, "sft", 2, 1, seconds=1000.0)
+    log.evaluation("sft", 1, {"greedy": 0.25, "iou greedy": 0.125}, 900.0)
+    log.step(1, {"loss": 1.0}, STEP)
+    first, second = metrics(tmp_path, "evaluations.jsonl")
+    assert first == {"stage": "sft", "step": 0, "greedy": 0.5}
+    assert second == {"stage": "sft", "step": 1, "greedy": 0.25, "iou greedy": 0.125}
+    assert 100 <= metrics(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
+    assert "held-out, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
+
+
+def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for step, (sampled, grey) in enumerate([(0.4, 0.1), (0.9, 0.8)]):
+        log.evaluation("grpo", step, {"sampled": sampled, "grey": grey, "swapped": 0.0}, 1.0, 256)
+    [line] = metrics(tmp_path, "warnings.jsonl")
+    assert (line["stage"], line["step"]) == ("grpo", 1) and "pictures add 0.1 to it instead of 0.3" in line["warning"]
+    assert line["warning"] in capsys.readouterr().err
+
+
+def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for stage, value in [("sft", 0.6), ("dpo", 0.5)]:
+        log.evaluation(stage, 9, {"greedy": value}, 1.0, 256)
+    [line] = metrics(tmp_path, "warnings.jsonl")
+    assert line["stage"] == "dpo" and "0.6 before dpo" in line["warning"]
+    assert line["warning"] in capsys.readouterr().err
+
+
+def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
+    """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
+    parts = [
+        ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
+        ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
+    ]
+    assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
+    assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)  # of squares the mean counts
+    assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)  # without tokens
+    assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
+
+
+# what minivlmrl calls of wandb: writes it down in the folder of the run
+WANDB = """
+import json, pathlib
+class Run:
+    def __init__(self, **settings):
+        self.file = (pathlib.Path(settings["dir"]) / "said.jsonl").open("w")
+        self.say("init", settings)
+    def say(self, *what):
+        self.file.write(json.dumps(what) + chr(10))
+    def log(self, values, step):
+        self.say(step, values)
+    def finish(self):
+        self.say("finish")
+        self.file.close()
+def init(**settings):
+    return Run(**settings)
+"""
+STEPS = ("--sft.max_steps=2", "--grpo.max_steps=2")
+OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS, *STEPS)
+
+
+def curves(folder):
+    """Name -> [(step, value), ...] in the event files of a run; an evaluation that came again is there twice."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {
+        name: list(dict.fromkeys((e.step, e.value) for e in events.Scalars(name))) for name in events.Tags()["scalars"]
+    }
+
+
+def expected(folder):
+    """The same from metrics.jsonl and evaluations.jsonl; grpo follows two steps of sft."""
+    found, before = {}, {"sft": 0, "grpo": 2}
+    for prefix, lines, offset in (("", metrics(folder), 1), ("eval/", metrics(folder, "evaluations.jsonl"), 0)):
+        for line in lines:
+            step = before[line.pop("stage")] + line.pop("step") + offset
+            for name, value in line.items():
+                found.setdefault(prefix + name, []).append((step, pytest.approx(value, rel=1e-6)))
+    return found
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
+    """From a state after whose step held-out rows were answered, which is done again."""
+    options = *OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--eval_steps=1"
+    folder = run(*options)
+    assert curves(folder) == expected(folder)
+    assert [step for step, _ in curves(folder)["eval/sampled"]] == [0, 1, 2, 3, 4]
+    shutil.rmtree(folder / "states" / "000004")
+    run(*options, "--resume=auto")
+    assert curves(folder) == expected(folder)
+    run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
+    assert curves(folder) == expected(folder)  # nothing of the run before
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    folder = run(*OPTIONS, "--report_to=[wandb]")
+    monkeypatch.delitem(sys.modules, "wandb")
+    first, *said, last = metrics(folder, "said.jsonl")
+    assert first[1]["project"] == "minivlmrl" and first[1]["name"] == "run" and first[1]["config"]["seed"] == 0
+    assert last == ["finish"] and [step for step, _ in said] == sorted(step for step, _ in said)
+    found = {}
+    for step, values in said:
+        for name, value in values.items():
+            found.setdefault(name, []).append((step, value))
+    assert found == expected(folder)
+
+
+def test_what_is_no_number_is_left_out_and_names_have_no_spaces(tmp_path):
+    said = []
+    log = begin(open_log(tmp_path, steps=4), "sft", 9, 4)
+    log.trackers = [lambda *arguments: said.append(arguments)]
+    log.step(4, {"reward": math.nan, "loss": 1.5}, STEP)
+    log.evaluation("sft", 5, {"iou greedy": 0.5}, 0.0)
+    assert said == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]
+
+
+@pytest.mark.parametrize("name", sorted(metrics_file.TRACKERS))
+def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, monkeypatch, name):
+    """A folder of this name, as wandb leaves it where a run was started, is no package."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(
+        metrics_file.importlib.util, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
+    )
+    with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed; pip install 'minivlmrl\[{name}\]'$"):
+        metrics_file.check_trackers([name])
+    with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed"):
+        run(f"--report_to=[{name}]")
+
+
+TRACKER = """
+def csv(config, steps, closing, sign=","):
+    file = closing.enter_context(open(config.output_dir + "/said.csv", "a" if steps else "w"))
+
+    def log(values, steps):
+        file.writelines(f"{steps}{sign}{name}{sign}{value!r}\\n" for name, value in values.items())
+
+    return log
+
+
+def failing(config, steps, closing):
+    return 1 / 0
+"""
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_tracker_of_a_file_has_what_the_files_say_also_of_a_resumed_run(run, tmp_path):
+    (tmp_path / "my_tracker.py").write_text(TRACKER)
+    options = *OPTIONS, "--state_steps=1"
+    folder = run(*options, f"--report_to=[\"{tmp_path}/my_tracker.py:csv(sign=';')\"]")
+    found = {}
+    for line in (folder / "said.csv").read_text().splitlines():
+        step, name, value = line.split(";")
+        found.setdefault(name, []).append((int(step), float(value)))
+    assert found == expected(folder)
+    with pytest.raises(ValueError, match=r"report_to .*my_tracker\.py:failing raised ZeroDivisionError.*py:12"):
+        run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:failing", name="failing")
+    with pytest.raises(ValueError, match=r"^report_to .*: there is no option 'sing'; there are: sign"):
+        run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:csv(sing=1)", name="wrong")
+    with pytest.raises(ValueError, match="report_to is 'tensorbord', it must be of type 'tensorboard' or 'wandb' or"):
+        run("--report_to=[tensorbord]", name="unknown")

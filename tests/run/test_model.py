@@ -1,0 +1,64 @@
+"""The model that a recipe asks for."""
+
+import json
+
+import pytest
+import torch
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.loader import load_datasets
+from minivlmrl.data.processor import RESIZE
+from minivlmrl.rewards.boxes import box_columns
+from minivlmrl.run.model import build_model
+from minivlmrl.tasks import shapes
+
+import tiny
+from stages import ONE
+
+
+@pytest.fixture
+def build(home):
+    return lambda *overrides: build_model(load_config(home / "recipe.yaml", overrides), ONE)
+
+
+def test_random_weights_are_the_seeds(build):
+    first, again, other = (dict(build(f"--seed={seed}")[0].named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_options_of_data_reach_the_processor(build, own):
+    _, plain = build(*own)
+    options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch"]
+    _, changed = build(*own, *options)
+    assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
+    assert (plain.image_processor.resize, changed.image_processor.resize) == (RESIZE["pil"], RESIZE["torch"])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, tmp_path, family):
+    (tmp_path / "model.json").write_text(json.dumps(tiny.config(model_type=family).to_dict()))
+    options = f"--model.config={tmp_path / 'model.json'}", "--data.task=shapes"
+    _, plain = build(*options)
+    assert plain.box_space == ("resized" if family == "qwen2_5_vl" else "thousandths")
+    assert build(*options, "--data.box_space=unit")[1].box_space == "unit"
+    row = shapes.Shapes(1, "a")[0]
+    [extent] = box_columns([row], [row.prompt(plain)], plain, 1)["answer_extents"]
+    assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
+def test_random_weights_on_rows_of_ones_own(home, rows, tmp_path, sizes):
+    """The tokenizer is trained on what the rows say, and learns their words whole."""
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
+    own = [f"--model.config={file}", "--data.task=null", f"--data.train_file={rows}"]
+    config = load_config(home / "recipe.yaml", own)
+    datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
+    model, processor = build_model(config, ONE, datasets)
+    assert model.config.vocab_size == (512 if "text_config" in sizes else len(processor.tokenizer))
+    assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
+    assert len(processor.tokenizer.encode("Name it.")) <= 4
+    assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
+    with pytest.raises(ValueError, match=r"model\.config needs an embedded task or rows to train on"):
+        build_model(config, ONE)

@@ -1,0 +1,102 @@
+"""What a card would refuse or wait for, found without one: see pretend_cuda.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend
+
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.logprobs import per_token_logps
+
+import tiny
+from draws import prompts
+from stages import Stage, write_recipe
+from tiny import pack
+
+
+def on_card(*shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).view(shape).to(CUDA, dtype)
+
+
+REFUSED = {
+    "sum": lambda x: x + torch.ones(3),
+    "ids on the host": lambda x: F.embedding(torch.tensor([0, 1]), on_card(4, 2)),
+    "the host's tensor by an index on the card": lambda x: torch.ones(3)[x.long()],
+    "values on the host": lambda x: x.index_put_((x.long(),), torch.ones(3)),
+    "numpy": lambda x: x.numpy(),
+}
+ALLOWED = {
+    "a number on the host": lambda x: x * torch.tensor(2.0),
+    "where with a number": lambda x: torch.where(x > 1, x, torch.tensor(0.0)),
+    "a view, from the end": lambda x: x[-2:] + x.to("cuda")[:2],
+}
+WAITED_FOR = {
+    "item": lambda x: x[0].item(),
+    "a mask": lambda x: x[x > 1],
+    "an index on the host": lambda x: x[torch.tensor([0, 2])],
+    "repeat_interleave by a tensor": lambda x: x.repeat_interleave(x.long()),
+    "copied to the card": lambda x: x.copy_(torch.ones(3)),
+    "copied from the card": lambda x: x.cpu() + torch.ones(3),
+    "made of a list": lambda x: torch.tensor([1, 2], device=CUDA),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mixed_devices_are_refused(name):
+    with PretendCuda(), pytest.raises((DeviceMix, TypeError), match="cuda:0"):
+        REFUSED[name](on_card(3))
+
+
+@pytest.mark.parametrize("name", ALLOWED | WAITED_FOR)
+def test_waits_are_counted(name):
+    with PretendCuda() as gpu:
+        x = on_card(3)
+        gpu.waits.clear()
+        (ALLOWED | WAITED_FOR)[name](x)
+        assert gpu.waits.total() == (name in WAITED_FOR) and x.device == CUDA
+        assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory
+
+
+def test_scores_and_gradients_are_those_of_the_cpu():
+    def score(model, device):
+        generator = torch.Generator().manual_seed(1)
+        completions = [[tiny.completion(generator, n).to(device) for n in (1, 4, 9)] for _ in range(4)]
+        logps, entropies = per_token_logps(model, pack(prompts(4), completions, model.config, device))
+        (logps.sum() + entropies.sum()).backward()
+        return [x.detach().cpu() for x in (logps, entropies, *(p.grad for p in model.parameters()))]
+
+    model = tiny.model()
+    alone = score(model, "cpu")
+    model.zero_grad()
+    with PretendCuda():
+        card = score(pretend(model), CUDA)
+    for ours, expected in zip(card, alone, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
+
+
+SMALL = [
+    "--data.eval_rows=2", "--state_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
+    "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1",
+]  # fmt: skip
+
+
+def test_a_run_mixes_no_devices(run, plain, lively):
+    """With evaluations, checkpoints and states."""
+    with PretendCuda() as gpu:
+        folder = run(*SMALL, "--stages=[grpo]")
+    assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
+
+
+def test_waits_of_a_grpo_step(tmp_path):
+    """4 prompts, 3 completions each of 6 tokens, two micro-batches: rollout, rewards, losses, update.
+
+    The number only falls; an error shows where the host waits: {(why, file, line): how often}.
+    """
+    write_recipe(tmp_path)
+    options = ["--sampling.stop_token_ids=[]", "--rewards={format: 1}"]  # no completion ends earlier
+    with PretendCuda() as gpu:
+        stage = Stage(tmp_path, "grpo", *options, dtype=torch.float32, world=World(device=CUDA))
+        stage.go()  # what is computed once
+        gpu.waits.clear()
+        stage.go()
+    assert gpu.waits.total() <= 13, gpu.waits

@@ -1,0 +1,168 @@
+"""A user's whole way, from a folder as the hub has it to a rising reward: the last commands of docs/data.md.
+
+REHEARSAL=1 pytest -m slow tests/run/test_rehearsal.py writes what they print for Qwen3.5 into the page.
+"""
+
+import json
+import os
+import random
+import re
+import shlex
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+from hub_configs import tiny_config
+from links import ROOT
+from runs import metrics, write_lines
+from safetensors.torch import load_file
+from tokenizers import AddedToken
+
+from minivlmrl.__main__ import main
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from minivlmrl.model.checkpoint import load_model, load_processor
+from tests.data.test_qwen_vocabulary import WORDS
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
+
+pytestmark = pytest.mark.slow
+PAGE = ROOT / "docs" / "data.md"
+TITLE = "\n## The whole way\n"
+TEMPLATES = {"qwen3_5": "qwen3_5_think", "qwen3_vl": "qwen3_vl", "qwen2_5_vl": "qwen2_5_vl"}  # as TRL has them
+IDS = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
+IDS |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "eos_token_id": "<|im_end|>"}
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 60, 220), "yellow": (230, 210, 50)}
+[RECIPE] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text().partition(TITLE)[2], re.DOTALL)
+TOOL = """
+from PIL import Image, ImageOps
+
+
+class Enlarge:
+    def reset(self, images, **columns):
+        self.image, self.asked = images[0], 0.0
+
+    def enlarge(self, times: int) -> Image.Image:
+        \"\"\"Show the picture larger.\"\"\"
+        self.asked = 1.0
+        return ImageOps.scale(self.image, times)
+
+    def get_reward(self):
+        return self.asked
+"""
+
+
+def draw(name, count):
+    """Write rows about pictures of which half is coloured; half of the demonstrations ask for a larger one."""
+    rng, lines = random.Random(name), []
+    for i in range(count):
+        color, half = rng.choice([*COLORS]), rng.randrange(2)
+        picture = PIL.Image.new("RGB", (84, 84), tuple(rng.randrange(150, 200) for _ in "rgb"))
+        picture.paste(COLORS[color], (42 * half + 3, rng.randrange(30), 42 * half + 39, 75))
+        picture.save(f"{name}{i}.png")
+        row = {"image": f"{name}{i}.png", "problem": "What colour is it?", "solution": color}
+        if name == "shown":
+            call = {"type": "function", "function": {"name": "enlarge", "arguments": {"times": 2}}}
+            called = {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "<image>"}
+            turns = [{"role": "user", "content": "<image>What colour is it?"}, *called * (i % 2)]
+            turns.append({"role": "assistant", "content": f"<answer>{color}</answer>"})
+            row = {"images": [row["image"]] * (1 + i % 2), "messages": turns}
+        lines.append(row)
+    write_lines(Path(f"{name}.jsonl"), lines)
+
+
+def write_folder(path, model_type, template):
+    """Write a tiny model with transformers, as its family's folders are: config, tokenizer and template."""
+    texts = [*Path("shown.jsonl").read_text().splitlines(), *[template] * 20]
+    trained = json.loads(train_tokenizer(texts, vocab_size=1500).backend.to_str())["model"]
+    kind = transformers.Qwen3_5Tokenizer if model_type == "qwen3_5" else transformers.Qwen2Tokenizer
+    tokenizer = kind(vocab=trained["vocab"], merges=list(map(tuple, trained["merges"])))
+    words = (*WORDS, "<tool_response>", "</tool_response>", "<think>", "</think>")
+    tokens = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    tokenizer.add_tokens(tokens + [AddedToken(word, normalized=False) for word in words])
+    tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template = "<|im_end|>", "<|endoftext|>", template
+    config = tiny_config(model_type, tied=True)
+    inside = config.get("text_config", config)
+    inside["vocab_size"] = -(-len(tokenizer) // 64) * 64
+    for section in (config, inside):
+        section |= {key: tokenizer.convert_tokens_to_ids(IDS[key]) for key in section.keys() & IDS.keys()}
+    model = CLASSES[model_type]._from_config(transformers.AutoConfig.for_model(**config))
+    drafter = {"mtp.fc.weight": torch.eye(64)} if model_type == "qwen3_5" else {}
+    tiny.telling_weights(model).save_pretrained(path, state_dict=model.state_dict() | drafter)
+    tokenizer.save_pretrained(path)
+    images = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    (path / "preprocessor_config.json").write_text(
+        json.dumps(images | {"image_processor_type": "Qwen2VLImageProcessor"})
+    )
+
+
+def shortened(printed, before):
+    """Keep lines that are new, of a kind the first and the last; numbers that a machine decides become "…"."""
+    kinds, kept = [], []
+    for line in re.sub(r"-?\d+\.\d+(e-?\d+)?", "…", printed).splitlines():
+        kind = re.sub(r"\d+", "", line)
+        if kinds[-2:] == [kind] * 2:
+            kept[-1] = line
+        elif line not in before and not re.match(r"device:|wrote|evaluation,|training:|over|\|(?! GB| all)", line):
+            kinds.append(kind)
+            kept.append(line)
+            before.add(line)
+    return "\n".join(kept)
+
+
+@pytest.mark.parametrize("model_type", TEMPLATES)
+def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):
+    """The commands of the page, each text what the last one above it prints; then transformers has the logits and
+    the words of what was saved."""
+    monkeypatch.chdir(tmp_path)
+    above, _, held = PAGE.read_text().partition(TITLE)  # once: the file may be written while this runs
+    recipe, num_steps, num_held_out = RECIPE, 14, 16
+    if model_type != "qwen3_5":  # of which alone the page has what is printed
+        recipe = RECIPE.replace("max_steps: 40", "max_steps: 20").replace("max_steps: 12", "max_steps: 2")
+        held = held.replace("max_steps=14", "max_steps=3")
+        num_steps, num_held_out = 3, 4
+    for name, count in (("shown", 64), ("train", 128), ("eval", num_held_out)):
+        draw(name, count)
+    write_folder(tmp_path / "FOLDER", model_type, published(TEMPLATES[model_type]))
+    (tmp_path / "tool.py").write_text(TOOL)
+    (tmp_path / "squares.yaml").write_text(recipe)
+    page, seen = held, {""}
+    for commands, said in re.findall(r"```bash\n(.*?)\n```\n(?:\n```text\n(.*?)\n```)?", held, re.DOTALL):
+        for command in commands.splitlines():
+            capsys.readouterr()
+            try:
+                status = main(shlex.split(command)[3:])
+            except SystemExit as end:
+                status = end.code
+            printed, errors = capsys.readouterr()
+            assert status == 0, printed + errors
+        if said:
+            page = page.replace(f"\n{said}\n", f"\n{shortened(printed, seen)}\n")
+    if model_type == "qwen3_5" and os.environ.get("REHEARSAL"):
+        PAGE.write_text(above + TITLE + page)
+    if model_type == "qwen3_5":  # another machine may warn of something else
+        lost = set(held.splitlines()) - set(page.splitlines())
+        changed = [line for line in lost if not line.startswith(("step ", "grpo "))]
+        assert changed == [] or os.environ.get("REHEARSAL")
+
+    lines = [line for line in metrics(tmp_path / "runs" / "squares") if line["stage"] == "grpo"]
+    assert len(lines) == num_steps
+    assert max(line["reward"] for line in lines) > 0  # how much it learns is a draw of the machine
+    saved = tmp_path / "runs" / "squares" / "checkpoint"
+    theirs, info = CLASSES[model_type].from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values())
+    if model_type == "qwen3_5":
+        assert load_file(saved / "model.safetensors")["mtp.fc.weight"].equal(torch.eye(64))
+    processor, [row, *_] = load_processor(saved, max_pixels=7056), FileDataset("eval.jsonl")
+    words = transformers.AutoTokenizer.from_pretrained(saved)
+    prompt = row.prompt(processor)
+    asked = words.apply_chat_template(row.messages, add_generation_prompt=True, tokenize=False)
+    asked = words(asked.replace("<|image_pad|>", "<|image_pad|>" * 9))
+    assert asked["input_ids"] == prompt.input_ids.tolist()
+    monkeypatch.setattr(tiny, "IMAGE", words.convert_tokens_to_ids("<|image_pad|>"))
+    assert worst_difference(theirs, load_model(saved), [prompt]) < ROUNDING[model_type]

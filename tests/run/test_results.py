@@ -1,0 +1,133 @@
+"""The files of a run's folder: what is measured, and who writes."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import LETTERS, metrics, summary
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics.report import collect
+from minivlmrl.model.checkpoint import load_model, random_model
+from minivlmrl.run import results as file
+from minivlmrl.run.checkpoints import Progress
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.results import Results
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers.registry import ALGORITHMS
+
+from stages import ONE, SECOND
+
+
+@pytest.fixture
+def results(home, tmp_path, monkeypatch):
+    """results(world, held_out) of a run in tmp_path / "run"."""
+
+    def results(*overrides, world=ONE, held_out=None):
+        config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
+        if world.is_main:
+            (tmp_path / "run").mkdir()
+        progress = Progress(0, config.stages, seconds={"sft": 1.5})
+        log = MetricsLog(config, world, progress)
+        model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
+        return Results(config, model, processor, log, held_out, progress)
+
+    return results
+
+
+def trained(stage, max_steps=3, saved=None, **says):
+    """An algorithm at the end of its stage."""
+    config = SimpleNamespace(max_steps=max_steps)
+    mine = ALGORITHMS[stage].trains_policy
+    return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
+
+
+def test_what_is_measured_is_written(results, monkeypatch, capsys):
+    plain = {"sampled": 0.25, "greedy": 0.5, "format": 1.0}
+    monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
+    found = results(held_out=Shapes(4, "x"))
+    found.measure("start")
+    found.measure("after_sft", trained("sft", pairs=0.5))
+    found.write()
+    assert summary(found.folder) == {
+        "chance": 1 / 12,
+        "start": plain,
+        "after_sft": plain | {"pairs": 0.5},
+        "seconds": {"sft": 1.5},
+    }
+    out = capsys.readouterr().out
+    assert "after sft" in out and "0.083" in out and "1.5 s" in out
+    weights = dict(load_model(found.folder / "checkpoint").named_parameters())
+    assert all(torch.equal(weights[name], value) for name, value in found.model.named_parameters())
+    assert load_config(found.folder / "config.yaml") == found.config
+
+
+def test_the_second_rank_writes_nothing(results, monkeypatch):
+    monkeypatch.setattr(file, "save_model", lambda *_: None)  # which all ranks call
+    found = results(world=SECOND)
+    found.write()
+    assert not found.folder.exists()
+
+
+def test_a_finished_run_is_not_overwritten_unasked(run, plain):
+    """Neither by training again nor by evaluating a checkpoint into its own folder."""
+    folder = run("--stages=sft", "--sft.max_steps=1")
+    kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
+    ways = "--resume=never begins anew there, another --output_dir leaves it alone"
+    for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
+        with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
+            run(*options)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == kept
+    (folder / "summary.json").unlink()  # as if the run had been killed: it may begin again, but its metrics are kept
+    with pytest.raises(ValueError, match="holds the results of a run"):
+        run(*own)
+    run("--stages=sft", "--sft.max_steps=1")
+    run("--stages=sft", "--sft.max_steps=1", "--resume=never")
+    assert load_config(folder / "config.yaml").resume is None
+
+
+INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2")
+evaluations = partial(metrics, name="evaluations.jsonl")
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_evaluations_on_the_way_change_nothing_else(run, capsys):
+    with_them, without = run(*INTERIM, LETTERS, name="with"), run("--stages=[sft, grpo]", LETTERS, name="without")
+    lines, table = evaluations(with_them), summary(with_them)
+    steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 2), ("grpo", 3)]
+    assert [(line["stage"], line["step"]) for line in lines] == steps
+    for line, name in ((0, "start"), (2, "after_sft"), (4, "after_grpo")):
+        assert {key: lines[line][key] for key in ("sampled", "greedy", "format")} == table[name]
+    assert ["loss" in line for line in lines] == [False, True, True, False, False]
+    assert lines[2]["loss"] < lines[1]["loss"]
+    assert evaluations(without) == [lines[0], lines[2], lines[4]]
+    for name in ("metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
+        assert (with_them / name).read_bytes() == (without / name).read_bytes()
+    out = capsys.readouterr().out
+    assert "held-out, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
+    assert collect(with_them)["evaluations"][-1] == {"step": 6} | {
+        f"eval/{name}": lines[4][name] for name in ("sampled", "greedy", "format")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "saved"),
+    [("sampled", [0.9, 0.1, 0.5, 0.5, 0.7], [1, 2, 4]), ("loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4]),
+     ("pairs", [None] * 5, [])],
+)  # fmt: skip
+def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
+    """The first evaluation is of the model as it came: it is on the disk already."""
+    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": values[len(done)] or 0})
+    found, done, kept = results(f"--keep_best={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
+    algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
+    algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
+    found.measure("start")
+    for step in range(1, 5):
+        done.append(step)
+        found.after_step(algorithm, step)
+    found.measure("after_sft", algorithm)
+    assert kept == [(step, found.folder / "best") for step in saved]
+    assert found.progress.best == (None if kind == "pairs" else -0.1 if kind == "loss" else 0.7)

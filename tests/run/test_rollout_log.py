@@ -1,0 +1,110 @@
+"""completions.jsonl: what it says is what the step trained on, and writing it changes nothing else."""
+
+import json
+from functools import partial
+
+import PIL.Image
+import pytest
+import torch
+from on_ranks import ONE
+from pytest import approx
+from runs import LETTERS, metrics
+
+from minivlmrl.commands import evaluate
+from minivlmrl.config.loading import RunConfig
+from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.rows import Completion
+from minivlmrl.model.checkpoint import load_processor
+from minivlmrl.rewards.text import tag_format
+from minivlmrl.run.checkpoints import Progress
+from minivlmrl.run.rollout_log import CompletionsLog, describe, tokens
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers.grpo import Rollout
+
+EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", "--grpo.max_steps=2", LETTERS)
+completions = partial(metrics, name="completions.jsonl")
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_line_says_what_the_step_trained_on(run):
+    folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1")
+    lines = completions(folder)
+    steps = metrics(folder)
+    assert [(line["stage"], line["step"]) for line in lines] == [("grpo", step) for step in (0, 0, 1, 1)]
+    for number, step in enumerate(steps):
+        both = [c for line in lines[2 * number : 2 * number + 2] for c in line["completions"]]
+        assert len(both) == 8
+        assert step["reward"] == approx(sum(c["reward"] for c in both) / 8)
+        for name in ("letters", "format", "accuracy"):
+            assert step[f"rewards/{name}/mean"] == approx(sum(c["rewards"][name] for c in both) / 8)
+        assert step["completions/mean_length"] == approx(sum(len(c["tokens"]) for c in both) / 8)
+        assert step["completions/clipped_ratio"] == sum(not c["stopped"] for c in both) / 8
+    for line in lines:
+        earned = torch.tensor([c["reward"] for c in line["completions"]])
+        expected = (earned - earned.mean()) / (earned.std() + 1e-4)
+        assert [c["advantage"] for c in line["completions"]] == approx(expected.tolist(), abs=1e-5)
+        assert line["prompt"] == "What is it?" and line["solution"].count(" ") == 1
+        assert all(logp <= 0 for c in line["completions"] for _, logp in c["tokens"])
+        [image] = line["images"]
+        assert PIL.Image.open(folder / image).size == (56, 56)
+
+
+def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, published):
+    """By format, find_answer, the page's lines and evaluate's; what is trained on stays what was written."""
+    template = ChatTemplate(published("qwen3_5_think"), "t")
+    end = "</think>\n<answer>green square</answer>"
+    one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").algorithm
+    one.processor.template = template
+    row = Shapes(1, "rows")[0]
+    ids = torch.tensor(one.processor.tokenizer.encode(f"The square is green.\n{end}"))
+    group = [Completion(ids, torch.zeros(len(ids))), Completion(ids[:2], torch.zeros(2))]
+    prompt = row.prompt(one.processor)
+    assert one.processor.decode(prompt.input_ids).endswith("<|im_start|>assistant\n<think>\n")
+    columns = one.columns([row], [prompt], [group])
+    texts = columns["completions"]
+    assert texts == [f"<think>\nThe square is green.\n{end}", "<think>\n" + one.processor.decode(ids[:2])]
+    assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]
+    assert columns["completion_ids"] == [ids.tolist(), ids[:2].tolist()]
+    lines = describe(one, Rollout([row], [prompt], [group], torch.zeros(2, 1)), 0, [0.0, 0.0])["completions"]
+    assert [line["text"] for line in lines] == texts and "".join(t for t, _ in lines[0]["tokens"]) == texts[0]
+    assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
+    evaluated = evaluate.line(one.processor, [], row, group, [[], []])["answers"]
+    assert [answer["text"] for answer in evaluated] == texts and evaluated[0]["answer"] == "green square"
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_metrics_are_the_same_with_and_without(run):
+    ppo = (*EVERY_STEP, "--stages=[ppo]", "--ppo.max_steps=2")
+    loud = run(*ppo, name="loud")
+    silent = run(*ppo, "--log_completions=0", name="silent")
+    assert (loud / "metrics.jsonl").read_bytes() == (silent / "metrics.jsonl").read_bytes()
+    assert len(completions(loud)) == 2 * 4 and not (silent / "completions.jsonl").exists()
+
+
+@pytest.mark.usefixtures("plain")
+def test_boxes_are_shares_of_the_image(run, own, rows):
+    boxes = f"--data.train_file={rows.parent / 'boxes.jsonl'}"
+    folder = run(*own, boxes, *EVERY_STEP[:-1], "--rewards={iou: 1}")
+    assert completions(folder)[0]["truth"] == [[0, 0, 0.5, 0.5]]
+
+
+def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
+    processor = load_processor(checkpoint)
+    ids = processor.tokenizer.encode("a \u4f60!")
+    drawn = Completion(torch.tensor(ids), torch.full((len(ids),), -0.5))
+    texts = [text for text, _ in tokens(drawn, processor)]
+    assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)
+
+
+def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_place(tmp_path):
+    """Also of a step that comes again; no moment has less in the file than what is kept."""
+    lines = [json.dumps({"stage": "grpo", "step": step, "prompt": "\u2028" * 9}) + "\n" for step in range(4)]
+    path = tmp_path / "completions.jsonl"
+    path.write_text("".join(lines)[:-20])
+    before = path.stat().st_ino
+    progress = Progress(0, ["sft", "grpo"], stage=1, step=2, steps=5)
+    CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
+    assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
+    path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
+    with pytest.raises(ValueError, match=r"completions.jsonl:2: not JSON"):
+        CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)

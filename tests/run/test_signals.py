@@ -1,0 +1,122 @@
+"""One signal asks for a state, a later one ends the process, handlers are given back; whole runs: test_resume.py."""
+
+import os
+import pty
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from children import exit_code, fork
+
+from minivlmrl.distributed.process_group import World
+from minivlmrl.run import signals
+from minivlmrl.run.metrics import ending_unread
+from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
+
+from stages import ONE
+
+pytestmark = pytest.mark.usefixtures("default_signals")
+
+
+@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_is_noted_and_said_once_by_the_first_rank(number, rank, capfd):
+    with StopSignals(World(rank, 1, torch.device("cpu"))) as stop:
+        assert not stop.asked()
+        for _ in "12":  # a scheduler and torchrun may both pass it on
+            os.kill(os.getpid(), number)
+        assert stop.asked()
+    name = signal.Signals(number).name
+    said = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
+    assert capfd.readouterr().err == (said if rank == 0 else "")
+
+
+def test_a_signal_that_was_ignored_stays_so():
+    """As nohup starts a run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals(ONE) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.asked()
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+def test_a_lost_terminal_does_not_fail_what_is_printed():
+    main, terminal = pty.openpty()
+
+    def lose_it():
+        os.dup2(terminal, 1)
+        os.dup2(terminal, 2)
+        with StopSignals(ONE) as stop:
+            os.close(main)
+            os.close(terminal)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.write(1, b"a line")  # OSError: Input/output error
+            assert stop.asked()
+
+    child = fork(lose_it)
+    os.close(terminal)
+    os.close(main)
+    assert exit_code(child) == 0
+
+
+def test_long_work_ends_at_once_if_nothing_is_lost():
+    world = World()
+    with StopSignals(world) as stop:
+        stop.world.leave()
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.save = lambda: None
+        stop.world.leave()
+        stop.save = lambda: "states/000004"
+        stop.world.leave()
+        raise AssertionError
+    assert stop.exit_code == PREEMPTED
+    world.leave()  # another run of this process is not ended
+
+
+def test_a_later_signal_ends_the_process(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_REQUEST", 0.05)
+
+    def signal_twice():
+        with StopSignals(ONE):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(fork(signal_twice)) == -signal.SIGTERM
+
+
+def test_preempted_becomes_the_exit_code_and_its_message(capsys):
+    with StopSignals(ONE) as stop:
+        raise Preempted("saved states/000004")
+    assert stop.exit_code == PREEMPTED == 75
+    assert capsys.readouterr().out == "saved states/000004\n"
+
+
+def test_other_errors_pass_and_handlers_are_given_back():
+    before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
+    with pytest.raises(ValueError, match="no"), StopSignals(ONE) as stop:
+        assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.note] * 4
+        raise ValueError("no")
+    assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
+
+
+def test_where_nobody_reads_stdout_any_more_a_run_is_asked_to_end():
+    """As of `torchrun train.py | head`; the state is saved then, as after a signal."""
+    reader, writer = os.pipe()
+
+    def print_unread():
+        os.dup2(writer, 1)
+        os.close(reader)
+        sys.stdout = os.fdopen(1, "w")
+        with StopSignals(ONE) as stop:
+            for _ in "12":
+                with ending_unread():
+                    print("a line", flush=True)
+            assert stop.asked()
+
+    child = fork(print_unread)
+    os.close(reader)
+    os.close(writer)
+    assert exit_code(child) == 0

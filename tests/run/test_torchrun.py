@@ -1,0 +1,90 @@
+"""What a user of torchrun meets: a rank that dies or raises, a restart, a scheduler that wants the machine back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import metrics
+
+from minivlmrl.run import loop
+
+from tiny import RUN_MODEL
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_signals")]
+ROOT = Path(__file__).parents[2]
+RECIPE = {
+    "stages": ["sft"], "num_threads": 1, "timeout": 20, "model": {"config": "model.json"},
+    "data": {"task": "shapes(demonstrations=8)", "eval_rows": 2}, "sampling": {"max_new_tokens": 6},
+    "sft": {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3},
+}  # fmt: skip
+# rank 1 does something in its fourth backward, in the first attempt
+SCRIPT = """
+import os, signal, sys, traceback
+import torch
+from minivlmrl.commands.help import start
+
+calls, original = [], torch.Tensor.backward
+
+def backward(loss):
+    calls.append(1)
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], len(calls)) == ("1", "0", 4):
+        ACTION
+    original(loss)
+
+torch.Tensor.backward = backward
+start(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Start two ranks of a recipe under torchrun."""
+    (tmp_path / "model.json").write_text(json.dumps(RUN_MODEL))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+    def torchrun(*options, action="pass", launcher=()):
+        (tmp_path / "script.py").write_text(SCRIPT.replace("ACTION", action))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
+        command += [tmp_path / "script.py", tmp_path / "recipe.yaml", f"--output_dir={tmp_path / 'run'}", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True)
+
+    return torchrun
+
+
+def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
+    process = torchrun(
+        "--state_steps=1", "--resume=auto", action="os.kill(os.getpid(), signal.SIGKILL)", launcher=["--max-restarts=1"]
+    )
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors[-3000:]
+    assert "states/000003: 3 steps of sft are done" in out
+    loop.main([str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'alone'}"])
+    two = metrics(tmp_path / "run")
+    one = metrics(tmp_path / "alone")
+    assert [line["step"] for line in two] == list(range(6))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
+    """A scheduler sends SIGTERM to torchrun; a terminal sends SIGINT to it and to its ranks."""
+    process = torchrun("--sft.max_steps=100000")
+    written = tmp_path / "run" / "metrics.jsonl"
+    while not (written.is_file() and written.read_text()):
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()[1][-3000:]
+    (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
+    out, errors = process.communicate(timeout=40)
+    assert process.returncode != 0
+    [state] = (tmp_path / "run" / "states").glob("0*")
+    assert (state / "complete.json").is_file()
+    assert f"preempted: --resume=auto goes on from {state}" in out, errors[-3000:]
+    assert f"{number.name}: the state is saved as soon as it can be" in errors
+    assert "KeyboardInterrupt" not in errors

@@ -1,0 +1,46 @@
+"""The table of embedded tasks: what a run asks of each."""
+
+from pathlib import Path
+
+import pytest
+
+from minivlmrl.config.loading import DataSection
+from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.tasks.registry import TASKS, get_task
+from recipes.localisation import Localisation, constant_box
+
+BOXES = str(Path(__file__).parents[2] / "recipes" / "localisation.py")
+
+
+@pytest.mark.parametrize("name", [*TASKS, f"{BOXES}:TASK", f"{BOXES}:THREE"])
+def test_each_task_has_rows_and_a_tokenizer(name):
+    task = get_task(name)
+    training, held_out = task.datasets(DataSection(task=name, eval_rows=3), seed=0)
+    assert {"demonstrations", "prompts"} <= set(training)
+    assert len(held_out) == 3 and held_out[0].images
+    assert isinstance(task.tokenizer(), Tokenizer)
+
+
+def test_chance_is_that_of_a_task():
+    """A random label's accuracy, or the best constant box's mean IoU over the held-out rows."""
+    assert get_task("shapes").chance(None) == 1 / 12
+    few, more = (Localisation(size, "test") for size in (1, 30))
+    boxes = get_task(f"{BOXES}:TASK")
+    assert boxes.chance(few) == 1.0  # the box itself
+    assert boxes.chance(more) == constant_box(more)[1]
+    assert (get_task("shapes").chance_name, boxes.chance_name) == ("chance", "constant box")
+
+
+def test_options_of_a_task():
+    training, _ = get_task("shapes(demonstrations=3, pairs=2)").datasets(DataSection(), seed=0)
+    assert [len(training[needs]) for needs in ("demonstrations", "pairs", "labels")] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("name, error", [
+    ("counting", r"^unknown data\.task 'counting'; there are: shapes, file\.py:name$"),
+    ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: it is \{.*, it must be a Task of "),
+    ("shapes(pairs=0)", r"^data\.task shapes\(pairs=0\): pairs is 0, it must be 1 or more$"),
+])  # fmt: skip
+def test_an_unknown_task_is_named(name, error):
+    with pytest.raises(ValueError, match=error):
+        get_task(name)

@@ -1,0 +1,272 @@
+"""The folder of a checkpoint: paths, repositories in the cache and on a hub, no network; and how a save replaces it.
+
+Killed at any step or out of disk, a save leaves the old or the new checkpoint, whole.
+"""
+
+import errno
+import os
+import socket
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from children import exit_code, fork
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.rows import Processor
+from minivlmrl.files import find_folder, flush_file, read_json, replacing, save_tensors
+from minivlmrl.model.checkpoint import save_model
+from minivlmrl.tasks import shapes
+
+import tiny
+
+REPOSITORY = "Qwen/tiny"
+COMMIT = "a" * 40
+OLDER = "b" * 40
+FILES = {
+    "config.json": b"{}", "tokenizer.json": b"{}", "preprocessor_config.json": b"{}", "chat_template.json": b"{}",
+    "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00001.safetensors"}}',
+    "model-00001-of-00001.safetensors": b"weights", "pytorch_model.bin": b"pickles", "README.md": b"card",
+    "original/model.safetensors": b"the same weights",
+}  # fmt: skip
+WANTED = set(FILES) - {"pytorch_model.bin", "README.md", "original/model.safetensors"}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of huggingface_hub, and a hub that nobody answers for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path / "cache"
+
+
+def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
+    """What huggingface_hub leaves when it has downloaded some files of the main branch."""
+    repository = cache / "models--Qwen--tiny"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_bytes(FILES[name])
+    return folder
+
+
+def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
+    """With the user's token; a folder of the first name says that it is a path."""
+    monkeypatch.setattr("minivlmrl.files._snapshot", lambda *name: name)
+    Path("runs").mkdir()
+    with pytest.raises(ValueError, match=r"runs/chekpoint: no such folder; .* NAME@main where its first part"):
+        find_folder("runs/chekpoint")
+    assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
+
+
+def test_a_cached_repository_needs_no_network(cache):
+    older = snapshot(cache, OLDER)
+    newer = snapshot(cache, COMMIT)
+    assert find_folder(REPOSITORY) == newer
+    assert find_folder(f"{REPOSITORY}@main") == newer
+    assert find_folder(f"{REPOSITORY}@{OLDER}") == older
+    (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder of its name wins
+    assert find_folder(REPOSITORY) == Path(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("offline", "cached"),
+    [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})],
+    ids=["online", "offline, nothing", "offline, no weights"],
+)
+def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_sentence(cache, monkeypatch, offline, cached):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    if cached:
+        snapshot(cache, names=cached)
+    with pytest.raises(ValueError, match=r"Qwen/tiny: no such folder, not whole .* and not downloaded") as e:
+        find_folder(REPOSITORY)
+    assert "\n" not in str(e.value)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
+    """Such as one beyond a firewall; without a limit of its own huggingface_hub waits for minutes."""
+    monkeypatch.setattr("minivlmrl.files.NETWORK_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ValueError, match="not downloaded"):
+            find_folder(REPOSITORY)
+
+
+def test_only_what_is_read_is_downloaded(cache, monkeypatch):
+    """Once, by ranks that ask at the same time: huggingface_hub locks the files."""
+    asked = []
+
+    def download(repo_id, local_files_only=False, **which):
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing of it")
+        asked.append({"revision": which.pop("revision")})
+        return snapshot(cache, names=filter_repo_objects(FILES, **which))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda _, name, **options: asked.append({name: options}))
+    folder = find_folder(REPOSITORY)
+    assert {file.name for file in folder.iterdir()} == WANTED
+    assert asked == [{REPOSITORY: {"revision": None, "timeout": 5}}, {"revision": None}]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"1" * 10_000])
+def test_a_file_that_is_not_a_json_object_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json: (not JSON|it must hold a JSON object)"):
+        read_json(tmp_path / "config.json")
+
+
+WRITTEN = ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def save(folder: Path, text: str):
+    with replacing(folder) as new:
+        for name in WRITTEN:
+            (new / name).write_text(text)
+
+
+def saved(folder: Path) -> str:
+    """What is found to have been saved."""
+    between = not folder.exists()
+    message = "checkpoint: the last save was killed; reading .*checkpoint.replaced"
+    with pytest.warns(UserWarning, match=message) if between else nullcontext():
+        found = find_folder(folder)
+    assert sorted(file.name for file in found.iterdir()) == WRITTEN
+    (text,) = {(found / name).read_text() for name in WRITTEN}  # not a mixture of two
+    return text
+
+
+def killed_at(step: int, work) -> bool:
+    """Do `work` in a process that ends at its `step`-th change of the file system, without a chance to clean up."""
+    killed = 77
+    left = [step]
+
+    def count(event, arguments):
+        changes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
+        changes |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        left[0] -= changes
+        if left[0] < 0:
+            os._exit(killed)
+
+    def child():
+        sys.addaudithook(count)
+        work()
+
+    code = exit_code(fork(child))
+    assert code in (0, killed), "the work failed: see its traceback"
+    return code == killed
+
+
+@pytest.mark.parametrize("before", ["checkpoint", "checkpoint.replaced"], ids=["whole", "after a kill between renames"])
+def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path, before):
+    seen = []
+    for step in range(1000):
+        folder = tmp_path / str(step) / "checkpoint"
+        folder.parent.mkdir()
+        save(folder, "old")
+        folder.rename(folder.with_name(before))
+        killed = killed_at(step, lambda at=folder: save(at, "new"))
+        seen.append(saved(folder))
+        save(folder, "newest")  # the next save is not hindered, and cleans up
+        assert saved(folder) == "newest"
+        assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+        if not killed:
+            break
+    assert not killed and len(seen) > 8
+    assert seen == sorted(seen, key=["old", "new"].index) and set(seen) == {"old", "new"}
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    """The new one cannot go to its place, and the old one is renamed by then."""
+    folder = tmp_path / "checkpoint"
+    save(folder, "old")
+    rename = Path.rename
+
+    def fail(path, to):
+        if "partial" in path.name:
+            raise OSError("I/O error")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match=r"not saved \(I/O error\)"):
+        save(folder, "new")
+    assert saved(folder) == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    folder = tmp_path / "checkpoint"
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    model = tiny.model()
+    save(folder, "old")
+    model.model.norm.weight.data[3] = float("inf")
+    with pytest.raises(ValueError, match=r"checkpoint: not saved, model\.norm\.weight is not finite"):
+        save_model(folder, model, processor)
+    assert saved(folder) == "old"
+
+
+def test_everything_is_on_disk_before_the_first_rename(tmp_path, monkeypatch):
+    flushed = set()
+    rename = Path.rename
+    fsync = os.fsync
+
+    def remember(handle):
+        flushed.add(os.stat(handle).st_ino)
+        fsync(handle)
+
+    def check(path, to):
+        assert {file.stat().st_ino for file in (path, *path.rglob("*"))} <= flushed
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    monkeypatch.setattr(Path, "rename", check)
+    save(tmp_path / "checkpoint", "new")
+    assert tmp_path.stat().st_ino in flushed  # and the rename itself in the end
+
+
+def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
+    (tmp_path / "large_disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large_disk")
+    save(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and saved(tmp_path / "large_disk") == "new"
+    (tmp_path / "thesis.tex").write_text("for years")
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ValueError, match="no checkpoint"):
+            save(path, "newer")
+    assert (tmp_path / "thesis.tex").read_text() == "for years" and saved(tmp_path / "large_disk") == "new"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
+def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, number):
+    """FUSE and CIFS are; a file that is not written is an error there too."""
+
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", fsync)
+    with nullcontext() if number != errno.ENOSPC else pytest.raises(OSError, match="No space left"):
+        flush_file(tmp_path)
+    with pytest.raises(OSError):
+        flush_file(tmp_path / "file")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_umask_decides_who_reads_weights(tmp_path, umask):
+    """Else a server under another user cannot read an export; a file that is written again is as a new one."""
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            save_tensors({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+            assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+    finally:
+        os.umask(before)

@@ -1,0 +1,125 @@
+"""DPO on tiny models: its reference, kept, computed once, brought by rows or left out; and the pairs that it wins."""
+
+import math
+
+import PIL.Image
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.tasks.shapes import Shapes
+
+from stages import Rows, snapshot
+
+PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
+
+
+def test_it_is_measured_against_the_policy_as_the_stage_found_it(stage):
+    run = stage("dpo")
+    start = stage("dpo").model
+    for number in range(3):
+        [first, _] = run.next()
+        with torch.no_grad():
+            expected = first.group.pad(per_token_logps(start, first.group)[0])
+        torch.testing.assert_close(first.ref_per_token_logps, expected, rtol=1e-12, atol=1e-12)
+        assert (run.update()["loss"] == pytest.approx(math.log(2), rel=1e-12)) == (number == 0)
+
+
+@pytest.mark.parametrize("option", [(), (PRECOMPUTE,)])
+def test_a_draw_is_no_win(stage, option):
+    run = stage("dpo", *option, held_out=Shapes(3, "other"))
+    assert run.accuracy() == 0  # nothing has moved
+
+
+def assert_equal_runs(first, second, steps=3):
+    """The same metrics and weights after some steps, to 1e-11."""
+    for expected, values in zip(first.go(steps), second.go(steps), strict=True):
+        names = expected.keys() - {"rewards/accuracies"}  # where all is equal, rounding decides
+        assert {name: values[name] for name in names} == pytest.approx(
+            {name: expected[name] for name in names}, rel=1e-11, abs=1e-11
+        )
+    torch.testing.assert_close(snapshot(second.model), snapshot(first.model), rtol=1e-11, atol=1e-11)
+    assert abs(values["rewards/margins"]) > 1e-6
+
+
+@pytest.mark.parametrize("options", [[], ["--dpo.ld_alpha=0.5"], ["--dpo.use_weighting=true"], ["--adapter.r=4"]])
+def test_precomputed_references_are_the_references(stage, options):
+    held_out = Shapes(3, "other")
+    kept, precomputed = (stage("dpo", *options, *more, held_out=held_out) for more in ([], [PRECOMPUTE]))
+    assert precomputed.algorithm.reference is None
+    assert_equal_runs(kept, precomputed)
+    assert precomputed.accuracy() == kept.accuracy()
+
+
+def test_precomputing_scores_all_pairs_once(stage):
+    """Eight rows and three held-out ones; a resumed run brings them along, as JSON writes them, and no other rows."""
+    run = stage("dpo", PRECOMPUTE, held_out=Shapes(3, "other"))
+    assert len(run.kept) == 8 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
+    assert run.algorithm.begin(run.batches, run.held_out, run.kept) is run.kept
+    with pytest.raises(ValueError, match=r"not scored before the first step: resume with the rows that the run began"):
+        run.algorithm.micro_batch(list(Shapes(1, "new")))
+
+
+def test_precomputing_tells_pictures_apart(stage):
+    """A wide and a high image of one colour have equal patches and equally many tokens."""
+    rows = [Shapes(1, "x")[0] for _ in range(2)]
+    for row, size in zip(rows, ((56, 28), (28, 56)), strict=True):
+        row.images = [PIL.Image.new("RGB", size, "red")]
+    options = ["--dpo.prompts_per_step=2", "--dpo.micro_batch_size=1"]
+    both = [stage("dpo", *options, *more, rows=Rows(rows)) for more in ([], [PRECOMPUTE])]
+    kept, precomputed = (torch.cat([batch.ref_logps for batch in run.next()]) for run in both)
+    assert (kept[0] - kept[1]).abs().max() > 1e-6
+    torch.testing.assert_close(precomputed, kept, rtol=1e-12, atol=1e-12)
+
+
+class Scored(Shapes):
+    """Pairs, some with columns."""
+
+    def __init__(self, columns):
+        super().__init__(8, "rows")
+        self.columns = columns  # of a row
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        row.columns |= self.columns.get(index, {})
+        row.where = f"rows.jsonl:{index + 1}"
+        return row
+
+
+def test_rows_bring_what_their_reference_says(stage):
+    """Half of the rows do: only the others are scored."""
+    kept = stage("dpo")
+    batch = kept.algorithm.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
+    sums = (batch.ref_per_token_logps * batch.loss_mask).sum(1).tolist()
+    columns = {i: {"ref_chosen_logps": sums[2 * i], "ref_rejected_logps": sums[2 * i + 1]} for i in range(4)}
+    brought = stage("dpo", PRECOMPUTE, rows=Scored(columns))
+    assert len(brought.kept) == 4
+    assert_equal_runs(kept, brought)
+
+
+@pytest.mark.parametrize(("options", "columns"), [
+    ([], {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}),
+    (["--dpo.reference_free=true"], {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}),
+    ([PRECOMPUTE, "--dpo.ld_alpha=0.5"], {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}),
+    ([PRECOMPUTE], {"ref_chosen_logps": -1.0}),
+])  # fmt: skip
+def test_sums_that_rows_bring_in_vain_are_refused(stage, options, columns):
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:4: ref_chosen_logps and ref_rejected_logps are sums over"):
+        stage("dpo", *options, rows=Scored({3: columns})).go(2)
+
+
+def test_without_a_reference_its_log_ratios_are_0(stage):
+    """-log s(beta (log pi(chosen) - log pi(rejected))), as TRL had it up to 0.28."""
+    run = stage("dpo", "--dpo.reference_free=true", "--dpo.beta=0.3", held_out=Shapes(3, "other"))
+    assert run.algorithm.reference is None
+    batches = run.next()
+    losses = []
+    for batch in batches:
+        with torch.no_grad():
+            logps = batch.group.pad(per_token_logps(run.model, batch.group)[0])
+        chosen, rejected = (logps * batch.loss_mask).sum(1).view(-1, 2).unbind(1)
+        losses.append(-logsigmoid(0.3 * (chosen - rejected)))
+    metrics = run.update()
+    assert metrics["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-12)
+    assert abs(metrics["loss"] - math.log(2)) > 1e-6 and run.accuracy() is not None

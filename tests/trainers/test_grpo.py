@@ -1,0 +1,105 @@
+"""GRPO step by step on a tiny model: what is drawn, stored, shared and counted; the loss is held in test_losses.py."""
+
+import pytest
+import torch
+
+from minivlmrl.trainers import grpo as grpo_file
+
+from stages import drawn, earned, without_idle_rows
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What grpo_loss is given, call by call."""
+    calls = []
+    original = grpo_file.grpo_loss
+
+    def spy(logps, advantages, mask, options, **given):
+        calls.append({"logps": logps, "advantages": advantages, "mask": mask, "options": options, **given})
+        return original(logps, advantages, mask, options, **given)
+
+    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
+    return calls
+
+
+def ratios(asked):
+    """Whether the ratio to the old policy is exactly 1, call by call."""
+    return [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in asked]
+
+
+def test_stored_log_probabilities(stage, asked, samples):
+    """2 iterations over rollouts of 2 steps: in the first of 4 steps the ratio is exactly 1, later it is not."""
+    run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
+    ends = []
+    lines = []
+    for _ in range(8):
+        run.next()
+        ends.append(run.step.ends_rollout)
+        lines.append(run.update())
+    assert len(samples) == 2
+    assert [len(rollout.prompts) for rollout in samples] == [8, 8]
+    assert ends == [False, False, False, True] * 2
+    assert len(asked) == 16  # two micro-batches a step
+    assert ratios(asked) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
+    for first, again in zip(asked[:4], asked[4:8], strict=True):  # the second iteration meets the same micro-batches
+        assert first["old_per_token_logps"] is again["old_per_token_logps"]
+        assert first["advantages"] is again["advantages"]
+        assert not torch.equal(first["logps"], again["logps"])
+    assert all(line["rollout/logp_mismatch"] < 1e-5 for line in lines)  # of what was stored
+
+
+def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
+    run = stage("grpo", "--grpo.steps_per_generation=2", "--grpo.micro_batch_size=4")
+    both = [run.next()[0] for _ in range(2)]
+    lengths = [[len(c.ids) for group in samples[0].completions[i : i + 4] for c in group] for i in (0, 4)]
+    assert [batch.group.layout.row_lengths for batch in both] == lengths
+    assert [(b.counts.sequences, b.counts.tokens) for b in both] == [(12, sum(own)) for own in lengths]
+    assert [b.counts.max_completion_length for b in both] == [6, 6]
+
+
+def test_a_step_is_its_rows_in_order(stage, samples):
+    """Completions, what the sampler said of them, advantages and the mask, cut into micro-batches of two prompts."""
+    run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
+    first, second = run.next()
+    completions = drawn(samples[0])
+    ids = torch.cat([batch.group.completion_ids for batch in (first, second)])
+    assert torch.equal(ids, torch.cat([c.ids for c in completions]))
+    assert [b.completion_index.tolist() for b in (first, second)] == [[*range(6)], [*range(6, 12)]]
+    rewards = earned(run.algorithm, samples[0]).view(4, 3)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    assert advantages.abs().max() > 0.1
+    for batch in (first, second):
+        torch.testing.assert_close(batch.advantages, advantages[batch.completion_index])
+        assert torch.equal(batch.loss_mask, batch.group.completion_mask)
+        own = [completions[row] for row in batch.completion_index]
+        for row, mask, completion in zip(batch.sampler_logps, batch.loss_mask, own, strict=True):
+            assert mask.sum() == len(completion.ids)
+            assert torch.equal(row[mask.bool()], completion.logps)
+        assert batch.weight == batch.loss_mask.sum()
+
+
+# four groups of four: all earn the same; all differ; one earns the mean; all earn the same
+REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4
+TEACHING = [4, 5, 6, 7, 8, 10]
+FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
+
+
+@pytest.mark.parametrize("options", [
+    ["--grpo.loss_type=grpo"], ["--grpo.loss_type=dr_grpo"],
+    ["--grpo.importance_sampling_level=sequence", "--grpo.num_iterations=2"],
+    *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "vespo")),
+    ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
+], ids=str)  # fmt: skip
+def test_the_gradient_is_that_of_all_completions(stage, script, options):
+    some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
+    assert some.completion_index.tolist() == TEACHING and len(some.group.prompts) == 2
+    assert all_rows.completion_index.tolist() == [*range(16)]
+    assert some.counts == all_rows.counts
+
+
+def test_without_anything_to_learn_one_completion_stays(stage, script):
+    script(1.0)
+    run = stage("grpo", *FOURS, "--grpo.micro_batch_size=2")
+    assert [batch.completion_index.tolist() for batch in run.next()] == [[0], [8]]
+    line = run.update()
+    assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # of all completions

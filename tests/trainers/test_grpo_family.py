@@ -1,0 +1,279 @@
+"""The rest of GRPO's family, step by step on a tiny model: which completions count, and how much."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.data.rows import Processor
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.rewards import registry
+from minivlmrl.trainers import grpo_family as family_file
+from minivlmrl.trainers.grpo_family import Family, soft_overlong_punishment
+from minivlmrl.trainers.grpo_stage import GRPOStage
+from tests.trainers.test_grpo import FOURS, REWARDS
+
+from stages import drawn, earned, snapshot
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What policy_loss is given, call by call."""
+    calls = []
+    original = family_file.policy_loss
+
+    def spy(per_token_logps, advantages, mask, options, **more):
+        per_token_logps.retain_grad()
+        calls.append(SimpleNamespace(logps=per_token_logps, mask=mask, options=options, **more))
+        return original(per_token_logps, advantages, mask, options, **more)
+
+    monkeypatch.setattr(family_file, "policy_loss", spy)
+    return calls
+
+
+BOOK = [
+    ["--grpo.loss_type=grpo", "--grpo.beta=0.2", "--grpo.num_iterations=2", "--grpo.epsilon_high=0.28"],
+    ["--grpo.loss_type=dr_grpo", "--grpo.importance_sampling_level=sequence", "--grpo.steps_per_generation=2"],
+]
+
+
+@pytest.mark.parametrize("options", BOOK, ids=range(len(BOOK)))
+def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkeypatch, options):
+    """The same bits: metrics of four steps and every weight after them."""
+    found = []
+    for algorithm in (GRPOStage, Family):
+        monkeypatch.setattr("minivlmrl.trainers.registry.find_algorithm", lambda *_, algorithm=algorithm: algorithm)
+        run = stage("grpo", *options, dtype=torch.float32)
+        assert type(run.algorithm) is algorithm
+        found.append((run.go(4), snapshot(run.model)))
+    (lines, weights), (again, same) = found
+    assert lines == again
+    assert all(line["grad_norm"] > 0 for line in lines)
+    torch.testing.assert_close(weights, same, rtol=0, atol=0)
+
+
+PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
+LIVE = [1.0, 0.0]
+DEAD = [0.5, 0.5]
+
+
+def ids_of(batches):
+    return torch.cat([batch.group.completion_ids for batch in batches])
+
+
+def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
+    left = script(DEAD + LIVE + DEAD + DEAD, LIVE + DEAD + LIVE + DEAD, LIVE * 4, [9.0] * 8)
+    run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=5")
+    batches = run.next()
+    assert len(samples) == 3 and left == [[9.0] * 8]
+    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # rollout and group, as they came; what is left over is dropped
+    assert torch.equal(ids_of(batches), torch.cat([c.ids for i, group in kept for c in samples[i].completions[group]]))
+    assert torch.cat([batch.advantages for batch in batches]).tolist() == [0.5, -0.5] * 4
+    line = run.update()
+    assert line["num_gen_batches"] == 3
+    assert line["frac_reward_zero_std"] == 0
+    assert line["reward"] == 0.5
+    assert line["rollout/logp_mismatch"] < 1e-5  # completions are still with their own prompts
+
+
+def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, script):
+    script(DEAD * 4, DEAD + LIVE + DEAD * 2, DEAD * 4, 9.0)
+    run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3")
+    batches = run.next()
+    assert len(samples) == 3
+    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the one that teaches, then the first of the others
+    assert run.step.rollout.completions == [samples[i].completions[group] for i, group in kept]
+    assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
+    line = run.update()
+    assert line["num_gen_batches"] == 3
+    assert line["frac_reward_zero_std"] == 0.75
+
+
+def test_overlong_completions_are_punished(stage, samples):
+    """max_new_tokens 6 and a cache of 4: free up to 2 tokens, then -1/4 for each one more."""
+    run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
+    [batch] = run.next()
+    lengths = torch.tensor([len(c.ids) for c in drawn(samples[0])])
+    assert len(set(lengths.tolist())) > 3
+    plain = earned(run.algorithm, samples[0])
+    rewards = plain - (lengths - 2).clamp(min=0) / 4
+    expected = (rewards.view(4, 3) - rewards.view(4, 3).mean(1, keepdim=True)).flatten()
+    torch.testing.assert_close(batch.advantages, expected)
+    line = run.update()
+    assert line["reward"] == pytest.approx(rewards.mean().item())
+    assert line["rewards/letters/mean"] == pytest.approx(plain.mean().item())
+
+
+def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
+    """Their sums are equal, and still GDPO has something to learn."""
+    values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
+
+    for name, pair in values.items():
+        reward = lambda completions, pair=pair, **_: pair * (len(completions) // 2)  # noqa: E731
+        monkeypatch.setitem(registry.REWARDS, name, reward)
+    options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
+    for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
+        run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
+        rollout = GRPOStage.roll_out(run.algorithm, next(run.batches))
+        assert sum(group.differs for group in run.algorithm.all_groups(rollout)) == teaching
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
+def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
+    run = stage(
+        "grpo", "--grpo.mask_truncated_completions=true", f"--grpo.loss_type={loss_type}", "--grpo.beta=0.1",
+        "--grpo.micro_batch_size=4", "--grpo.entropy_coef=0.1",
+    )  # fmt: skip
+    run.go(2)
+    for rollout, given in zip(samples, asked, strict=True):
+        counts = given.counts
+        stopped = torch.tensor([c.stopped for c in drawn(rollout)])
+        assert 0 < stopped.sum() < len(stopped)
+        assert torch.equal(given.mask.bool().any(1), stopped)
+        grad = given.logps.grad
+        assert not grad[~stopped].any()
+        assert (grad[stopped].abs().sum(1) > 0).any()
+        assert counts.tokens == sum(len(c.ids) for c in drawn(rollout) if c.stopped)
+        assert counts.sequences == 12
+        assert given.num_entropy_tokens == counts.tokens
+
+
+def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
+    monkeypatch.setattr(Processor, "stop_token_ids", (300,))
+    run = stage("grpo", "--grpo.mask_truncated_completions=true", "--grpo.top_entropy_quantile=0.5")
+    before = snapshot(run.model)
+    [line] = run.go()
+    assert line["completions/clipped_ratio"] == 1 and line["grad_norm"] == 0
+    torch.testing.assert_close(snapshot(run.model), before, rtol=0, atol=0)
+
+
+def test_rloo_by_hand(stage, samples, asked):
+    """Rewards lose beta times the completion's k1 KL, then meet the mean of the others."""
+    run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4")
+    run.go(2)
+    [batch] = run.next()
+    with torch.no_grad():
+        models = (run.model, run.algorithm.reference.model)
+        lengths = batch.group.layout.row_lengths
+        logps, ref = (per_token_logps(model, batch.group)[0].split(lengths) for model in models)
+    kl = torch.stack([(a - b).sum() for a, b in zip(logps, ref, strict=True)])
+    assert kl.abs().min() > 1e-3
+    plain = earned(run.algorithm, samples[-1])
+    rewards = (plain - 0.2 * kl).view(4, 3)
+    others = (rewards.sum(1, keepdim=True) - rewards) / 2
+    expected = (rewards - others).flatten().double()
+    torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-6, atol=1e-6)
+    line = run.update()
+    assert asked[-1].options.beta == 0 and "kl" not in line
+    assert line["reward"] == pytest.approx(plain.mean().item())
+
+
+def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, asked, samples, monkeypatch):
+    """Weights pi / sampler of each token, from what the trainer computes and the sampler said."""
+    run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
+                "--grpo.micro_batch_size=4")  # fmt: skip
+    original = run.algorithm.roll_out
+
+    def drift(rows):
+        rollout = original(rows)
+        for c in drawn(rollout):
+            c.logps = c.logps + (c.ids % 5 - 2) / 2
+        return rollout
+
+    monkeypatch.setattr(run.algorithm, "roll_out", drift)
+    run.go()
+    [given] = asked
+    drifted = torch.cat([c.logps for c in drawn(samples[0])])
+    real = given.mask.bool()
+    ratio = given.importance_sampling_ratio
+    expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5)
+    torch.testing.assert_close(ratio[real], expected, rtol=1e-9, atol=1e-9)
+    assert (ratio[~real] == 1).all()
+
+
+def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(stage):
+    """By the entropies of the policy that sampled."""
+    options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
+    run = stage("grpo", *options)
+    thresholds = []
+    for _ in range(2):
+        batches = run.next()
+        entropies = torch.cat([batch.old_entropies[batch.loss_mask.bool()] for batch in batches])
+        threshold = torch.quantile(entropies, 0.7).item()
+        for batch in batches:
+            assert batch.entropy_threshold == pytest.approx(threshold, rel=1e-6)
+            assert batch.num_entropy_tokens == (entropies > threshold - 1e-6).sum() < len(entropies) / 2
+        thresholds.append(threshold)
+    assert thresholds[0] != thresholds[1]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["beta=0.1", "entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1"],
+)
+def test_where_every_completion_counts_all_stay(stage, script, option):
+    script(REWARDS)
+    [batch] = stage("grpo", *FOURS, *f"--grpo.{option}".split()).next()
+    assert batch.completion_index.tolist() == [*range(16)]
+
+
+def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
+    assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]
+
+
+LOSSES = """
+from dataclasses import replace
+
+import torch
+from minivlmrl.losses.grpo import grpo_loss
+
+
+def same(logps, advantages, mask, options, **step):
+    loss, metrics = grpo_loss(logps, advantages, mask, replace(options, loss_type="dapo"), **step)
+    return loss, metrics | {"seen": torch.ones(())}
+
+
+def all_rows(logps, advantages, mask, options, scale=1.0, **step):
+    return scale * (logps * mask).sum() / step["counts"].tokens, {"rows": torch.tensor(float(len(mask)))}
+
+
+def flat(logps, advantages, mask, options, **step):
+    return (advantages.sum() * torch.ones((), requires_grad=True)), {}
+
+
+def narrow(logps, advantages, mask):
+    return logps.sum(), {}
+"""
+
+
+@pytest.fixture
+def own_loss(tmp_path):
+    (tmp_path / "my_loss.py").write_text(LOSSES)
+    return f"--grpo.loss_type={tmp_path / 'my_loss.py'}"
+
+
+def test_a_loss_of_a_file_is_called_as_the_books(stage, own_loss):
+    """grpo_loss itself from a file is dapo, bit by bit, also off-policy with a KL; a metric of its own is logged."""
+    options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
+    expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
+    found = stage("grpo", f"{own_loss}:same", *options)
+    assert type(found.algorithm) is Family
+    assert found.go(3) == [line | {"seen": 1.0} for line in expected]
+
+
+def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, script):
+    script(0.5)
+    line = stage("grpo", f"{own_loss}:all_rows(scale=2.0)", "--grpo.micro_batch_size=4").go(1)[0]
+    assert line["rows"] == 4 * 3 and line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("gone", "it cannot be loaded"), ("flat", "raised ValueError: it does not depend on the first argument"),
+    ("narrow", r"raised TypeError: narrow\(\) "), ("all_rows(scle=1)", "there is no option 'scle'; there are: scale"),
+])  # fmt: skip
+def test_a_loss_that_cannot_be_asked_is_refused_before_anything_is_loaded(stage, own_loss, name, says):
+    with pytest.raises(ValueError, match=rf"grpo\.loss_type .*my_loss\.py:{re.escape(name)}.* {says}"):
+        stage("grpo", f"{own_loss}:{name}")
+    with pytest.raises(ValueError, match=r"grpo\.loss_type is 'dap', it must be of type 'grpo', .* or file\.py:name"):
+        stage("grpo", "--grpo.loss_type=dap")

@@ -1,0 +1,105 @@
+"""What must not change a number: how a step is split, the order of its rows; to 1e-12.
+
+Two steps of four rows of whole algorithms with a tiny random model in float64. Losses alone: tests/parity, whose cells
+are parts of larger steps. Several ranks: test_ranks.py.
+"""
+
+import pytest
+import torch
+
+from minivlmrl.data.loader import Batches
+from minivlmrl.tasks.shapes import Shapes
+
+from stages import Stage, snapshot
+
+pytestmark = pytest.mark.usefixtures("lively")
+
+
+class Ragged(Shapes):
+    """Answers of different lengths: of row i an end of i words more."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        row.completion += " so" * index
+        row.chosen += " it is" * index
+        row.rejected += " no" * (7 - index)
+        row.columns["label"] = index % 3 == 0
+        return row
+
+
+def steps(folder, stage, *overrides):
+    """Run a stage's steps; returns their metrics and what was trained."""
+    usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
+    usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
+    usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
+    run = Stage(folder, stage, *usual, *overrides, rows=Ragged(8, "rows"))
+    lines = []
+    for _ in range(run.config.max_steps):
+        run.next()
+        lines.append(run.update())
+    return lines, snapshot(run.algorithm.trained)
+
+
+CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
+RUNS = {
+    "sft dft": ("sft", ["--sft.loss_type=dft"]),
+    "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5"]),
+    "dpo with sft": ("dpo", ["--dpo.loss_type=[sigmoid, sft]"]),
+    "kto": ("kto", ["--kto.undesirable_weight=0.7", "--kto.max_steps=3"]),
+    "reward_model": ("reward_model", ["--reward_model.center_rewards_coefficient=0.1"]),
+    "grpo": ("grpo", []),
+    "grpo with options": ("grpo", ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.beta=0.1",
+                                   "--grpo.top_entropy_quantile=0.6", "--grpo.entropy_coef=0.05", "--grpo.max_steps=4",
+                                   "--grpo.mask_truncated_completions=true"]),
+    **{f"grpo {name}": ("grpo", [f"--grpo.loss_type={name}", "--grpo.num_iterations=2", "--grpo.beta=0.1"])
+       for name in ("dr_grpo", "rloo", "vespo")},  # one of each kind of divisor
+    "grpo resampled": ("grpo", ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=1",
+                                "--grpo.num_generations=2"]),
+    "ppo": ("ppo", ["--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", "--ppo.max_steps=5"]),
+}  # fmt: skip
+
+
+OF_ROWS = {"grpo rloo", "grpo vespo"}  # clip ratios and phi are means over rows there
+
+
+def assert_same_steps(found, expected, rel, of_rows=False):
+    """Hold the metrics and weights of steps against others; some metrics are float32."""
+    (lines, weights), (others, same_weights) = found, expected
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys() and line["grad_norm"] > 1e-6
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(line[name], rel=rel, abs=1e-13), name
+        for name in line.keys() - CHANGING:
+            if of_rows and name.startswith(("clip_ratio", "vespo")):
+                continue  # averaged by tokens all the same
+            if name == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
+                continue  # policy and reference are equal: rounding decides
+            assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-6), name
+    torch.testing.assert_close(same_weights, weights, rtol=rel, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_micro_batch_size(folder, name):
+    """Neither loss, gradient and weights nor what is logged depends on it."""
+    stage, options = RUNS[name]
+    pair = (steps(folder, stage, *options, f"--{stage}.micro_batch_size={size}") for size in (4, 1))
+    assert_same_steps(*pair, 1e-12, name in OF_ROWS)
+
+
+def reorder(monkeypatch, order):
+    """Let every draw of four rows come in another order; each row keeps its key."""
+    original = Batches.__next__
+
+    def draw(self):
+        rows = original(self)
+        return [rows[i] for i in order]
+
+    monkeypatch.setattr(Batches, "__next__", draw)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model", "grpo", "ppo"])
+def test_order_of_rows_in_a_step(folder, stage, monkeypatch):
+    options = {"grpo": ["--grpo.beta=0.1", "--grpo.max_steps=1"], "ppo": ["--ppo.max_steps=1"]}.get(stage, [])
+    expected = steps(folder, stage, *options)
+    reorder(monkeypatch, [2, 0, 3, 1])
+    assert_same_steps(steps(folder, stage, *options), expected, 1e-11)

@@ -1,0 +1,90 @@
+"""Rows with their answers as micro-batches, and pairs that are judged on any number of ranks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from talk import assistant, user
+
+from minivlmrl.distributed.process_group import World
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers import offline
+from minivlmrl.trainers.offline import PairAlgorithm
+
+from stages import ONE, Rows
+
+
+class Rank(World):
+    """A rank, with what the collectives of two ranks would answer."""
+
+    def gather_objects(self, value):
+        return [[0, 4], [3]]
+
+    def sum(self, *values):
+        return [value + 1 for value in values]
+
+
+class Pairs(PairAlgorithm):
+    """Margins by a function of the rows, without a model."""
+
+    def __init__(self, world, margins=None):
+        self.world = world
+        self.trained = torch.nn.Linear(1, 1)
+        self.margins = margins
+
+
+@pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
+def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
+    """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
+    rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
+    asked = []
+    monkeypatch.setattr(offline, "EVALUATED", 1)
+
+    def margins(rows):
+        asked.extend(row.index for row in rows)
+        return torch.tensor([1.0 if row.index == 0 else -1.0 for row in rows])
+
+    found = Pairs(Rank(rank, 2, torch.device("cpu")), margins).evaluate(rows)
+    assert asked == seen
+    assert found == {"pairs": ((1 if rank == 0 else 0) + 1) / 3}  # the other rank's sum is 1
+
+
+def test_rows_without_both_answers_are_no_pairs():
+    rows = Rows(Shapes(3, "x")[i] for i in range(3))
+    rows[0].rejected = rows[1].chosen = None
+    assert Pairs(ONE).answered(rows) == [2]
+    assert Pairs(ONE).evaluate(Rows(rows[:2])) == Pairs(ONE).evaluate(Rows()) == {}
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_both_answers_share_their_prompt_and_its_image(stage, name):
+    run = stage(name)
+    for batch, rows in zip(run.next(), ((0, 1), (2, 3)), strict=True):
+        assert len(batch.group.layout.prompt_lengths) == len(rows) and len(batch.loss_mask) == 2 * len(rows)
+        assert len(batch.group.image_grid_thw) == len(rows)
+        assert len(batch.group.pixel_values) == 16 * len(rows)  # 56 pixels are 4 patches a side
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
+def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
+    """What the user says between two turns of an answer has no gradient and counts nowhere."""
+
+    class Turns(Shapes):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            for name in ("chosen", "rejected", "completion"):
+                said = getattr(row, name)
+                setattr(row, name, [assistant(said), user("what?"), assistant(said + "!")])
+            row.columns["label"] = index % 2 == 0
+            return row
+
+    run = stage(name, rows=Turns(8, "rows"))
+    batches = run.next()
+    every = 2 if name == "dpo" else 1
+    trained = sum(int(b.loss_mask[::every].sum()) for b in batches)
+    tokens = sum(sum(b.group.layout.row_lengths[::every]) for b in batches)
+    assert trained < tokens
+    if name != "kto":
+        assert batches[0].counts.tokens == trained
+    assert math.isfinite(run.update()["grad_norm"]) and run.number == 1

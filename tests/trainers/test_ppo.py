@@ -1,0 +1,142 @@
+"""PPO step by step on a tiny model: what rollouts store, advantages by hand, the critic."""
+
+import math
+
+import pytest
+import torch
+
+from minivlmrl.losses import ppo
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.logprobs import completion_states, per_token_logps
+from minivlmrl.model.value_head import load_value_model
+
+from stages import drawn, earned, main, snapshot
+from tiny import pack
+
+SEPARATE = "--ppo.critic=separate"
+
+
+def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, samples):
+    run = stage("ppo", "--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", dtype=torch.float32)
+    ends, lines = [], []
+    for _ in range(8):
+        run.next()
+        ends.append(run.step.ends_rollout)
+        lines.append(run.update())
+    assert [len(rollout.prompts) for rollout in samples] == [8, 8]
+    assert ends == [False, False, False, True] * 2
+    assert [line["ratio"] == 1 and line["approx_kl"] == 0 for line in lines] == [True, False, False, False] * 2
+    assert lines[0]["clip_ratio/policy"] == lines[0]["clip_ratio/value"] == 0
+
+
+@pytest.mark.parametrize(("kl_estimator", "penalty"), [("k1", None), ("k3", 0.7)])
+def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
+    """Of every completion by itself: KL penalty, score at the end; then GAE and whitening over the rollout."""
+    run = stage(
+        "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
+        "--sampling.temperature=1.5", f"--ppo.kl_estimator={kl_estimator}",
+        f"--ppo.missing_eos_penalty={'null' if penalty is None else penalty}",
+    )  # fmt: skip
+    run.go(2)
+    policy, reference = run.model, run.algorithm.reference.model
+    batches, completions = run.next(), drawn(samples[-1])
+    prompts = [p for p in samples[-1].prompts for _ in range(2)]
+    alone = pack(prompts, [[c.ids] for c in completions], policy.config, "cpu")
+    with torch.no_grad():
+        logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
+        values = alone.pad(run.algorithm.critic(completion_states(policy, alone))[:, 0])
+    mask, scores = alone.completion_mask, earned(run.algorithm, samples[-1])
+    assert values.abs().max() > 1e-3 and {c.stopped for c in completions} == {True, False}
+    if penalty:  # TRL 1.12: scores[~contain_eos_token] -= missing_eos_penalty
+        scores[[not c.stopped for c in completions]] -= penalty
+    rewards = ppo.token_rewards(scores.double(), logps, ref, mask, 0.2, kl_estimator)
+    advantages, returns = ppo.gae(rewards, values, 0.9, 0.8)
+    [advantages] = ppo.whiten([advantages], [mask])
+    for name, expected in (("advantages", advantages), ("returns", returns)):
+        rows = [row for batch in batches for row in getattr(batch, name)]
+        for row, own, real in zip(rows, expected, mask.bool(), strict=True):
+            torch.testing.assert_close(row[: real.sum()].double(), own[real], rtol=1e-5, atol=1e-5)
+
+
+def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
+    script([1.0, None, 0.0, 0.5, None, None, 1.0, 0.0])
+    run = stage("ppo", "--ppo.micro_batch_size=4")
+    [batch] = run.next()
+    assert batch.loss_mask.any(1).tolist() == [True, False, True, True, False, False, True, True]
+    lengths = [len(c.ids) for c in drawn(samples[0])]
+    assert batch.counts.tokens == sum(n for n, kept in zip(lengths, batch.loss_mask.any(1), strict=True) if kept)
+    assert not batch.advantages[~batch.loss_mask.bool()].any()
+    line = run.update()
+    assert line["reward"] == 0.5 and math.isfinite(line["loss"])
+
+
+def test_the_critic_is_a_head_on_the_policy(stage):
+    run = stage("ppo")
+    names = [name for name, _ in run.algorithm.trained.named_parameters()]
+    assert [name for name in names if not name.startswith("policy.")] == ["critic.weight"]
+    assert not run.algorithm.critic.weight.any()
+    run.go(2)
+    assert run.algorithm.critic.weight.any()
+
+
+def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
+    """Each completion by itself, with PPO's formulas written out: both models' gradients, in float64."""
+    run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
+    run.go(3)  # the first update of the second rollout is done: ratios and values differ from the old ones
+    [batch], critic = run.next(), run.algorithm.critic
+    run.algorithm.loss(batch)[0].backward()
+    models = {"policy": run.model, "critic": critic}
+    found = {name: [p.grad for p in model.parameters()] for name, model in models.items()}
+    run.algorithm.trained.zero_grad()
+    prompts = [p for p in samples[-1].prompts for _ in range(2)]
+    total, tokens = 0.0, batch.loss_mask.sum()
+    for row, (prompt, completion) in enumerate(zip(prompts, drawn(samples[-1]), strict=True)):
+        alone, length = pack([prompt], [[completion.ids]], run.model.config, "cpu"), len(completion.ids)
+        logps, values = per_token_logps(run.model, alone)[0], critic(alone)
+        ratio = (logps - batch.old_per_token_logps[row, :length]).exp()
+        A, R, old = (x[row, :length] for x in (batch.advantages, batch.returns, batch.old_values))
+        near = old + (values - old).clamp(-0.2, 0.2)
+        value_loss = torch.max((values - R) ** 2, (near - R) ** 2) / 2
+        total = total + (torch.max(-A * ratio, -A * ratio.clamp(0.8, 1.2)) + 0.1 * value_loss).sum() / tokens
+    total.backward()
+    for name, model in models.items():
+        expected = [p.grad for p in model.parameters()]
+        assert sum(g is not None and g.abs().max() > 1e-8 for g in expected) > 20
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-13)
+
+
+def test_a_critic_of_its_own_begins_as_the_policy_and_leaves_it_alone(stage):
+    run = stage("ppo", SEPARATE, "--ppo.vf_coef=0")
+    policy, critic = run.model, run.algorithm.critic
+    for name, weight in critic.backbone.named_parameters():
+        assert torch.equal(weight, policy.get_parameter(name)) and weight is not policy.get_parameter(name)
+    before = snapshot(critic)
+    run.go(2)
+    assert all(torch.equal(weight, before[name]) for name, weight in critic.named_parameters())
+
+
+def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, stage):
+    """Also as PEFT's adapter, on the base that the recipe names."""
+    main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
+    saved = load_value_model(tmp_path / "one" / "critic")
+    assert saved.score.weight.any()
+    policy = load_model(tmp_path / "one" / "checkpoint")
+    assert not torch.equal(saved.backbone.model.norm.weight, policy.model.norm.weight)
+    path = f"--ppo.critic_path={tmp_path / 'one' / 'critic'}"
+    for options in ([], ["--adapter.r=2"], ["--model.activation_checkpointing=true"]):
+        run = stage("ppo", SEPARATE, path, *options, dtype=torch.float32)
+        batch = run.next()[0]
+        recomputes = "forward" in vars(run.algorithm.critic.backbone.model.layers[0])
+        assert recomputes == any("checkpointing" in option for option in options)
+        with torch.no_grad():
+            assert torch.equal(saved(batch.group), run.algorithm.critic(batch.group))
+        run.go(2)
+
+
+def test_what_is_no_critic_of_this_policy_is_refused(folder, lively, tmp_path, stage):
+    with pytest.raises(ValueError, match=r"/gone: there is no score\.safetensors"):
+        stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
+    main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")
+    path = tmp_path / "one" / "reward_model"
+    with pytest.raises(ValueError, match="a critic reads the policy's tokens, and this model has another"):
+        stage("ppo", SEPARATE, f"--ppo.critic_path={path}", model="qwen3_vl")

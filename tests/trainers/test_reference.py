@@ -1,0 +1,200 @@
+"""The reference: the policy as the stage found it, what it shares, how it moves; another folder; or none."""
+
+import copy
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.tasks import shapes
+
+import tiny
+from stages import snapshot
+
+WEIGHTS = {"dpo": "beta", "kto": "beta", "grpo": "beta", "ppo": "kl_coef"}  # of the KL to the reference
+# the policy's own parameters are held near a copy of all of them, of adapters, or of those behind the first layer
+FORMS = {"all": [], "adapters": ["--adapter.r=2"], "shared": ["--reference.num_shared_layers=1"]}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_it_stays_and_shares_nothing(stage, name):
+    run = stage(name, f"--{name}.{WEIGHTS[name]}=0.1")
+    theirs = dict(run.algorithm.reference.model.named_parameters())
+    before = snapshot(run.model)
+    run.go(3)
+    for parameter, value in run.model.named_parameters():
+        assert theirs[parameter].data_ptr() != value.data_ptr() and not theirs[parameter].requires_grad
+        assert torch.equal(theirs[parameter], before[parameter]), parameter
+    assert not torch.equal(run.model.lm_head.weight, before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name, options", [("grpo", []), ("ppo", ["--ppo.kl_coef=0"]), ("sft", [])])
+def test_none_is_kept_where_none_is_asked(stage, name, options):
+    run = stage(name, *options)
+    run.go(2)
+    assert run.algorithm.reference is None and "reference" not in run.algorithm.modules()
+
+
+def test_it_scores_at_the_temperature_of_the_draws(stage):
+    run = stage("grpo", "--grpo.beta=0.1", "--sampling.temperature=0.7")
+    run.go(1)
+    for batch in run.next():
+        with torch.no_grad():
+            logps, _ = per_token_logps(run.algorithm.reference.model, batch.group, 0.7)
+        torch.testing.assert_close(batch.ref_per_token_logps, batch.group.pad(logps), rtol=1e-12, atol=1e-12)
+
+
+def of_trl(path, name):
+    """A function of TRL, which takes seconds to import."""
+    return getattr(pytest.importorskip(path, reason="oracle missing: pip install trl==1.16.0"), name)
+
+
+@pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters"), ("grpo", "shared")])
+def test_it_moves_as_trls_callback_moves_it(stage, name, form):
+    """SyncRefModelCallback on copies of the same parameters, after the 2nd and the 4th step."""
+    callback = of_trl("trl.trainer.callbacks", "SyncRefModelCallback")
+    names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    values = dict(zip(names, (True, 0.3, 2), strict=True))
+    moving = [f"--reference.{option}={json.dumps(value)}" for option, value in values.items()]
+    run = stage(name, *moving, *FORMS[form], f"--{name}.{WEIGHTS[name]}=0.1")
+    policy = torch.nn.ParameterList(p for p in run.model.parameters() if p.requires_grad)
+    theirs = torch.nn.ParameterList(p.detach().clone() for p in policy)
+    callback = type("", (callback,), {"sync_target_model": staticmethod(callback._sync_target_model)})(theirs, None)
+    for number in range(1, 5):
+        run.go()
+        state = SimpleNamespace(global_step=number)
+        callback.on_step_end(SimpleNamespace(**values), state, None, model=policy)
+        ours = list(run.algorithm.reference.model.parameters())
+        torch.testing.assert_close(ours, list(theirs), rtol=1e-14, atol=1e-16)
+    assert max((a - b).abs().max() for a, b in zip(theirs, policy, strict=True)) > 1e-4
+
+
+def test_with_mixup_1_it_is_the_policy_of_the_step_before(stage):
+    moving = [f"--reference.{option}" for option in ("sync_ref_model", "ref_model_mixup_alpha=1")]
+    run = stage("kto", *moving, "--reference.ref_model_sync_steps=1")
+    for _ in range(3):
+        batch = run.next()[0]
+        with torch.no_grad():
+            policy = batch.group.pad(per_token_logps(run.model, batch.group)[0])
+        assert torch.equal(batch.ref_per_token_logps, policy)
+        run.update()
+
+
+@pytest.mark.parametrize("layers, pattern, model", [
+    (0, None, "model"), (1, None, "model"), (1, None, "tied"), (1, None, "qwen3_vl"),
+    (0, "visual.blocks.{layer}", "model"),
+])  # fmt: skip
+def test_it_shares_what_trls_does(stage, layers, pattern, model):
+    """The same parameters as create_reference_model, in memory once; its scores stay those of TRL's."""
+    create = of_trl("trl.experimental.utils", "create_reference_model")
+    options = [f"--reference.num_shared_layers={layers}", *([f"--reference.pattern={pattern}"] if pattern else [])]
+    run = stage("dpo", *options, model=model)
+    policy = copy.deepcopy(stage("dpo", model=model).model)
+    theirs = create(policy, layers, pattern)
+    shared = {name for name, p in theirs.named_parameters() if p.data_ptr() == policy.get_parameter(name).data_ptr()}
+    assert {name for name, p in run.model.named_parameters() if not p.requires_grad} == shared
+    before = snapshot(run.model)
+    run.go(2)
+    kept = [p for module in run.algorithm.modules().values() for p in module.parameters()]
+    behind = sum(p.numel() for name, p in before.items() if name not in shared)
+    assert sum(p.numel() for p in kept) == sum(p.numel() for p in before.values()) + behind
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name in shared), name
+    batch = run.next()[0]
+    with torch.no_grad():
+        expected = batch.group.pad(per_token_logps(theirs, batch.group)[0])
+    assert torch.equal(batch.ref_per_token_logps, expected)
+    assert (batch.group.pad(per_token_logps(run.model, batch.group)[0]) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("option", ["num_shared_layers=2", "pattern=layer.{layer}"])
+def test_where_no_layer_matches_nothing_could_be_trained(stage, option):
+    with pytest.raises(
+        ValueError, match=r"num_shared_layers is \d, nothing is left to train: no layer matched '\S+\d'"
+    ):
+        stage("dpo", "--reference.num_shared_layers=1", f"--reference.{option}")
+
+
+@pytest.fixture
+def other(tmp_path):
+    """(changes of its config) -> a folder of a model of another seed, and the option that names it."""
+
+    def other(**changes):
+        (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+        model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 1)
+        save_model(tmp_path / "other", tiny.model_of(replace(model.config, **changes)), processor)
+        return tmp_path / "other", f"--reference.path={tmp_path / 'other'}"
+
+    return other
+
+
+def their_logps(model, group, temperature):
+    """transformers' log-probabilities of a batch's completions, (R, T), one after the other."""
+    rows = []
+    completions = group.completion_ids.split(group.layout.row_lengths)
+    for i, completion in enumerate(completions):
+        prompt = group.prompts[i * len(group.prompts) // len(completions)]
+        tokens = torch.cat([prompt.input_ids, completion])[None]
+        images = {"pixel_values": prompt.pixel_values.double(), "image_grid_thw": prompt.image_grid_thw}
+        is_image = (tokens == model.config.image_token_id).long()
+        logits = model(input_ids=tokens, mm_token_type_ids=is_image, **images).logits[0, -len(completion) - 1 : -1]
+        rows.append((logits / temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0])
+    return group.pad(torch.cat(rows))
+
+
+@pytest.mark.parametrize("name, options", [
+    ("dpo", []), ("kto", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
+])  # fmt: skip
+def test_a_reference_of_a_folder_scores_as_transformers_does(stage, other, name, options, tmp_path, monkeypatch):
+    """Of a folder that transformers wrote; a tower that the policy has frozen is not the reference's."""
+    import oracle
+
+    oracle.in_float64(monkeypatch, "qwen2_5_vl")
+    folder, _ = other(num_hidden_layers=3)
+    theirs = oracle.CLASSES["qwen2_5_vl"].from_pretrained(folder, attn_implementation="eager").double()
+    theirs.save_pretrained(tmp_path / "theirs")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "theirs")
+    run = stage(name, f"--reference.path={tmp_path / 'theirs'}", f"--{name}.{WEIGHTS[name]}=0.1", *options)
+    run.go()
+    temperature = run.algorithm.run.sampling.temperature if name in ("grpo", "ppo") else 1.0
+    for batch in run.next():
+        with torch.no_grad():
+            expected = their_logps(theirs, batch.group, temperature)
+        torch.testing.assert_close(batch.ref_per_token_logps, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
+    folder, option = other(vocab_size=400)
+    with pytest.raises(ValueError, match=r"other/config\.json: vocab_size is 400, it must be 360, as the policy's"):
+        stage("dpo", option)
+    shutil.rmtree(folder)
+    _, option = other(num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"sync_ref_model: the parameters of .*other are not the policy's; leave"):
+        stage("dpo", option, "--reference.sync_ref_model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"2 tokens of the policy are others here, such as '[ab]'; take a model"):
+        stage("dpo", option)
+    with pytest.raises(ValueError, match=r"reference\.num_shared_layers: a model of path shares none"):
+        load_config(home / "recipe.yaml", [option, "--reference.num_shared_layers=1"])
+
+
+@pytest.mark.parametrize("form", ["all", "adapters", "shared", "path"])
+def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, lively):
+    """A state between two moves, and what comes after it."""
+    moving = ["sync_ref_model", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.5"]
+    options = [f"--reference.{option}" for option in moving]
+    options += [f"--reference.path={checkpoint}"] if form == "path" else FORMS[form]
+    options += ["--stages=[dpo]", "--dpo.max_steps=5", "--state_steps=3"]
+    straight = run(*options, name="straight")
+    resumed = run(*options, f"--resume={straight / 'states' / '000003'}", name="resumed")
+    for name in ("metrics.jsonl", "checkpoint/model.safetensors"):
+        assert (resumed / name).read_bytes() == (straight / name).read_bytes()

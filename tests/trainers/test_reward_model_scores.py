@@ -1,0 +1,145 @@
+"""The reward of a reward model: its numbers, and what it is asked for. In whole runs: test_reward_model.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.model.checkpoint import load_processor, random_model
+from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end, save_value_model
+from minivlmrl.tasks import shapes
+from minivlmrl.trainers import reward_model as file
+from minivlmrl.trainers.reward_model import RewardModelScores, check_reward_model
+
+import tiny
+from stages import ONE, main
+
+JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
+
+
+@pytest.fixture(scope="module")
+def judge(folder, tmp_path_factory):
+    """The folder of a reward model that was trained for three steps."""
+    tmp_path = tmp_path_factory.mktemp("judge")
+    main(folder, tmp_path, "run", "--stages=reward_model", "--data.eval_rows=1", "--rewards={format: 1}")
+    return tmp_path / "run" / "reward_model"
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("batch_size", [16, 3])
+def test_each_completion_gets_the_number_after_its_last_token(stage, samples, judge, monkeypatch, name, batch_size):
+    monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
+    run = stage(name, JUDGED, f"--reward_model.path={judge}", dtype=torch.float32)
+    run.next()
+    [rollout], model = samples, load_value_model(judge)
+    with torch.no_grad():
+        numbers = [
+            model.at_end(pack_to_end([prompt], [[c]], model.backbone.config, "cpu")).item()
+            for prompt, group in zip(rollout.prompts, rollout.completions, strict=True)
+            for c in group
+        ]
+    assert torch.tensor(numbers).std() > 0
+    torch.testing.assert_close(rollout.rewards[:, 1], torch.tensor(numbers), rtol=1e-4, atol=1e-5)
+
+
+def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):
+    """What the policy's frozen tower made of an image would be wrong for it."""
+    stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
+    assert all(prompt.vision_embeds is None for prompt in samples[0].prompts)
+
+
+def test_it_must_be_there_before_its_stage_begins(judge):
+    def run(stages, path=None):
+        return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path))
+
+    check_reward_model(run(["grpo"], judge), "grpo")
+    check_reward_model(run(["reward_model", "sft", "grpo"]), "grpo")
+    for stages in (["grpo"], ["grpo", "reward_model"]):
+        with pytest.raises(ValueError, match=r"rewards\.reward_model: there is no reward model for grpo; set reward_"):
+            check_reward_model(run(stages), "grpo")
+    with pytest.raises(ValueError, match="/gone: there is no score"):
+        check_reward_model(run(["grpo"], "/gone"), "grpo")
+    with pytest.raises(ValueError, match=r"checkpoint: there is no score\.safetensors"):
+        check_reward_model(run(["grpo"], judge.parent / "checkpoint"), "grpo")
+
+
+# a model of another tokenizer
+
+TEXTS = ("<think>I see red</think><answer>red square</answer>", "No idea.", "12 naïve cafés", "")
+
+
+def stranger(folder, path, model, template=None):
+    """Save a reward model whose tokenizer is as large as the policy's, with other tokens."""
+    words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lmnrst"]
+    other = train_tokenizer([" ".join(words)], len(shapes.tokenizer()))
+    assert len(other) == len(shapes.tokenizer())
+    backbone, processor = random_model(folder / f"{model}.json", other, 1)
+    judge = ValueModel(backbone.double())
+    torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
+    processor.template = template or processor.template
+    save_value_model(path, judge, processor, ONE)
+    return judge
+
+
+def scores_of(folder, path, environment=None):
+    """The reward of a policy in float64, and the policy's processor."""
+    policy, processor = random_model(folder / "model.json", shapes.tokenizer(), 0)
+    section, sampling = SimpleNamespace(path=path), SimpleNamespace(environment=environment)
+    run = SimpleNamespace(reward_model=section, sampling=sampling, output_dir="/gone")
+    return RewardModelScores(run, policy.double(), processor, ONE), processor
+
+
+@pytest.mark.parametrize("model", ["model", "qwen3_vl"])
+def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, transformers, oracle, monkeypatch):
+    """transformers, by the folder of the model: score at the last token; a completion that was cut has no end."""
+    judge = stranger(folder, tmp_path / "judge", model)
+    scores, processor = scores_of(folder, tmp_path / "judge")
+    rows = [shapes.Shapes(2, "rows")[i] for i in range(2)]
+    groups = []
+    for row in rows:
+        group = [encode_completion(processor, row.messages, text) for text in TEXTS]
+        groups.append([*group, Completion(group[0].ids[:-4], stopped=False)])
+    found = scores([row.prompt(processor) for row in rows], groups)
+
+    oracle.in_float64(monkeypatch, "qwen2_5_vl" if model == "model" else model)
+    monkeypatch.setattr(tiny, "IMAGE", judge.backbone.config.image_token_id)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "judge", dtype=torch.float64, attn_implementation="eager"
+    )
+    expected = []
+    for row, group in zip(rows, groups, strict=True):
+        seen = row.prompt(load_processor(tmp_path / "judge"))
+        tokens = int(seen.image_grid_thw.prod()) // 4
+        for completion in group:
+            answer = {"role": "assistant", "content": processor.decode(completion.ids)}
+            text = tokenizer.apply_chat_template([*row.messages, answer], tokenize=False).removesuffix("\n")
+            text = text if completion.stopped else text.removesuffix("<|im_end|>")
+            ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * tokens), add_special_tokens=False)
+            prompt = Prompt(torch.tensor(ids["input_ids"]), seen.pixel_values, seen.image_grid_thw)
+            with torch.no_grad():
+                states = theirs.model(**oracle.their_inputs(prompt)).last_hidden_state[0]
+            expected.append((states[-1] @ judge.score.weight[0]).item())
+    assert found == pytest.approx(expected, rel=1e-10) and len(set(found)) == 10
+
+
+def test_control_tokens_are_no_part_of_a_text_for_a_jinja_template(folder, tmp_path):
+    stranger(folder, tmp_path / "judge", "qwen3_vl", ChatTemplate(DEFAULT_QWEN3 + "{# mine #}", "mine"))
+    scores, processor = scores_of(folder, tmp_path / "judge")
+    row, end = shapes.Shapes(1, "rows")[0], list(processor.stop_token_ids[:1])
+    marked = [*processor.tokenizer.encode("red "), processor.tokenizer.special_tokens["<|im_start|>"]]
+    answers = [scores.encode(row, Completion(torch.tensor(ids + end))) for ids in (marked, marked[:-1])]
+    assert answers[0].ids.tolist() == answers[1].ids.tolist()
+    [only] = scores.encode(row, Completion(torch.tensor(marked[-1:]), stopped=False)).ids
+    assert only == scores.processor.stop_token_ids[0]  # there is a token to read
+
+
+def test_turns_of_an_environment_are_no_text(folder, tmp_path, judge):
+    stranger(folder, tmp_path / "judge", "model")
+    with pytest.raises(ValueError, match="another tokenizer or family than the policy, so it reads answers of one"):
+        scores_of(folder, tmp_path / "judge", "tools.py:Eye")
+    scores_of(folder, judge, "tools.py:Eye")

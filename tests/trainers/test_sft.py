@@ -1,0 +1,47 @@
+"""SFT on tiny models."""
+
+import math
+
+import pytest
+import torch
+
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.distributed.process_group import World
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers import sft as file
+
+from stages import Rows
+
+
+class Second(World):
+    """The second of two ranks, whose sums are its own: of four rows it looks for answers in 1 and 3."""
+
+    def gather_objects(self, value):
+        return [[0, 2], value]
+
+    def sum(self, *values):
+        return list(values)
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
+    """Token t has log-probability -(t % 7 + 1) / 4 here; one of four rows has no completion."""
+    run = stage("sft", "--sft.micro_batch_size=2", f"--sft.loss_type={loss_type}")
+    rows = Rows(Shapes(4, "x")[i] for i in range(4))
+    rows[1].completion = None
+    rows[3].completion += " and more"
+
+    def logps(policy, group):
+        return -(group.completion_ids % 7 + 1) / 4, None
+
+    monkeypatch.setattr(file, "per_token_logps", logps)
+    ids = [encode_completion(run.algorithm.processor, rows[i].messages, rows[i].completion).ids for i in (0, 2, 3)]
+
+    def mean(ids):
+        losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
+        return sum(loss * (math.exp(-loss) if loss_type == "dft" else 1) for loss in losses) / len(losses)
+
+    assert run.algorithm.evaluate(rows) == {"loss": pytest.approx(mean(ids), rel=1e-12)}
+    assert run.algorithm.evaluate(Rows([rows[1]])) == {}
+    run.algorithm.world = Second(1, 2, torch.device("cpu"))  # it scores rows 2 and 0, which the first rank counts
+    assert run.algorithm.evaluate(rows)["loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
