@@ -36,9 +36,10 @@ import torch.nn.functional as F
 from sizes import config_of
 from torch import Tensor
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.generate import SamplingConfig, draw_by, generate, make_choose
+from minivlmrl.generation.generate import draw_by, generate, make_choose
 from minivlmrl.losses.grpo import Counts, grpo_loss
 from minivlmrl.model.checkpoint import initialize
 from minivlmrl.model.config import ModelConfig
@@ -249,7 +250,7 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
 
     def rollout():
         draw = draw_by(torch.rand(G, C).double(), CARD)
-        choose = make_choose(SamplingConfig(), (), draw, device=CARD)
+        choose = make_choose(SamplingOptions(), (), draw, device=CARD)
         (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
         assert {len(completion.ids) for completion in group} == {C}
 

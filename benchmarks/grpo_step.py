@@ -28,11 +28,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl sets it for runs
 import torch
 from torch import Tensor
 
-from minivlmrl.config.loading import GRPOSection, RunConfig
+from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion, Processor, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.model.checkpoint import random_model, save_model
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
@@ -190,7 +189,7 @@ def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_token
     run = RunConfig(
         sampling=SamplingOptions(max_new_tokens=new_tokens),
         rewards={f"{__name__}:distinct_characters": 1.0},
-        grpo=GRPOSection(**options),
+        grpo=GRPOOptions(**options),
     )
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
     return Ours(GRPOStage(run, model, endless, World(device=model.lm_head.weight.device)), rows)

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 
 from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.import_utils import load_name
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.distributed.process_group import World, find_device
-from minivlmrl.generation.filters import ENGINES, SamplingOptions
+from minivlmrl.generation.filters import ENGINES
 from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes
 

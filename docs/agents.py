@@ -11,9 +11,9 @@ import torch
 
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.trajectories import build_sampler, packed_length
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.generation.generate import Decode
 from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes

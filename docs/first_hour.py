@@ -60,9 +60,9 @@ processor.tokenizer.decode(prompt.input_ids.tolist())
 ---
 **A group of answers.** Sampling reads the prompt once and decodes all answers together. Random weights say noise.
 ---
-from minivlmrl.generation.generate import Sampler, SamplingConfig
+from minivlmrl.generation.generate import Sampler, SamplingOptions
 
-[answers] = Sampler(model, processor, SamplingConfig(max_new_tokens=12))([prompt], 4, keys=["first"])
+[answers] = Sampler(model, processor, SamplingOptions(max_new_tokens=12))([prompt], 4, keys=["first"])
 [processor.decode(answer.ids) for answer in answers]
 ---
 **A loss** takes log-probabilities and advantages, and imports torch alone, so it can be copied out. An answer's

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.loading import recipes_folder
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.diagnostics.trace import looked
-from minivlmrl.generation.generate import Sampler, SamplingConfig
+from minivlmrl.generation.generate import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
@@ -47,7 +48,7 @@ def train_all(folder: Path):
 
 def answer_of(policy, processor, prompt):
     """The likeliest answer."""
-    sampling = SamplingConfig(temperature=0, max_new_tokens=20)
+    sampling = SamplingOptions(temperature=0, max_new_tokens=20)
     [[completion]] = Sampler(policy, processor, sampling)([prompt], 1, ["greedy"])
     return completion
 

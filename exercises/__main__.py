@@ -62,7 +62,7 @@ class Exercise:
                 "# ---- end of your lines"
             )
         docstring = (
-            f'"""Exercise {self.number}: {self.function.name} of {self.path.parent.name}/{self.path.name}, with a hole.\n'
+            f'"""Exercise {self.number}: {self.function.name} of {self.path.name}, with a hole.\n'
             f"{self.own['TASK']}\n"
             f"python -m exercises {self.number} --check    # or --hint\n"
             '"""\n'

@@ -25,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.import_utils import load_name
-from minivlmrl.config.parsing import Code, FilePath, require
+from minivlmrl.config.options import TrainingOptions
+from minivlmrl.config.parsing import require
+from minivlmrl.config.types import Code, FilePath
 from minivlmrl.data.rows import Processor, Prompt, Row
 from minivlmrl.distributed.micro_batching import PiecesConfig
 from minivlmrl.files import find_folder
@@ -36,14 +38,13 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.lora import ParameterCopy
 from minivlmrl.model.packing import MicroBatch, pack
 from minivlmrl.rewards.registry import guarded
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.grpo import Rollout
 from minivlmrl.trainers.grpo_stage import GRPOStage
 from minivlmrl.trainers.reference import computing, load_frozen
 
 
 @dataclass
-class DistillConfig(PiecesConfig, TrainingConfig):
+class DistillConfig(PiecesConfig, TrainingOptions):
     """On-policy distillation; its rollouts are GRPO's."""
 
     num_generations: Annotated[int, ">= 1"] = 8  # completions of each prompt

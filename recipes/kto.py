@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.losses.preference import KTOLoss, kto_kl, kto_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import Step
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.offline import AnswerAlgorithm, AnswerBatch
 
 
 @dataclass
-class KTOConfig(KTOLoss, TrainingConfig):
+class KTOConfig(KTOLoss, TrainingOptions):
     """KTO on single answers with a label."""
 
 

@@ -27,10 +27,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from minivlmrl.config.import_utils import load_name
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.files import find_folder, read_json
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.generation.generate import Choose, collect
 from minivlmrl.generation.sampler import RunSampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings

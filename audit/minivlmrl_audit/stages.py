@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from minivlmrl.config.options import DPOOptions, SFTOptions
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import Counts, correct_kl, kl_term
 from minivlmrl.losses.grpo_variants import (
@@ -27,7 +28,7 @@ from minivlmrl.losses.grpo_variants import (
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, shown_as
-from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
+from minivlmrl_audit.options import OPTIONS, PolicyOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 

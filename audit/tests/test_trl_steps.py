@@ -14,7 +14,8 @@ import trl
 from oracle import in_float64
 from patients import STEPS_OF
 
-from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model, load_processor

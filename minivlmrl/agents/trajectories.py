@@ -17,12 +17,12 @@ from torch import Tensor
 from minivlmrl.agents.environment import get_environment
 from minivlmrl.agents.tool_calls import ask
 from minivlmrl.agents.tool_sampler import Play, ToolSampler, as_prompt, encode_answers
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.chat_template import IMAGE, VIDEO
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.data.tokenize_completions import check_messages, shown_parts_of
 from minivlmrl.distributed.micro_batching import in_pieces
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.generation.generate import Choose
 from minivlmrl.generation.sampler import RunSampler
 from minivlmrl.model.packing import GroupBatch, pack

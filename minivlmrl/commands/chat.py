@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from minivlmrl.agents.trajectories import build_sampler
-from minivlmrl.config.loading import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import help_of
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
-from minivlmrl.data.loader import DataSection
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED, find_folder
-from minivlmrl.generation.filters import ENGINES, SamplingOptions
+from minivlmrl.generation.filters import ENGINES
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config as read_model_config
 from minivlmrl.run.model import build_model
@@ -72,7 +72,7 @@ def read_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     return config
 
 
-def build_row(options: argparse.Namespace, data: DataSection) -> Row:
+def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
     """Put the question and its pictures into the form of a row."""
     images = [fetch_image(source) for source in options.image]
     videos = [VideoFile(partial(load_video, source)) for source in options.video]

@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 
 from minivlmrl.agents.trajectories import build_sampler
-from minivlmrl.config.loading import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import load_datasets
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED, find_folder, json_text, write_json
-from minivlmrl.rewards.registry import columns_of
+from minivlmrl.rewards.registry import columns_of, held_out_rewards
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
@@ -55,7 +56,7 @@ def run(tool: str, arguments: list[str]):
         raise ValueError("--num_generations and --rows must be 1 or more")
     judges = tool == "evaluate"
     config = read_config(options, overrides, judges)
-    rewards = config.held_out_rewards if judges else []
+    rewards = held_out_rewards(config) if judges else []
     names = [reward.name for reward in rewards]
     rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)

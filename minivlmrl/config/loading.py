@@ -7,41 +7,22 @@ import types
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 
 from minivlmrl.config.import_utils import recipes_folder, split_options
-from minivlmrl.config.parsing import (
-    Code,
-    FilePath,
-    RecipePath,
-    RewardName,
-    build,
-    did_you_mean,
-    naming,
-    parse_yaml,
-    read_value,
-)
-from minivlmrl.data.loader import DataSection
-from minivlmrl.distributed.fsdp import ShardingSection
+from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import build, did_you_mean, naming, parse_yaml, read_value
+from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
+from minivlmrl.data.media_options import check_options
 from minivlmrl.files import json_text
-from minivlmrl.generation.filters import SamplingOptions
-from minivlmrl.model.lora import LoRAConfig
-from minivlmrl.model.trainable import Part
-from minivlmrl.rewards.registry import Reward, get_reward
-from minivlmrl.run.optimizer import OptimizerSection
+from minivlmrl.losses.preference import check_dpo_options
 from minivlmrl.trainers.base import Algorithm
-from minivlmrl.trainers.dpo import DPOConfig
-from minivlmrl.trainers.grpo_family import GRPOSection
-from minivlmrl.trainers.ppo import PPOConfig
-from minivlmrl.trainers.reference import ReferenceConfig
 from minivlmrl.trainers.registry import find_class
-from minivlmrl.trainers.reward_model import RewardModelConfig
-from minivlmrl.trainers.sft import SFTConfig
 
 # fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
 KEPT = {
@@ -60,96 +41,6 @@ KEPT = {
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Weights = dict[RewardName, Annotated[float, "(-inf, inf)"]]
 TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that are texts
-
-
-@dataclass
-class ModelSection:
-    """Which weights to train: `path`, a folder, or `config`, a config.json for random ones."""
-
-    path: FilePath | None = None  # a Hugging Face folder or the id of a repository
-    config: RecipePath | None = None  # a config.json, relative to the recipe
-    dtype: Dtype = "float32"  # of parameters, gradients and AdamW
-    compute_dtype: Dtype | None = None  # of layers and activations
-    freeze: list[Part] = field(default_factory=list)  # not trained; vision is without the merger
-    activation_checkpointing: bool = False  # keep blocks' inputs alone, compute the rest again
-
-
-@dataclass
-class RolloutSection:
-    """How a model samples while it is trained."""
-
-    # nats by which sampler and trainer may differ about a token; in 16 bits a tenth, on average
-    max_logp_mismatch: Annotated[float, "> 0"] = 1.0
-    gather_weights: bool = True  # full ones on every rank in a rollout; False: layer by layer
-
-
-@dataclass
-class RunConfig:
-    """A whole run."""
-
-    recipe = ""  # what it was read from: no option
-    unused_sections = ()  # of stages in a file that an override of `stages` leaves out: no option
-
-    seed: int = 0  # of weights, rows and draws
-    output_dir: str = "runs/default"  # the run's folder
-    # algorithms, one after the other; also file.py:Class, whose section has the name Class.stage
-    stages: list[Code] = field(default_factory=lambda: ["grpo"])
-    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over rows that end a stage
-    num_threads: Annotated[int, "[1, 4096]"] | None = None  # of a rank; None: its share of all
-    state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state so often, and after a stage
-    state_steps: Annotated[int, ">= 0"] = 0  # and every so many steps; both 0: after a signal
-    # "auto": from the newest state in output_dir, if any; the folder of a state; or "never": anew
-    # in a folder that holds a run
-    resume: str | None = None
-    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every so many too; 0: between stages only
-    save_steps: Annotated[int, ">= 0"] = 0  # checkpoint/ every so many too; 0: after a stage only
-    log_completions: Annotated[int, ">= 0"] = 10  # every so many steps, to completions.jsonl
-    page_minutes: Annotated[float, ">= 0"] = 1.0  # write page.html so often; 0: when the run ends
-    # weights of the best such result, in best/
-    keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None
-    # metrics too; a file's function (config, steps, closing) -> log(values, steps)
-    report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    check_memory: bool = True  # refuse a model that does not fit its GPUs by `minivlmrl plan`
-    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another
-    model: ModelSection = field(default_factory=ModelSection)
-    adapter: LoRAConfig = field(default_factory=LoRAConfig)
-    data: DataSection = field(default_factory=DataSection)
-    sharding: ShardingSection = field(default_factory=ShardingSection)
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    rollout: RolloutSection = field(default_factory=RolloutSection)
-    # name -> weight
-    rewards: Weights = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
-    dpo: DPOConfig = field(default_factory=DPOConfig)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    grpo: GRPOSection = field(default_factory=GRPOSection)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
-
-    def __post_init__(self):
-        if self.rewards and not any(self.rewards.values()):
-            raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
-
-    @property
-    def stage_names(self) -> list[str]:
-        """Name the stages as their sections are: kto for recipes/kto.py:KTO."""
-        return [find_class(stage).stage for stage in self.stages]
-
-    @cached_property
-    def training_rewards(self) -> list[Reward]:
-        """Find the functions of `rewards`, once for the whole run."""
-        return [get_reward(name) for name in self.rewards]
-
-    @cached_property
-    def held_out_rewards(self) -> list[Reward]:
-        """Find the functions of `data.eval_rewards`, once for the whole run."""
-        return [get_reward(name) for name in self.data.eval_rewards]
-
-    @property
-    def uses_fsdp(self) -> bool:
-        """Say whether FSDP2 holds the weights: sharded, or layers with a dtype of their own."""
-        return self.sharding.enabled or self.model.compute_dtype is not None
 
 
 def load_config(
@@ -187,7 +78,7 @@ def load_config(
         unused_sections = [name for name in values if name not in vars(config_class())]
         values = {name: value for name, value in values.items() if name not in unused_sections}
     if asked_for is None:
-        build(config_class, values, str(recipe))  # names the recipe if that is what is wrong
+        _build_run(config_class, values, recipe)  # names the recipe if that is what is wrong
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
         if not separator and _hint(config_class, key) is bool:  # --dpo.use_weighting
@@ -196,9 +87,20 @@ def load_config(
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         values = _replace(values, key.split("."), _value(config_class, key, text))
-    config = build(config_class, _map_texts(config_class, values, locate), "command line")
+    config = _build_run(config_class, _map_texts(config_class, values, locate), "command line")
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
+    config.names_of_files = {file: find_class(file).stage for file in files}
+    return config
+
+
+def _build_run(config_class: type[RunConfig], values: dict, where: str | Path) -> RunConfig:
+    """Build a config and check what its classes cannot: they import nothing (ValueError)."""
+    config = build(config_class, values, str(where))
+    with naming(where):
+        with naming("data.video"):
+            config.data.video = check_options("video", config.data.video)
+        check_dpo_options(config.dpo, "dpo.")
     return config
 
 

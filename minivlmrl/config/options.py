@@ -7,6 +7,7 @@ in that file.
 """
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from minivlmrl.config.types import (
@@ -379,6 +380,7 @@ class RunConfig:
 
     recipe = ""  # what it was read from: no option
     unused_sections = ()  # of stages in a file that an override of `stages` leaves out: no option
+    names_of_files = MappingProxyType({})  # "file.py:Class" of `stages` -> Class.stage: no option
 
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
@@ -420,6 +422,11 @@ class RunConfig:
     def __post_init__(self):
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Name the stages as their sections are: kto for recipes/kto.py:KTO."""
+        return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def uses_fsdp(self) -> bool:

@@ -7,8 +7,9 @@ conditions name options of that section: so have the options of a stage that a f
 from collections.abc import Iterable
 from operator import attrgetter
 
+from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import naming
-from minivlmrl.trainers.base import Algorithm, TrainingConfig
+from minivlmrl.trainers.base import Algorithm
 
 FILES = "not data.task"  # a task makes its rows itself
 HELD_OUT = "data.eval_file or data.task"
@@ -118,6 +119,6 @@ def unnamed_stages(run) -> list[str]:
     """Name the sections of stages that a recipe does not name."""
     unnamed = []
     for name, section in vars(run).items():
-        if isinstance(section, TrainingConfig) and name not in run.stage_names:
+        if isinstance(section, TrainingOptions) and name not in run.stage_names:
             unnamed.append(name)
     return unnamed

@@ -6,52 +6,21 @@ media.py of what is shown. docs/data.md has examples.
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from os.path import getsize, isfile, normpath
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from minivlmrl.config.parsing import FilePath, did_you_mean, naming, read_value, require
+from minivlmrl.config.options import RowOptions
+from minivlmrl.config.parsing import did_you_mean, naming, read_value, require
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.formats import to_columns
 from minivlmrl.data.media import Media, check_unread, files_of, load_media, read_media
-from minivlmrl.data.media_options import VideoOptions, check_options
-from minivlmrl.data.processor import Count
+from minivlmrl.data.media_options import VideoOptions, media_options
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenize_completions import shown_parts_of
 from minivlmrl.files import digest
-
-
-@dataclass
-class RowOptions:
-    """How rows of files are read."""
-
-    image_root: FilePath | None = None  # the folder that paths of images begin at; None: the file's
-    # column of a file -> its name here: {label: solution}
-    columns: dict[str, str] = field(default_factory=dict)
-    # what the (last) user turn says; {problem} is replaced by the row's question; without it rows
-    # bring no question
-    prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # None: Qwen's default
-    # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
-    # to this size, rounded to tokens, all images of files that have no options of their own
-    resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
-    # options of videos that do not say them, such as {fps: 1}: see data/media_options.py
-    video: dict = field(default_factory=dict)
-
-    def __post_init__(self):
-        with naming("video"):
-            self.video = check_options("video", self.video)
-
-    @property
-    def media_options(self) -> dict[str, dict]:
-        """Say by kind what is asked of every image and video; a row's own options win."""
-        image = {}
-        if isinstance(self.resize, tuple):
-            image = {"resized_height": self.resize[0], "resized_width": self.resize[1]}
-        return {"image": image, "video": self.video}
 
 
 class FileDataset:
@@ -174,7 +143,7 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
     media = []
     try:
         messages, media, answers = read_conversation(
-            columns, row_media, prompt_template, options.system_prompt, options.media_options
+            columns, row_media, prompt_template, options.system_prompt, media_options(options)
         )
     finally:  # also where the text says <image> and none came
         if not media and not any(row_media.values()):

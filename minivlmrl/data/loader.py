@@ -4,18 +4,17 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 
-from minivlmrl.config.parsing import Code, FilePath, RewardName, did_you_mean, require
-from minivlmrl.data.file_dataset import FileDataset, RowOptions
-from minivlmrl.data.mixture import FileSection, mix, read_mix
-from minivlmrl.data.processor import Count, MinPixels
+from minivlmrl.config.options import DataOptions, RowOptions
+from minivlmrl.config.parsing import did_you_mean, require
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.mixture import mix, read_mix
 from minivlmrl.data.rows import Dataset, Processor, Prompt, Row
-from minivlmrl.rewards.registry import columns_of
+from minivlmrl.rewards.registry import columns_of, training_rewards
 from minivlmrl.tasks.registry import get_task
 
 MAX_SKIPPED = 100  # rows one after the other that may be unreadable
@@ -27,40 +26,6 @@ NEEDS = {
     "pairs": ("chosen", "rejected"),
     "labels": ("completion", "label"),
 }
-
-
-@dataclass
-class DataSection(RowOptions):
-    """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
-
-    task: Code | None = None  # "shapes" or "file.py:TASK", beside the recipe, maybe with options
-    train_file: FilePath | None = None  # problem or prompt, image(s), and what the stages need
-    train: list[FileSection] = field(default_factory=list)  # several files instead of one
-    files: dict[str, FilePath] = field(default_factory=dict)  # of stages: {sft: rows.jsonl}
-    eval_file: FilePath | None = None  # problem or prompt, image(s), solution or chosen, rejected
-    max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
-    eval_rows: Annotated[int, ">= 0"] = 256  # held-out rows that are evaluated, at most; 0: none
-    eval_blind: bool = False  # on grey pictures and those of other rows too: docs/metrics.md
-    # bounds of an image's area; None: as the model's folder says
-    min_pixels: MinPixels | None = None
-    max_pixels: Count | None = None  # upper bound of the area
-    image_workers: Annotated[int, "[0, 64]"] = 2  # threads that prepare prompts; 0: steps wait
-    skip_unreadable: bool = False  # leave out training rows whose image is broken, and count them
-    template: dict = field(default_factory=dict)  # values for its chat: {enable_thinking: false}
-    # of coordinates in answers; None: as the model's family writes them
-    box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
-    answer: Literal["tags", "whole", "last_line"] = "tags"  # where it is: docs/rewards.md
-    # the first is what counts
-    eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
-
-    def __post_init__(self):
-        super().__post_init__()
-        has_problem = "{problem}" in self.prompt_template or not self.task
-        expected = "a text with {problem} in it, the task's question"
-        require(has_problem, "prompt_template", self.prompt_template, expected)
-        require(self.eval_rewards, "eval_rewards", [], "names of rewards; the first is what counts")
-        if "reward_model" in self.eval_rewards:
-            raise ValueError("eval_rewards: reward_model judges training only; leave it out")
 
 
 def load_datasets(run, stages: dict, reward_columns=(), eval_columns=("solution",)) -> dict:
@@ -129,7 +94,7 @@ def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: boo
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         needed_columns = columns
         if section.rewards and is_judged:
-            rewards = [r for r in run.training_rewards if r.name in section.rewards]
+            rewards = [r for r in training_rewards(run) if r.name in section.rewards]
             needed_columns = columns_of(rewards)
         changed = {}
         for name in ("image_root", "prompt_template"):
@@ -139,7 +104,7 @@ def _training_rows(run, file: str | None, columns: Sequence[str], is_judged: boo
     return mix(parts, sections)
 
 
-def _rows(config: DataSection, path: str, columns, limit=None, constants=(), **changed):
+def _rows(config: DataOptions, path: str, columns, limit=None, constants=(), **changed):
     """Open a file of rows with these columns; `changed` are options of RowOptions."""
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
     return FileDataset(path, ("problem", *columns), limit, constants, **options | changed)

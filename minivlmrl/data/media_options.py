@@ -6,8 +6,9 @@ They are checked here, where rows are read; ImageProcessor and Video apply them.
 from dataclasses import dataclass
 from typing import Annotated
 
+from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import build
-from minivlmrl.data.processor import MinPixels
+from minivlmrl.config.types import MinPixels
 
 Whole = Annotated[int, "[1, 1e15)"]
 
@@ -42,6 +43,14 @@ class VideoOptions(ImageOptions):
 
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+
+
+def media_options(options: RowOptions) -> dict[str, dict]:
+    """Return by kind what is asked of every image and video; a row's own options win."""
+    image = {}
+    if isinstance(options.resize, tuple):
+        image = {"resized_height": options.resize[0], "resized_width": options.resize[1]}
+    return {"image": image, "video": check_options("video", options.video)}
 
 
 def check_options(kind: str, options: dict[str, float | None]) -> dict[str, float]:

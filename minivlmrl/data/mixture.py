@@ -4,27 +4,12 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from minivlmrl.config.parsing import FilePath, RewardName, build, naming, parse_yaml
+from minivlmrl.config.options import FileOptions
+from minivlmrl.config.parsing import build, naming, parse_yaml
 from minivlmrl.data.rows import Row
-
-
-@dataclass
-class FileSection:
-    """One file of data.train."""
-
-    file: FilePath  # see row_files.py
-    # how often a pass has each of its rows; 0.5: every second row once
-    weight: Annotated[float, "(0, 1000]"] = 1.0
-    sampling: str = "all"  # or first:N, end:N, random:N of its rows, or N% of them
-    # the folder that paths of its images begin at; None: data.image_root
-    image_root: FilePath | None = None
-    # those of the recipe that judge its rows; none named: all
-    rewards: list[RewardName] = field(default_factory=list)
-    prompt_template: str | None = None  # what their user turns say; None: data.prompt_template
 
 
 class Picked(Sequence):
@@ -58,7 +43,7 @@ class Picked(Sequence):
         return rows.content(number)
 
 
-def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
+def mix(parts: list[Sequence], files: list[FileOptions]) -> Picked:
     """Lay files of rows end to end, each row as often as the weight of its file says.
 
     Example: weight 2.5 has every row twice and every second row once more.
@@ -107,7 +92,7 @@ class _Mix:
     datasets: list[_Dataset]
 
 
-def read_mix(path: Path) -> list[FileSection]:
+def read_mix(path: Path) -> list[FileOptions]:
     """Read VLM-R1's YAML; paths from where it is read, or beside it."""
     with naming(path):
         yaml_values = parse_yaml(path.read_bytes())
@@ -116,5 +101,5 @@ def read_mix(path: Path) -> list[FileSection]:
         file = Path(entry.json_path)
         if not file.exists():
             file = path.parent / file
-        files.append(FileSection(str(file), sampling=entry.sampling_strategy))
+        files.append(FileOptions(str(file), sampling=entry.sampling_strategy))
     return files

@@ -20,6 +20,7 @@ from torch import Tensor
 from minivlmrl.agents.environment import get_environment, settings_of, tools_of
 from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.chat_template import part_kind
 from minivlmrl.data.row_summary import without_media
@@ -34,10 +35,9 @@ from minivlmrl.data.tokenize_completions import (
 from minivlmrl.diagnostics.memory import check_memory
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.distributed import process_group
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.generation.sampler import RunSampler
 from minivlmrl.losses.advantages import combine, group_std
-from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns
+from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
 from minivlmrl.rewards.text import ask_rewards, find_answer
 from minivlmrl.run.evaluate import BLIND, draw
 from minivlmrl.run.setup import mistakes, prepare
@@ -128,7 +128,7 @@ def check(config) -> Iterator[str]:
 
 def trial_of(config, all_rows: Dataset, processor: Processor) -> Trial:
     """Ask the rewards that need no model of their own about some rows."""
-    rewards = [reward for reward in config.training_rewards if reward.name != "reward_model"]
+    rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = torch.tensor([config.rewards[reward.name] for reward in rewards])
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(spread(all_rows))]
     return Trial(rewards, weights, rows, processor)

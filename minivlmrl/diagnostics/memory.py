@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minivlmrl.config.loading import RunConfig
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.fsdp import copy_model, num_shards, recompute_blocks
 from minivlmrl.distributed.micro_batching import largest_piece
@@ -32,7 +32,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.registry import FAMILIES, family_of
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapter_parameters, dropout
+from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
@@ -127,7 +127,7 @@ class Costs:
     def build(self, run: RunConfig, stage: str) -> nn.Module:
         """Make the model that a stage of a run trains on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
-        run.adapter.place(model)
+        inject_adapters(model, run.adapter)
         select_trained(model, run.model.freeze)
         if has_reference(run, stage):
             freeze_shared(model, run.reference)

@@ -12,6 +12,7 @@ from itertools import compress
 import torch
 
 from minivlmrl.losses.advantages import combine
+from minivlmrl.rewards.registry import training_rewards
 
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
@@ -189,7 +190,7 @@ class Alarms:
             solutions += row_solutions
             parts.append(rewards.view(len(row_solutions), -1, rewards.shape[1]))
         columns = torch.cat(parts).unbind(2)  # K of (rows, G)
-        for reward, column in zip(self.run.training_rewards, columns, strict=True):
+        for reward, column in zip(training_rewards(self.run), columns, strict=True):
             is_judged = ~column.isnan().any(1)  # rows whose completions all were
             if "solution" not in reward.columns or not is_judged.any():
                 continue

@@ -12,15 +12,14 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minivlmrl.config.options import ShardingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.families.experts import Experts
@@ -31,17 +30,7 @@ from minivlmrl.model.lora import place_like, shared_base
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-@dataclass
-class ShardingSection:
-    """Weights, gradients, optimizer state sharded over the ranks. Off: each rank has them all."""
-
-    enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
-    # groups of ranks that hold a full model each; one a node gathers within nodes
-    replicas: Annotated[int, ">= 1"] = 1
-    cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
-
-
-def num_shards(section: ShardingSection, num_ranks: int) -> int:
+def num_shards(section: ShardingOptions, num_ranks: int) -> int:
     """Count the ranks that share one model (ValueError: the replicas cannot be equally large)."""
     if num_ranks % section.replicas:
         raise ValueError(
@@ -60,7 +49,7 @@ class Sharding:
 
     def __init__(
         self,
-        section: ShardingSection,
+        section: ShardingOptions,
         world: World,
         dtype: torch.dtype,
         recompute=False,

@@ -6,16 +6,6 @@ no gradient but for the order in which numbers are added.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated
-
-
-@dataclass
-class PiecesConfig:
-    """Micro-batches of stages that sample."""
-
-    # also at most so many: a group may be divided
-    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
 
 
 def pieces(

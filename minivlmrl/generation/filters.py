@@ -1,72 +1,19 @@
 """Filters on the distribution that a token is drawn from: penalty, top_k, top_p, min_p."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.parsing import Code, require
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion
-from minivlmrl.generation.generate import SamplingConfig
 
 # the samplers of rollouts, by the name of their engine, see sample.find_engine
 ENGINES = {
     "own": "minivlmrl.generation.sampler:RunSampler",
     "vllm": f"{recipes_folder()}/vllm_sampler.py:VLLMSampler",
 }
-
-
-@dataclass
-class SamplingOptions(SamplingConfig):
-    """How completions are drawn and where they end: the section `sampling` of a recipe."""
-
-    # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
-    top_k: Annotated[int, ">= 0"] = 0
-    # keep the likeliest tokens that together reach this probability
-    top_p: Annotated[float, "(0, 1]"] = 1.0
-    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
-    # logits of tokens seen before: / if positive, x if negative
-    repetition_penalty: Annotated[float, "> 0"] = 1.0
-    # the token that completes one ends the completion
-    stop_strings: list[str] = field(default_factory=list)
-    # of prompts and completions, at full length; None: all
-    max_tokens_at_once: Annotated[int, ">= 1"] | None = None
-    # tools that a completion may call: file.py:NAME, docs/tools.md
-    environment: Code | None = None
-    # rounds with pictures in what a turn is written from, docs/agents.md; None: a completion grows
-    history: Annotated[int, ">= 1"] | None = None
-    graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
-    # who computes logits of rollouts: the policy itself, vLLM (docs/vllm.md), or a file's class
-    engine: Literal["own", "vllm"] | Code = "own"
-    vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
-
-    # see config/validation.py
-    needs = (
-        ("top_k", "temperature > 0"),
-        ("top_p", "temperature > 0"),
-        ("min_p", "temperature > 0"),
-        ("history", "environment is not None"),
-        ("graph", "engine != 'vllm'"),
-        ("vllm", "engine != 'own'"),  # a copy of the file reads them too
-    )
-
-    def __post_init__(self):
-        if self.environment:
-            require(self.engine == "own", "engine", self.engine, "own with an environment")
-        require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
-
-    @property
-    def truncates(self) -> bool:
-        """Tell whether some tokens cannot be drawn."""
-        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
-
-    @property
-    def filtered(self) -> bool:
-        """Tell whether draws need Filters."""
-        return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
 
 
 class Filters:

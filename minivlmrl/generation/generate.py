@@ -8,12 +8,11 @@ Dimension letters: B prompts, G completions of each, R = B * G rows, r running r
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion, Processor, Prompt, uniform_numbers
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.exact_cumsum import running_sum
@@ -26,19 +25,10 @@ UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-@dataclass
-class SamplingConfig:
-    """How completions are drawn and where they end; generation/filters.py has more options."""
-
-    temperature: Annotated[float, ">= 0"] = 1.0  # divides the logits; 0 takes the likeliest token
-    max_new_tokens: Annotated[int, ">= 1"] = 256  # a completion is cut there
-    stop_token_ids: list[Annotated[int, ">= 0"]] | None = None  # default <|im_end|>, <|endoftext|>
-
-
 class Sampler:
     """Samples by the key of each prompt alone; generation/sampler.py extends both of its steps."""
 
-    def __init__(self, model, processor: Processor, sampling: SamplingConfig, device=None):
+    def __init__(self, model, processor: Processor, sampling: SamplingOptions, device=None):
         self.model = model
         self.processor = processor
         self.sampling = sampling
@@ -148,7 +138,7 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
 
 
 def make_choose(
-    sampling: SamplingConfig, stop_ids: Sequence[int], draw: Callable,
+    sampling: SamplingOptions, stop_ids: Sequence[int], draw: Callable,
     warp: Callable | None = None, device="cpu",
 ) -> Choose:  # fmt: skip
     """Make a `choose` for generate, where `stop_ids` end a completion.

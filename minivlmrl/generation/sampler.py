@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.import_utils import find_named
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.rows import Completion, Processor, Prompt
 from minivlmrl.distributed.fsdp import in_lockstep, is_sharded, rollout_weights
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.filters import ENGINES, Filters, SamplingOptions
+from minivlmrl.generation.filters import ENGINES, Filters
 from minivlmrl.generation.generate import Choose, Decode, Sampler, generate
 from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.kernels.backend import to_device

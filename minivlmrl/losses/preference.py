@@ -43,28 +43,7 @@ class DPOLoss:
     def __post_init__(self):
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
-        names = self.loss_type
-        weights = self.loss_weights
-        divergence = self.f_divergence_type
-        if not names or (weights is not None and len(names) != len(weights)):
-            raise ValueError(f"loss_type is {names}, loss_weights {weights}: give one for each")
-        _check_known("f_divergence_type", divergence, get_args(Divergence))
-        for name in names:
-            _check_known("loss_type", name, DPO_LOSSES)
-            if divergence != "reverse_kl" and name not in F_LOSSES:
-                raise ValueError(
-                    f"loss_type {name} is made for reverse_kl; {divergence}: {', '.join(F_LOSSES)}"
-                )
-            if self.use_weighting and name in ("aot", "aot_unpaired"):
-                raise ValueError(f"loss_type {name} sorts the pairs: use_weighting has no meaning")
-        if "exo_pair" in names and not self.label_smoothing:
-            raise ValueError("loss_type exo_pair takes log(label_smoothing): give one over 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}, it must be in [0, 0.5)")
-        if self.label_smoothing and not set(names) & set(SMOOTHED):
-            raise ValueError(
-                f"label_smoothing has no effect on {names}; it is for {', '.join(SMOOTHED)}"
-            )
+        check_dpo_options(self)
 
 
 @dataclass
@@ -378,6 +357,40 @@ def sft_loss(
         per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p
     num_tokens = mask.sum().clamp(min=1) if counts is None else counts.tokens
     return (per_token_loss * mask).sum() / num_tokens
+
+
+def check_dpo_options(options: DPOLoss, prefix: str = ""):
+    """Refuse options of dpo_loss that do not fit together (ValueError).
+
+    Args:
+        prefix: the section in a recipe, with its dot, in front of the names in messages.
+    """
+    names = options.loss_type
+    weights = options.loss_weights
+    divergence = options.f_divergence_type
+    if not names or (weights is not None and len(names) != len(weights)):
+        raise ValueError(f"{prefix}loss_type is {names}, loss_weights {weights}: give one for each")
+    _check_known(f"{prefix}f_divergence_type", divergence, get_args(Divergence))
+    for name in names:
+        _check_known(f"{prefix}loss_type", name, DPO_LOSSES)
+        if divergence != "reverse_kl" and name not in F_LOSSES:
+            raise ValueError(
+                f"{prefix}loss_type {name} is made for reverse_kl; {divergence}: {', '.join(F_LOSSES)}"
+            )
+        if options.use_weighting and name in ("aot", "aot_unpaired"):
+            raise ValueError(
+                f"{prefix}loss_type {name} sorts the pairs: use_weighting has no meaning"
+            )
+    if "exo_pair" in names and not options.label_smoothing:
+        raise ValueError(f"{prefix}loss_type exo_pair takes log(label_smoothing): give one over 0")
+    if not 0 <= options.label_smoothing < 0.5:
+        raise ValueError(
+            f"{prefix}label_smoothing is {options.label_smoothing}, it must be in [0, 0.5)"
+        )
+    if options.label_smoothing and not set(names) & set(SMOOTHED):
+        raise ValueError(
+            f"{prefix}label_smoothing has no effect on {names}; it is for {', '.join(SMOOTHED)}"
+        )
 
 
 def _check_known(name: str, value: str, known_names):

@@ -9,15 +9,15 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import FilePath, require
+from minivlmrl.config.options import LoRAOptions
+from minivlmrl.config.parsing import require
+from minivlmrl.config.types import Part
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.model.families.experts import ROUTED, StackedExperts
 from minivlmrl.model.nf4 import NF4Linear
@@ -28,36 +28,20 @@ PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the 
     "vision": "visual.",
     "language": "model.",
 }
-Part = Literal["vision", "merger", "language", "embeddings"]
 
 
-@dataclass
-class LoRAConfig:
-    """Which layers get an adapter (LoRA), and its size; all weights of the base are frozen then."""
-
-    # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
-    path: FilePath | None = None
-    r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
-    alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
-    # share of the inputs of A that is 0 in training, see dropout
-    dropout: Annotated[float, "[0, 1)"] = 0.0
-    # also vision, merger, experts (with their routers), or a regex of layers' names
-    target: list[str] = field(default_factory=lambda: ["language"])
-    # frozen weights of the decoder, and of what else has adapters, in 4 bits a value (QLoRA)
-    quantize: Literal["nf4"] | None = None
-
-    def place(self, model: nn.Module):
-        """Freeze a model and exchange all layers that this names; draw_adapters follows."""
-        model.requires_grad_(not self.r)
-        if not self.r:
-            return
-        layer_names = []
-        for target in self.target:
-            layer_names += target_layers(model, target)
-        for name in dict.fromkeys(layer_names):  # each once
-            wrap(model, name, self.r, self.alpha / self.r)
-        if self.quantize:
-            quantize_base(model)
+def inject_adapters(model: nn.Module, options: LoRAOptions):
+    """Freeze a model and exchange all layers that the options name; draw_adapters follows."""
+    model.requires_grad_(not options.r)
+    if not options.r:
+        return
+    layer_names = []
+    for target in options.target:
+        layer_names += target_layers(model, target)
+    for name in dict.fromkeys(layer_names):  # each once
+        wrap(model, name, options.r, options.alpha / options.r)
+    if options.quantize:
+        quantize_base(model)
 
 
 class LoRALinear(nn.Module):

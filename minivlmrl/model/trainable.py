@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 
 from torch import nn
 
-from minivlmrl.model.lora import Part, adapters, base_weights, is_adapter, part_of
+from minivlmrl.config.types import Part
+from minivlmrl.model.lora import adapters, base_weights, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: list[Part]):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from minivlmrl.distributed.fsdp import copy_model, is_sharded, recompute_blocks,
 from minivlmrl.files import save_tensors
 from minivlmrl.model.checkpoint import PATCHES, load_model, load_processor, read_tensors, save_model
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.lora import adapters, draw_adapters, full
+from minivlmrl.model.lora import adapters, draw_adapters, full, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.peft import load_adapter
 from minivlmrl.model.trainable import select_trained
@@ -112,7 +113,9 @@ def load_critic(
     """
     sharding = getattr(policy, "sharding", None)
     dtype = policy.lm_head.weight.dtype
-    critic = load_value_model(folder, dtype, device, sharding, run.adapter.place)
+    critic = load_value_model(
+        folder, dtype, device, sharding, partial(inject_adapters, options=run.adapter)
+    )
     if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
         raise ValueError(
             f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "

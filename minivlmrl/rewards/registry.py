@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, compress
 
 from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import did_you_mean, naming
 from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.tokenize_completions import text_of
@@ -182,6 +183,18 @@ def get_reward(name: str) -> Reward:
         if not inspect.getfullargspec(function).varkw:
             raise ValueError("end its arguments with **columns")
         return Reward(name, function)
+
+
+@lru_cache(maxsize=8)
+def training_rewards(run: RunConfig) -> list[Reward]:
+    """Find the functions of a recipe's `rewards`, once for the whole run."""
+    return [get_reward(name) for name in run.rewards]
+
+
+@lru_cache(maxsize=8)
+def held_out_rewards(run: RunConfig) -> list[Reward]:
+    """Find the functions of a recipe's `data.eval_rewards`, once for the whole run."""
+    return [get_reward(name) for name in run.data.eval_rewards]
 
 
 def columns_of(rewards: Iterable[Reward]) -> list[str]:

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.loading import RunConfig, flat
+from minivlmrl.config.loading import flat
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
 from minivlmrl.data.download import find_split
 from minivlmrl.distributed.fsdp import reshard

@@ -13,7 +13,7 @@ from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import RunSampler
-from minivlmrl.rewards.registry import columns_of, recipe_columns
+from minivlmrl.rewards.registry import columns_of, held_out_rewards, recipe_columns
 from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import pieces
@@ -29,7 +29,7 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     both of each further reward, and the first over rows marked unseen. With data.eval_blind also
     grey and swapped, sampled with grey pictures and with those of the next row.
     """
-    rewards = config.held_out_rewards
+    rewards = held_out_rewards(config)
     # of the recipe's options only where answers end, so that runs stay comparable
     sampling = replace(config.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]

@@ -9,7 +9,8 @@ torchrun train.py --help [SECTION]             # every option with its default
 import math
 from collections.abc import Callable
 
-from minivlmrl.config.loading import RunConfig, load_config, recipes_folder
+from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.diagnostics.memory import check_memory
 from minivlmrl.distributed import process_group

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.files import ASKED, read_json
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.lora import draw_adapters
+from minivlmrl.model.lora import draw_adapters, inject_adapters
 from minivlmrl.model.peft import begin_with
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.tasks.registry import get_task
@@ -41,11 +42,17 @@ def build_model(
         sharding = Sharding(config.sharding, world, dtype, recompute, compute_dtype)
     if section.path:
         processor = load_processor(section.path, *pixel_bounds)
-        model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
+        model = load_model(
+            section.path,
+            dtype,
+            world.device,
+            sharding,
+            partial(inject_adapters, options=config.adapter),
+        )
     else:
         tokenizer = make_tokenizer(config, datasets)
         model, processor = random_model(section.config, tokenizer, config.seed, *pixel_bounds)
-        config.adapter.place(model.to(world.device, dtype))
+        inject_adapters(model.to(world.device, dtype), config.adapter)
         if sharding is not None:
             sharding.shard(model)
     draw_adapters(model, config.seed)

@@ -2,32 +2,19 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.config.import_utils import find_named, recipes_folder, with_options
-from minivlmrl.config.parsing import Code, naming, require
+from minivlmrl.config.options import OptimizerOptions, TrainingOptions
+from minivlmrl.config.parsing import naming, require
 from minivlmrl.distributed.fsdp import is_sharded, reshard
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.lora import full
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.rewards.registry import guarded
-from minivlmrl.trainers.base import TrainingConfig
-
-
-@dataclass
-class OptimizerSection:
-    """What all stages share of an optimizer; learning rate and adam_beta2 are each stage's own."""
-
-    # AdamW with moments of the weights' dtype or of 8 bits a value; a file's is called as they are,
-    # (parameters, learning rate, betas=, weight_decay=), and keeps all in tensors of its `state`
-    name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
-    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # for all weights
-    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # scale gradients to this norm
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
@@ -39,7 +26,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": f"{recipes_folder()}/adamw8bit.py:Ad
 
 
 def build_optimizer(
-    model: nn.Module, config: TrainingConfig, section: OptimizerSection
+    model: nn.Module, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
     """Make the optimizer of all parameters that require gradients (ValueError: it cannot be made)."""
     reshard(model)  # gathered weights are other parameters, and none to train
@@ -47,7 +34,7 @@ def build_optimizer(
 
 
 def make_optimizer(
-    parameters: list, config: TrainingConfig, section: OptimizerSection
+    parameters: list, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
     """Make an optimizer of these parameters (ValueError: it cannot be made)."""
     with naming(f"optimizer.name {section.name}"):
@@ -73,10 +60,10 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     optimizer.zero_grad()
 
 
-def check_optimizer(section: OptimizerSection):
+def check_optimizer(section: OptimizerOptions):
     """Refuse a user's optimizer (ValueError) that fails in a step, or that no state can hold."""
     weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer([weight], TrainingConfig(), section)
+    optimizer = make_optimizer([weight], TrainingOptions(), section)
     with naming(f"optimizer.name {section.name}"):
         guarded("its step", begin_state, optimizer, [weight])
         for group in optimizer.param_groups:
@@ -93,7 +80,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     return full(norm).item()
 
 
-def learning_rate(step: int, config: TrainingConfig) -> float:
+def learning_rate(step: int, config: TrainingOptions) -> float:
     """Rise over warmup_steps, one step ahead of TRL, then fall to min_lr_ratio at max_steps.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6, linear: 0.5, 1, 1, 0.75, 0.5, 0.25.

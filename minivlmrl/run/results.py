@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from time import monotonic as clock
 
-from minivlmrl.config.loading import RunConfig, to_yaml
+from minivlmrl.config.loading import to_yaml
+from minivlmrl.config.options import RunConfig
 from minivlmrl.diagnostics.report import write_page
 from minivlmrl.files import write_json
 from minivlmrl.model.checkpoint import save_model

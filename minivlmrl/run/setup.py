@@ -18,7 +18,7 @@ from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.trainable import table
-from minivlmrl.rewards.registry import columns_of
+from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
 from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.model import build_model
@@ -37,8 +37,8 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
-    reward_columns = columns_of(config.training_rewards)
-    eval_columns = columns_of(config.held_out_rewards)
+    reward_columns = columns_of(training_rewards(config))
+    eval_columns = columns_of(held_out_rewards(config))
     datasets = load_datasets(config, needs, reward_columns, eval_columns)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
@@ -67,10 +67,10 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
     """
     for stage, rows in datasets.items():
         if stage == "eval":
-            rewards = config.held_out_rewards
+            rewards = held_out_rewards(config)
             no_columns = dict.fromkeys(columns_of(rewards))  # a row without one is not judged
         elif needs[stage] == "prompts":
-            rewards = config.training_rewards
+            rewards = training_rewards(config)
             no_columns = {}
         else:
             continue

@@ -1,11 +1,10 @@
 """What the loop of train.py asks of an algorithm, and the options that all have."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 from torch import Tensor, nn
 
+from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.rows import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import save_model
@@ -17,24 +16,6 @@ from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.reference import Reference
 
 
-@dataclass
-class TrainingConfig:
-    """What every stage has: its length, its batch and its learning rate."""
-
-    max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
-    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
-    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts in one forward and backward
-    learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the rate at the end, as a share
-    warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
-    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
-    router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0  # of load_balancing_loss
-
-    # see effects.py
-    needs = (("min_lr_ratio", "lr_scheduler_type != 'constant'"),)
-
-
 class Algorithm:
     """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
 
@@ -43,7 +24,7 @@ class Algorithm:
     """
 
     stage: str  # its name, and that of its section in a recipe
-    config_type = TrainingConfig  # the dataclass of that section
+    config_type = TrainingOptions  # the dataclass of that section
     needs = "prompts"  # what its rows must have, see data/loader.py
     answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
     trains_policy = True  # or a model of its own, and the policy stays as it is

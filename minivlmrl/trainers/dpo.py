@@ -1,40 +1,29 @@
 """Direct preference optimization (arXiv 2305.18290); MPO, IPO and others are its loss types."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minivlmrl.config.options import DPOOptions
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.files import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
-from minivlmrl.losses.preference import DPOLoss, answer_logps, dpo_loss
+from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.offline import AnswerBatch, PairAlgorithm, pieces
 
 # columns of a row with what the reference says of its answers: sums of log-probabilities, in nats
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-@dataclass
-class DPOConfig(DPOLoss, TrainingConfig):
-    """Preference losses on pairs."""
-
-    # score all pairs once before the first step, but for rows that bring ref_chosen_logps and
-    # ref_rejected_logps; then no reference is kept in memory
-    precompute_ref_log_probs: bool = False
-    reference_free: bool = False  # no reference: its log-probabilities are taken to be 0
-
-
 class DPO(PairAlgorithm):
     """Pairs of answers, held against the policy as the stage found it."""
 
     stage = "dpo"
-    config_type = DPOConfig
+    config_type = DPOOptions
     counted = slice(0, None, 2)  # the chosen ones: `sft` is a mean over their tokens
 
     @staticmethod

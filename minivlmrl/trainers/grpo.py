@@ -10,30 +10,19 @@ out; RLOO, DAPO's sampling and corrections are in trainers/grpo_family.py.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.generation.generate import Sampler
 from minivlmrl.losses.advantages import combine, group_advantages
-from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
+from minivlmrl.losses.grpo import Counts, grpo_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch, MicroBatch, Step, pack
 from minivlmrl.rewards.text import ask_rewards, reward_columns
-
-
-@dataclass
-class GRPOConfig(PolicyLoss):
-    """Options of GRPO: those of its loss, and how a rollout is made and used."""
-
-    num_generations: Annotated[int, ">= 2"] = 8  # G, completions of each prompt: the group
-    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
-    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # see group_advantages
-    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts in one forward and backward
 
 
 @dataclass
@@ -75,7 +64,7 @@ class GRPO:
 
     def __init__(
         self, policy: nn.Module, processor: Processor, sample: Sampler,
-        rewards: dict[Callable, float], config: GRPOConfig, world, reference=None,
+        rewards: dict[Callable, float], config: GRPOOptions, world, reference=None,
     ):  # fmt: skip
         self.policy = policy
         self.processor = processor

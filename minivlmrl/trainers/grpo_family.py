@@ -8,22 +8,20 @@ book's options both compute the same.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config.import_utils import find_named, with_options
-from minivlmrl.config.parsing import Code, naming
+from minivlmrl.config.options import GRPOOptions
+from minivlmrl.config.parsing import naming
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.losses import grpo
 from minivlmrl.losses.advantages import combine, group_advantages, group_std
 from minivlmrl.losses.grpo import Counts
 from minivlmrl.losses.grpo_variants import (
     AVERAGES,
-    CorrectionMode,
-    FamilyLoss,
-    LossType,
     policy_loss,
     rollout_importance_ratio,
     top_entropy_threshold,
@@ -31,43 +29,30 @@ from minivlmrl.losses.grpo_variants import (
 from minivlmrl.losses.ppo import leave_one_out, normalize_then_sum
 from minivlmrl.model.packing import MicroBatch, Step
 from minivlmrl.rewards.registry import guarded
-from minivlmrl.trainers.grpo import GRPOConfig, Rollout
-from minivlmrl.trainers.grpo_stage import GRPOStage, GRPOStageConfig, StageBatch
+from minivlmrl.trainers.grpo import Rollout
+from minivlmrl.trainers.grpo_stage import GRPOStage, StageBatch
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
-@dataclass
-class FamilyConfig(GRPOConfig, FamilyLoss):
-    """Options of the section `grpo`: the book's and these."""
-
-    # term and average, or a function with the signature of losses.grpo_loss
-    loss_type: LossType | Code = "dapo"
-    rollout_correction: CorrectionMode | None = None  # of the sampler's mismatch
-    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)  # of that ratio
-    mask_truncated_completions: bool = False  # completions that were cut teach nothing
-    soft_punish_cache: Annotated[int, ">= 0"] = 0  # last tokens over which rewards fall
-    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: sample equal groups again
-    multi_objective_aggregation: Aggregation = "sum_then_normalize"  # or GDPO
+BEYOND = (
+    *("top_entropy_quantile", "entropy_coef", "rollout_correction", "rollout_correction_bounds"),
+    *("mask_truncated_completions", "soft_punish_cache", "max_num_gen_batches"),
+    "multi_objective_aggregation",
+)
 
 
-@dataclass
-class GRPOSection(FamilyConfig, GRPOStageConfig):
-    """GRPO and its family."""
-
-
-def needs_family(config: FamilyConfig) -> bool:
+def needs_family(config: GRPOOptions) -> bool:
     """Say whether a recipe asks for something that the book's GRPO does not have."""
-    defaults = vars(FamilyConfig())
-    more = defaults.keys() - vars(GRPOConfig()).keys()
+    defaults = vars(GRPOOptions())
     return (
         config.loss_type not in grpo.AVERAGES
         or config.importance_sampling_level == "sequence_token"
-        or any(getattr(config, name) != defaults[name] for name in more)
+        or any(getattr(config, name) != defaults[name] for name in BEYOND)
     )
 
 
-def find_loss(config: FamilyConfig) -> Callable:
+def find_loss(config: GRPOOptions) -> Callable:
     """Find the loss of a recipe: policy_loss, or the user's (ValueError: there is none)."""
     with naming(f"grpo.loss_type {config.loss_type}"):
         return with_options(
@@ -75,7 +60,7 @@ def find_loss(config: FamilyConfig) -> Callable:
         )
 
 
-def try_loss(loss: Callable, config: FamilyConfig):
+def try_loss(loss: Callable, config: GRPOOptions):
     """Ask a user's loss about one completion of two tokens (it raises what it raises later)."""
     logps = torch.zeros(1, 2, requires_grad=True)
     value, metrics = loss(
@@ -119,9 +104,9 @@ class Group:
 
 
 class Family(GRPOStage):
-    """GRPO with every option of FamilyConfig."""
+    """GRPO with every option of GRPOOptions."""
 
-    config_type = GRPOSection
+    config_type = GRPOOptions
     batch_type = FamilyBatch
 
     @classmethod

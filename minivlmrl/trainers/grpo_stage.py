@@ -7,21 +7,17 @@ from torch import Tensor
 
 from minivlmrl.agents.environment import check_reward
 from minivlmrl.agents.trajectories import build_sampler, has_windows, pack_turns, packed_length
-from minivlmrl.distributed.micro_batching import PiecesConfig, pieces
+from minivlmrl.config.options import GRPOOptions
+from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.model.families.routes import join_routes, routes_of
 from minivlmrl.model.packing import MicroBatch
 from minivlmrl.model.trainable import trained_parameters
-from minivlmrl.rewards.registry import RewardLog, recipe_columns
-from minivlmrl.trainers.base import Algorithm, TrainingConfig
-from minivlmrl.trainers.grpo import GRPO, GRPOConfig, Rollout
+from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
+from minivlmrl.trainers.base import Algorithm
+from minivlmrl.trainers.grpo import GRPO, Rollout
 from minivlmrl.trainers.reward_model import FOLDER, RewardModelScores, check_reward_model
-
-
-@dataclass
-class GRPOStageConfig(GRPOConfig, PiecesConfig, TrainingConfig):
-    """GRPO with the options that the book has."""
 
 
 @dataclass
@@ -33,7 +29,7 @@ class GRPOStage(Algorithm, GRPO):
     """GRPO with the options that the book has; `Family` and PPO are made of it."""
 
     stage = "grpo"
-    config_type = GRPOStageConfig
+    config_type = GRPOOptions
     batch_type = StageBatch
     compares_groups = True  # it logs how much the rewards of a group differ
     pack = staticmethod(pack_turns)
@@ -71,7 +67,7 @@ class GRPOStage(Algorithm, GRPO):
         )
         self.reward_log = RewardLog(steps_done, self.config.max_steps)
         rewards = {}
-        for reward in run.training_rewards:
+        for reward in training_rewards(run):
             rewards[reward.on(world, self.reward_log)] = run.rewards[reward.name]
         GRPO.__init__(self, model, processor, sample, rewards, self.config, world, self.reference)
         self.steps_per_rollout = self.config.steps_per_generation

@@ -7,16 +7,14 @@ the policy's own backbone, or a model of its own. Left out: adaptive KL, entropy
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import FilePath
+from minivlmrl.config.options import PPOOptions
 from minivlmrl.distributed.fsdp import copy_model
-from minivlmrl.distributed.micro_batching import PiecesConfig
 from minivlmrl.losses.advantages import combine
-from minivlmrl.losses.ppo import PPOLoss, gae, ppo_loss, token_rewards, whiten
+from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.value_head import (
     ValueModel,
@@ -25,33 +23,9 @@ from minivlmrl.model.value_head import (
     save_value_model,
     value_head,
 )
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.grpo import Rollout
 from minivlmrl.trainers.grpo_family import train_on
 from minivlmrl.trainers.grpo_stage import GRPOStage, StageBatch
-
-
-@dataclass
-class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
-    """PPO with a critic."""
-
-    num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
-    num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
-    num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    critic: Literal["shared", "separate"] = "shared"  # a head on the policy, or a model of its own
-    # what a separate critic begins as: a critic's or reward model's folder; None: the policy
-    critic_path: FilePath | None = None
-    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of a token's KL; 0: no reference model
-    kl_estimator: Literal["k1", "k3"] = "k1"  # of that KL, see token_rewards
-    # taken from the score of a completion without an end token, as TRL's; None: nothing
-    missing_eos_penalty: float | None = None
-    gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
-    lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
-
-    # what GRPO calls these options
-    steps_per_generation = property(lambda self: self.num_mini_batches)
-    num_iterations = property(lambda self: self.num_ppo_epochs)
-    beta = property(lambda self: self.kl_coef)
 
 
 @dataclass
@@ -64,7 +38,7 @@ class PPO(GRPOStage):
     """Rollouts as in GRPO; advantages of single tokens, by a critic."""
 
     stage = "ppo"
-    config_type = PPOConfig
+    config_type = PPOOptions
     batch_type = PPOBatch
     compares_groups = False
 

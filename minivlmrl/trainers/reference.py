@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import FilePath, require
+from minivlmrl.config.options import ReferenceOptions
+from minivlmrl.config.parsing import require
 from minivlmrl.data.rows import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.fsdp import copy_model, reshard
@@ -30,27 +29,6 @@ ALIKE = [
 ]
 
 
-@dataclass
-class ReferenceConfig:
-    """The model that stages hold the policy near."""
-
-    # a Hugging Face folder or the id of a repository; None: the policy as the stage found it
-    path: FilePath | None = None
-    sync_ref_model: bool = False  # move the reference towards the policy on the way (TR-DPO)
-    # reference = (1 - alpha) reference + alpha policy ...
-    ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6
-    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every so many optimizer steps
-    # all parameters before this layer are frozen and shared by both models; None: nothing is
-    num_shared_layers: Annotated[int, ">= 0"] | None = None
-    pattern: str = "model.layers.{layer}"  # what names of parameters of that layer contain
-
-    def __post_init__(self):
-        if self.path is not None and self.num_shared_layers is not None:
-            raise ValueError(
-                "num_shared_layers: a model of path shares none; leave one of them out"
-            )
-
-
 class Reference:
     """The policy or its trained parameters, copied, or a model of a folder; without gradients.
 
@@ -59,7 +37,7 @@ class Reference:
     Source: TRL 1.16's create_reference_model and SyncRefModelCallback.
     """
 
-    def __init__(self, policy: nn.Module, config: ReferenceConfig, processor: Processor, world):
+    def __init__(self, policy: nn.Module, config: ReferenceOptions, processor: Processor, world):
         self.policy = policy
         self.config = config
         freeze_shared(policy, config)
@@ -115,7 +93,7 @@ def computing(model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
         reshard(changed)
 
 
-def freeze_shared(policy: nn.Module, config: ReferenceConfig):
+def freeze_shared(policy: nn.Module, config: ReferenceOptions):
     """Freeze what the reference shares: all before layer num_shared_layers (ValueError: all is)."""
     if config.num_shared_layers is None:
         return

@@ -4,17 +4,16 @@ It is also the reward `reward_model` of later stages, and of other runs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import FilePath
+from minivlmrl.config.options import RewardModelOptions
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.data.tokenize_completions import encode_completion
 from minivlmrl.distributed.fsdp import copy_model, reshard
-from minivlmrl.losses.preference import RewardLoss, reward_loss
+from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.value_head import (
     ValueModel,
@@ -24,25 +23,17 @@ from minivlmrl.model.value_head import (
     pack_to_end,
     save_value_model,
 )
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.offline import AnswerBatch, PairAlgorithm
 
 FOLDER = "reward_model"  # also the name of the stage and of its reward
 BATCH_SIZE = 16  # prompts that are scored together
 
 
-@dataclass
-class RewardModelConfig(RewardLoss, TrainingConfig):
-    """The reward model."""
-
-    path: FilePath | None = None  # whose scores the reward gives; None: of the one trained here
-
-
 class RewardModel(PairAlgorithm):
     """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
 
     stage = "reward_model"
-    config_type = RewardModelConfig
+    config_type = RewardModelOptions
     trains_policy = False
 
     def __init__(self, *args):

@@ -1,32 +1,23 @@
 """Supervised fine-tuning: raise the log-probability of demonstrations (InstructGPT, step 1)."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from minivlmrl.config.options import SFTOptions
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.preference import SFTType, sft_loss
+from minivlmrl.losses.preference import sft_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import MicroBatch
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.offline import AnswerAlgorithm
-
-
-@dataclass
-class SFTConfig(TrainingConfig):
-    """Supervised fine-tuning."""
-
-    loss_type: SFTType = "nll"  # or "dft", see sft_loss
 
 
 class SFT(AnswerAlgorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
 
     stage = "sft"
-    config_type = SFTConfig
+    config_type = SFTOptions
     needs = "demonstrations"
     batch_type = MicroBatch
 

@@ -20,6 +20,7 @@ from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import with_tools
 from minivlmrl.agents.tool_sampler import ToolSampler
 from minivlmrl.agents.trajectories import build_sampler
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Completion, Processor, Row
@@ -28,7 +29,6 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation import cuda_graphs, generate
 from minivlmrl.generation import sampler as sample
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
@@ -313,7 +313,9 @@ def test_what_an_environment_cannot_have(monkeypatch):
     }
     for error, reset in resets.items():
         monkeypatch.setattr(Eye, "reset", reset)
-        with pytest.raises(ValueError, match=f"^row -1: sampling.environment tests.agents.test_tool_sampler:Eye: {error}"):
+        with pytest.raises(
+            ValueError, match=f"^row -1: sampling.environment tests.agents.test_tool_sampler:Eye: {error}"
+        ):
             play(monkeypatch, "a")
 
 

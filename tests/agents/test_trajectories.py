@@ -21,13 +21,13 @@ from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import earned
 from minivlmrl.agents.trajectories import build_sampler, has_windows, pack_turns, packed_length
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor, Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.generation import generate
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
 from minivlmrl.losses.ppo import leave_one_out
 from minivlmrl.model.attention import visible
@@ -402,7 +402,11 @@ document.title = JSON.stringify(RUNS.map((run) => ({
 @pytest.mark.slow
 def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
     """In a browser: what each token sees, and which tokens are a row, whose turns lie apart."""
-    options = ["--stages=[grpo]", "--sampling.environment=test_trajectories:Shown", "--rewards={environment: 1}"]
+    options = [
+        "--stages=[grpo]",
+        "--sampling.environment=tests.agents.test_trajectories:Shown",
+        "--rewards={environment: 1}",
+    ]
     config = load_config(home / "recipe.yaml", [*options, f"--output_dir={tmp_path / 'none'}"])
     film = Film([], "grpo", 1)
     algorithm, optimizer, step, _ = go_to(config, "grpo", 1, film)
@@ -429,7 +433,11 @@ def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):
     """metrics.jsonl and completions.jsonl; held-out rows are asked turn by turn too, and replay scores turns."""
-    options = ["--stages=[grpo]", "--sampling.environment=test_trajectories:Shown", "--rewards={environment: 1}"]
+    options = [
+        "--stages=[grpo]",
+        "--sampling.environment=tests.agents.test_trajectories:Shown",
+        "--rewards={environment: 1}",
+    ]
     folder = run(*options, "--data.eval_rewards=[environment]", "--log_completions=1", "--grpo.max_steps=2")
     for line in metrics(folder):
         assert 1 < line["mean_turns"] <= 3 and line["rollout/logp_mismatch"] < 1e-4

@@ -16,12 +16,12 @@ from links import ROOT
 from minivlmrl.__main__ import main as start
 from minivlmrl.agents import tool_sampler
 from minivlmrl.commands import chat as command
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.image import load_image
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.data.video import Video
 from minivlmrl.generation import sampler
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.generation.sampler import RunSampler
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_model
 

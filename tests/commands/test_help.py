@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from minivlmrl.commands import help as page
-from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
 
 
 def test_every_option_is_listed_once_and_has_a_sentence(capsys):

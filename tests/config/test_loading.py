@@ -10,9 +10,9 @@ import pytest
 import yaml
 from links import ROOT
 
-from minivlmrl.config.loading import GRPOSection, RunConfig, load_config, to_yaml
+from minivlmrl.config.loading import load_config, to_yaml
+from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
 from minivlmrl.diagnostics.replay import run_config
-from minivlmrl.trainers.sft import SFTConfig
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -33,7 +33,7 @@ def recipe(write):
 
 def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     """The last of two counts."""
-    assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOSection(num_generations=4))
+    assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOOptions(num_generations=4))
     config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
     for content in ("", "# nothing\n", "{}"):
@@ -190,7 +190,7 @@ def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypa
     )
     recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
     named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
-    assert load_config(recipe, named, named).mine == load_config(recipe).mine == SFTConfig(1)
+    assert load_config(recipe, named, named).mine == load_config(recipe).mine == SFTOptions(1)
     with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it"):
         load_config(recipe, named[:1], named[:1])
     numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
@@ -203,11 +203,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from minivlmrl.trainers.sft import SFT, SFTConfig
+from minivlmrl.trainers.sft import SFT, SFTOptions
 
 
 @dataclass
-class AgainConfig(SFTConfig):
+class AgainConfig(SFTOptions):
     \"\"\"SFT once more.\"\"\"
 
     share: Annotated[float, "[0, 1]"] = 0.5  # of nothing

@@ -6,14 +6,14 @@ import json
 import re
 import shutil
 import typing
-from pathlib import Path
 
 import PIL.Image
 import pytest
 from links import ROOT
 from runs import LETTERS, STAGE, leave_out
 
-from minivlmrl.config.loading import RunConfig, as_overrides, load_config
+from minivlmrl.config.loading import as_overrides, load_config
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.loader import load_datasets
@@ -201,7 +201,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "num_threads": "run/test_loop.py: test_num_threads",
     "resume": "run/test_checkpoints.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
-    "page_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",
+    "page_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",  # noqa: E501
     "timeout": "run/test_checkpoints.py: test_timeout_is_how_long_a_rank_waits_for_another",
     "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
@@ -211,7 +211,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
     "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
     "sharding.enabled": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
-    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",
+    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",  # noqa: E501
     "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
     "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_draw_the_same",
     "sampling.max_tokens_at_once": "generation/test_sampler.py: test_keys_alone_decide",
@@ -221,7 +221,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "sampling.engine": "generation/test_vllm.py: test_a_run_is_the_own_samplers_run",
     "sampling.vllm": "generation/test_vllm.py: test_what_it_cannot_do_is_refused",
     "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_are_the_references",
-    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",
+    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",  # noqa: E501
     "ppo.critic_path": "trainers/test_ppo.py: test_a_saved_critic_is_where_another_run_begins",
     "reference.path": "trainers/test_reference.py: test_a_reference_of_a_folder_scores_as_transformers_does",
     "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import pytest
 
 from minivlmrl.config import parsing
-from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build, naming, parse_yaml, read_value, require, shortened
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from minivlmrl.config.loading import RunConfig, as_overrides, load_config, recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.options import RunConfig, SFTOptions
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.config.validation import NEEDS, check_effects
 from minivlmrl.diagnostics.check import main as check_main
 from minivlmrl.run import loop
 from minivlmrl.trainers.registry import find_algorithm
-from minivlmrl.trainers.sft import SFTConfig
 
 TWICE = {"grpo.num_iterations": 2}
 OWN_LOSS = {"grpo.loss_type": "policy_by_hand:reinforce"}
@@ -150,13 +150,13 @@ def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
 
 
 @dataclass
-class Halved(SFTConfig):
+class Halved(SFTOptions):
     """Options that a stage of a file may have."""
 
     half: float = 0.0
     quarter: float = 0.0
 
-    needs = (*SFTConfig.needs, ("quarter", "half > 0"))
+    needs = (*SFTOptions.needs, ("quarter", "half > 0"))
 
 
 def test_a_section_may_have_rows_of_its_own():

@@ -10,11 +10,11 @@ import pytest
 import torch
 from talk import IMAGE_PART, user
 
-from minivlmrl.config.loading import RunConfig
+from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data import loader as batches_file
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.loader import Batches, DataSection, check_shares, shuffled
+from minivlmrl.data.loader import Batches, check_shares, shuffled
 from minivlmrl.data.rows import Processor, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
@@ -35,24 +35,24 @@ def load_datasets(data, stages, seed, *columns):
 
 def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
-    assert set(load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
-    data = DataSection(train_file=file, eval_file=file, eval_rows=1)
+    assert set(load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    data = DataOptions(train_file=file, eval_file=file, eval_rows=1)
     datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
     assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
     assert set(load_datasets(replace(data, eval_rows=0), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
-        load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
+        load_datasets(DataOptions(train_file=file), {"sft": "demonstrations"}, 0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
-        load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
+        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
 
 
 def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: download it, or a run sees"):
-        load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0)
+        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0)
 
 
-@pytest.mark.parametrize("data", [DataSection(), DataSection(task="shapes", train_file="rows.jsonl")])
+@pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])
 def test_either_a_task_or_a_file(data):
     with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
@@ -74,7 +74,7 @@ class Numbered:
 def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, **data):
     algorithm = SimpleNamespace(
         config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
-        run=SimpleNamespace(seed=seed, data=DataSection(**data)), world=World(rank, ranks, torch.device("cpu")),
+        run=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR,
     )  # fmt: skip
     return Batches(rows or Numbered(), algorithm)

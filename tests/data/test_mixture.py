@@ -7,9 +7,9 @@ import pytest
 import yaml
 from runs import write_lines
 
-from minivlmrl.config.loading import RunConfig
-from minivlmrl.data.loader import DataSection, load_datasets
-from minivlmrl.data.mixture import FileSection, mix, read_mix, sample
+from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
+from minivlmrl.data.loader import load_datasets
+from minivlmrl.data.mixture import mix, read_mix, sample
 
 STRATEGIES = {  # what VLM-R1's loader takes of the rows 0 to 6
     **{name: [0, 1, 2, 3, 4, 5, 6] for name in ("all", "first:9", "end:9")},
@@ -33,7 +33,7 @@ def test_other_strategies_are_named(strategy):
 
 @pytest.mark.parametrize(("weight", "rows"), [(1, "abcd"), (2, "aabbccdd"), (0.5, "ac"), (1.5, "abcdac")])
 def test_a_weight_says_how_often_a_pass_has_a_row(weight, rows):
-    mixed = mix(["abcd", "xy"], [FileSection("1", weight), FileSection("2")])
+    mixed = mix(["abcd", "xy"], [FileOptions("1", weight), FileOptions("2")])
     assert "".join(mixed) == rows + "xy"
 
 
@@ -51,7 +51,7 @@ def files(tmp_path):
 
 def load(stages=None, stage_files=(), **data):
     own = {stage: str(file) for stage, file in dict(stage_files).items()}
-    run = RunConfig(data=DataSection(files=own, **data), rewards={"accuracy": 1.0, "format": 0.5})
+    run = RunConfig(data=DataOptions(files=own, **data), rewards={"accuracy": 1.0, "format": 0.5})
     return load_datasets(run, stages or {"grpo": "prompts"}, ["solution"])
 
 
@@ -60,19 +60,19 @@ def problems(rows):
 
 
 def test_files_have_weights_image_roots_and_rewards(files):
-    b = FileSection(str(files / "b.jsonl"), 2.0, "end:1", str(files / "elsewhere"), ["format"])
-    rows = load(train=[FileSection(str(files / "a.jsonl")), b])["grpo"]
+    b = FileOptions(str(files / "b.jsonl"), 2.0, "end:1", str(files / "elsewhere"), ["format"])
+    rows = load(train=[FileOptions(str(files / "a.jsonl")), b])["grpo"]
     assert problems(rows) == ["a0", "a1", "a2", "a3", "b1", "b1"]
     assert [row.columns.get("row_rewards") for row in rows][3:5] == [None, ["format"]]
     assert rows[4].images[0].size == (8, 8)
     with pytest.raises(ValueError, match=r"b\.jsonl: the recipe has no reward 'iou'; there are: accuracy, format"):
-        load(train=[FileSection(str(files / "b.jsonl"), rewards=["iou"])])
+        load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
     with pytest.raises(ValueError, match=r"b\.jsonl: 2 file\(s\) that its rows name are not in .*\(data\.image_root\)"):
-        load(train=[FileSection(str(files / "b.jsonl"), rewards=["format"])])
+        load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])
 
 
 def test_a_file_has_a_prompt_template_of_its_own(files):
-    sections = [FileSection(str(files / "a.jsonl"), prompt_template="{problem}?"), FileSection(str(files / "a.jsonl"))]
+    sections = [FileOptions(str(files / "a.jsonl"), prompt_template="{problem}?"), FileOptions(str(files / "a.jsonl"))]
     rows = load(train=sections, prompt_template="Say: {problem}")["grpo"]
     assert [rows[i].messages[-1]["content"][-1]["text"] for i in (0, 4)] == ["a0?", "Say: a0"]
 

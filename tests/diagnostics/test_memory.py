@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.config.loading import RunConfig, load_config
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
 from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, Work, plan
-from minivlmrl.distributed.fsdp import ShardingSection, copy_model, recompute_blocks
+from minivlmrl.distributed.fsdp import copy_model, recompute_blocks
 from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import read_json
-from minivlmrl.generation.filters import Filters, SamplingOptions
+from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import draw_by, make_choose
 from minivlmrl.model.checkpoint import initialize, load_model
 from minivlmrl.model.config import ModelConfig
@@ -25,7 +26,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import dropout
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run import loop
-from minivlmrl.run.optimizer import OptimizerSection, build_optimizer
+from minivlmrl.run.optimizer import build_optimizer
 
 import tiny
 from tiny import pack
@@ -129,7 +130,7 @@ def test_what_an_option_saves():
     """By hand, at 1000 parameters a layer or so: what is cut into shards, and what is not there at all."""
     costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
-    run = run_config(sharding=ShardingSection(enabled=True))
+    run = run_config(sharding=ShardingOptions(enabled=True))
     shared = plan(run, "grpo", costs, 4, *lengths)["train"]
     for name in ("weights", "optimizer", "gradients"):
         assert shared[name] == alone[name] / 4
@@ -139,7 +140,7 @@ def test_what_an_option_saves():
     assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == alone["weights"]
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # a second copy, in its dtype
     assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
-    run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
+    run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 
 
@@ -190,7 +191,7 @@ def test_an_optimizer_of_a_file_is_planned_with_what_it_keeps(tmp_path, moments)
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
     )
-    run = run_config(optimizer=OptimizerSection(f"{file}:sgd(momentum=0.{9 * moments})"))
+    run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
     phases = plan(run, "grpo", Costs(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 

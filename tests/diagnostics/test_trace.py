@@ -72,7 +72,9 @@ def test_a_film_changes_no_byte_of_the_step(stage, film):
     page, _, _, filmed, theirs = film(stage, True)
     assert filmed == metrics and all(map(torch.equal, weights, theirs))
     order = [call[0] for call in page.calls]
-    assert order[0] == "run/loop" and (stage == "ppo" or order.index("data/image") < order.index("model/decoder"))  # ppo: second pass
+    assert order[0] == "run/loop" and (
+        stage == "ppo" or order.index("data/image") < order.index("model/decoder")
+    )  # ppo: second pass
     before, norms, *_, after = page.made("norms of gradients", "optimizer_step")
     total = sum(value**2 for _, value in norms["items"]) ** 0.5
     assert before["items"] == after["items"] == [] and total == pytest.approx(metrics["grad_norm"], rel=1e-3)

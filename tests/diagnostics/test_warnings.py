@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl.config.options import LoRAOptions, RunConfig, SamplingOptions
 from minivlmrl.diagnostics.warnings import BLIND, IDLE, WINDOW, Alarms, check_mismatch, forgets, looks_away
-from minivlmrl.model.lora import LoRAConfig
-from minivlmrl.rewards.registry import get_reward
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -38,9 +37,8 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
 
 
 def alarms(temperature=1.0, model=None, state=()):
-    sampling = SimpleNamespace(temperature=temperature, top_k=0, max_new_tokens=9)
-    run = SimpleNamespace(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
-    run.training_rewards = list(map(get_reward, run.rewards))
+    sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
+    run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
     return Alarms(SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state))
@@ -184,7 +182,7 @@ def test_weights_without_a_gradient_are_named():
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound):
     """In 16 bits single tokens may: of 30,000 one is off by more than a nat now and then."""
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
-    run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0), adapter=LoRAConfig(), model=model)
+    run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0), adapter=LoRAOptions(), model=model)
     other = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"} - {metric}
     check_mismatch(run, {metric: 0.9 * bound, other.pop(): 9.0})
     check_mismatch(run, {"loss": 1.0})

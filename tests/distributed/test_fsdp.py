@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp as file
-from minivlmrl.distributed.fsdp import Sharding, ShardingSection, VisionInStep, copy_model, is_sharded, rollout_weights
+from minivlmrl.distributed.fsdp import Sharding, VisionInStep, copy_model, is_sharded, rollout_weights
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import weight_files
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, read_tensors, save_model
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import LoRAConfig
 from minivlmrl.run.model import build_model
 from minivlmrl.tasks import shapes
 from tests.model.test_lora import adapted
@@ -81,7 +81,7 @@ def together(world, sharding=None) -> dict:
     shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
     model, runs = tiny.model(dtype=torch.float64), []
     if sharding is not None:
-        section = ShardingSection(enabled=True, replicas=sharding.mesh.ndim)
+        section = ShardingOptions(enabled=True, replicas=sharding.mesh.ndim)
         Sharding(section, world, torch.float64).shard(model)
     model.visual.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
     for grids in shown[world.rank :: world.size]:
@@ -157,7 +157,7 @@ def gradients(model):
 
 
 def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, model_type="qwen2_5_vl", **options):
-    section = ShardingSection(enabled=compute_dtype is None, **options)
+    section = ShardingOptions(enabled=compute_dtype is None, **options)
     sharding = Sharding(section, ONE, dtype, recompute, compute_dtype)
     model = tiny.model(dtype=dtype, model_type=model_type)
     sharding.shard(model)
@@ -270,7 +270,7 @@ def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
     packed = batch(model.config, FILMS, torch.float64)
     with torch.no_grad():
         expected, _ = per_token_logps(model, packed)
-    Sharding(ShardingSection(enabled=True), ONE, torch.float64).shard(model)
+    Sharding(ShardingOptions(enabled=True), ONE, torch.float64).shard(model)
     with rollout_weights(model, gather_weights) as run:
         torch.testing.assert_close(per_token_logps(run, packed)[0], expected)
 
@@ -313,8 +313,8 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
 
 
 def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
-    sharding, model = Sharding(ShardingSection(enabled=True), ONE, torch.float32), tiny.model()
-    LoRAConfig(r=2, quantize="nf4").place(model)
+    sharding, model = Sharding(ShardingOptions(enabled=True), ONE, torch.float32), tiny.model()
+    LoRAOptions(r=2, quantize="nf4").place(model)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     with pytest.raises(ValueError, match=r"adapter\.quantize: torch 2\.11.* install torch 2\.13"):
         sharding.shard(model)
@@ -322,4 +322,4 @@ def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
 
 def test_ranks_must_be_a_multiple_of_the_replicas():
     with pytest.raises(ValueError, match=r"sharding\.replicas is 2, 3 ranks are no multiple of it"):
-        Sharding(ShardingSection(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
+        Sharding(ShardingOptions(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from pretend_cuda import CUDA, PretendCuda, pretend
 
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.fsdp import recompute_blocks
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import draw_by
 from minivlmrl.model.families.registry import FAMILIES
-from minivlmrl.model.lora import LoRAConfig, adapter_parameters, draw_adapters, quantize_base
+from minivlmrl.model.lora import adapter_parameters, draw_adapters, inject_adapters, quantize_base
 
 import tiny
 from draws import STOP, options, prompts, sample
@@ -73,7 +74,7 @@ def test_models_of_other_layers(change):
     kind = change if change in FAMILIES else "qwen2_5_vl"
     model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)
     if change == "4 bits":
-        LoRAConfig(r=4).place(model)
+        inject_adapters(model, LoRAOptions(r=4))
         draw_adapters(model, 0)
         for parameter in adapter_parameters(model):
             torch.nn.init.normal_(parameter.data, std=0.2)

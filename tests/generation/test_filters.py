@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import build
-from minivlmrl.generation.filters import SamplingOptions, filter_logits
+from minivlmrl.generation.filters import filter_logits
 from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.packing import pack

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
-from minivlmrl.generation.generate import Sampler, SamplingConfig, draw_by, inverse_cdf
+from minivlmrl.generation.generate import Sampler, draw_by, inverse_cdf
 from minivlmrl.model.logprobs import per_token_logps
 
 import tiny
@@ -42,7 +43,7 @@ def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setti
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="stop_token_ids has 300, the model has 300 tokens"):
-        Sampler(tiny.model(), None, SamplingConfig(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])
+        Sampler(tiny.model(), None, SamplingOptions(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])
 
 
 def recorded_less_scored(model, sampling):
@@ -78,14 +79,14 @@ def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
     seen = []
     forward = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda x, *rest: (seen.append(len(x)), forward(x, *rest))[1])
-    sample(model, rows, 8, SamplingConfig(max_new_tokens=3), (), seeded())
+    sample(model, rows, 8, SamplingOptions(max_new_tokens=3), (), seeded())
     assert seen == [sum(len(row.input_ids) for row in rows), 16, 16]
 
 
 def test_logits_that_are_not_finite_end_the_generation():
     """Also where only a later token finds them so."""
     model = tiny.model()
-    sampling = SamplingConfig(max_new_tokens=4)
+    sampling = SamplingOptions(max_new_tokens=4)
     with torch.no_grad():
         model.model.embed_tokens.weight[3:] = float("nan")
         model.model.embed_tokens.weight[290:294] = 0

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.generation.stop_strings import StopStrings, token_bytes
 
 from draws import STOP, hearing, prompts, sample, seeded, their_tokens

@@ -16,11 +16,12 @@ import vllm_stand_in
 
 from minivlmrl.config.import_utils import load_name, run_file
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor
 from minivlmrl.generation.filters import ENGINES
 from minivlmrl.generation.sampler import RunSampler, find_engine
-from minivlmrl.model.lora import LoRAConfig, adapters, draw_adapters, set_parameters
+from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, set_parameters
 
 import tiny
 from draws import STOP, ids_of, options, prompts
@@ -49,7 +50,9 @@ def model_of(kind):
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "mrope_section": (4, 6, 6)}  # heads of 32
     model = tiny.model_of(replace(config, **sizes, max_position_embeddings=512, head_dim=config.head_dim and 32))
     if kind in ("lora", "nf4"):
-        LoRAConfig(r=2, target=["language", "vision"], quantize=kind if kind == "nf4" else None).place(model)
+        inject_adapters(
+            model, LoRAOptions(r=2, target=["language", "vision"], quantize=kind if kind == "nf4" else None)
+        )
         draw_adapters(model, 0)
         set_parameters(model, {f"{name}.lora_B": layer.lora_B + 0.005 for name, layer in adapters(model).items()})
     return model

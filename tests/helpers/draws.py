@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.generation.filters import Filters, SamplingOptions
+from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import generate, make_choose
 
 import tiny

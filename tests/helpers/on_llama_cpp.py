@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
+from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.chat_template import IMAGE, render
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.rows import Dataset
-from minivlmrl.generation.generate import Sampler, SamplingConfig
+from minivlmrl.generation.generate import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.run.loop import main as train
 from minivlmrl.tasks import shapes
@@ -176,7 +177,7 @@ def compare(folder: Path, kind: str, before=None) -> dict[str, list]:
     before(image, settings): changes a picture for both of us.
     """
     model, processor = load_model(folder / "checkpoint"), load_processor(folder / "checkpoint")
-    sampler = Sampler(model, processor, SamplingConfig(temperature=0.0, max_new_tokens=LIMIT))
+    sampler = Sampler(model, processor, SamplingOptions(temperature=0.0, max_new_tokens=LIMIT))
     other = LlamaCpp(folder / f"text-{kind}.gguf", folder / f"mmproj-{kind}.gguf")
     rows = Sized(shapes.Shapes(ROWS, "eval"), processor.image_processor.factor)
     found = {"multiples": [], "resized": []}

@@ -21,8 +21,9 @@ from talk import IMAGE_PART, text, user
 
 from minivlmrl.agents import tool_sampler
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import DataOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.loader import Batches, DataSection
+from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Processor, Row
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.fsdp import is_sharded, reshard
@@ -75,7 +76,7 @@ class Uneven:
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
     """What Batches asks of an algorithm."""
     config = SimpleNamespace(prompts_per_step=prompts_per_step)
-    run = SimpleNamespace(seed=0, data=DataSection())
+    run = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
         stage=stage, config=config, run=run, world=world, steps_per_rollout=1,
         processor=Processor(shapes.tokenizer(), ImageProcessor()),

@@ -12,7 +12,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import random_model
-from minivlmrl.model.lora import draw_adapters
+from minivlmrl.model.lora import draw_adapters, inject_adapters
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
@@ -74,7 +74,7 @@ class Stage:
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
-        config.adapter.place(self.model)
+        inject_adapters(self.model, config.adapter)
         draw_adapters(self.model, config.seed)
         self.algorithm = algorithm(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.algorithm.config, held_out, 0

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from talk import IMAGE_PART, text, user
 
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data import chat_template
 from minivlmrl.data.chat_template import Control
 from minivlmrl.data.folder_template import FILES
@@ -22,7 +23,6 @@ from minivlmrl.model import checkpoint
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.model.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
-from minivlmrl.model.lora import LoRAConfig
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -338,7 +338,7 @@ def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bi
     checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), name, copy)
     edit_weights(copy, lambda weights: weights[name][0].fill_(torch.inf))
     with pytest.raises(ValueError, match=f"tensor {name} has numbers that are not finite"):
-        load_model(copy, None, "cpu", None, LoRAConfig(r=2, quantize="nf4").place)
+        load_model(copy, None, "cpu", None, LoRAOptions(r=2, quantize="nf4").place)
 
 
 @pytest.mark.parametrize("file, content, says", [

@@ -5,14 +5,15 @@ import copy
 import pytest
 import torch
 
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import (
-    LoRAConfig,
     LoRALinear,
     ParameterCopy,
     adapter_parameters,
     adapters,
     draw_adapters,
+    inject_adapters,
     is_adapter,
 )
 
@@ -25,7 +26,7 @@ EVERYTHING = ["language", "vision", "merger"]
 def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
     """A model with adapters, whose B are not 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
-    LoRAConfig(r=r, alpha=8.0, target=list(target)).place(model)
+    inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
     draw_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
     for layer in adapters(model).values() if lively else ():

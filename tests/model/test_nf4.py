@@ -9,19 +9,12 @@ from record_bitsandbytes import SHAPE, digest, numbers, recorded
 from torch import nn
 
 from minivlmrl.__main__ import main
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.fsdp import copy_model
 from minivlmrl.model import nf4
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name
-from minivlmrl.model.lora import (
-    LoRAConfig,
-    adapters,
-    full,
-    packed_layers,
-    part_of,
-    plain_weights,
-    quantize_base,
-)  # fmt: skip
+from minivlmrl.model.lora import adapters, full, inject_adapters, packed_layers, part_of, plain_weights, quantize_base
 from minivlmrl.model.nf4 import NF4, dynamic_code, pack, unpack
 from minivlmrl.model.peft import load_adapter
 from minivlmrl.model.trainable import table
@@ -78,7 +71,7 @@ def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
     theirs, model = saved_pair(tmp_path, model_type)
     names = {hub_name(name) for name, module in theirs.named_modules() if isinstance(module, nn.Linear)}
     kept = get_keys_to_not_convert(theirs)
-    LoRAConfig(r=2, target=FEW, quantize="nf4").place(model)
+    inject_adapters(model, LoRAOptions(r=2, target=FEW, quantize="nf4"))
     packed = {name.removesuffix(".base") for name in packed_layers(model)}
     decoder = {name for name in names if name.startswith("model.") and should_convert_module(name, kept)}
     experts = {name for name in packed if ".mlp.experts." in name}  # which it does not convert; routers stay

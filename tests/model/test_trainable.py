@@ -8,10 +8,11 @@ from runs import metrics
 from safetensors.torch import load_file
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model import value_head
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import LoRAConfig, adapters, draw_adapters, is_adapter
+from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, is_adapter
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.model.trainable import part_of, select_trained
 from minivlmrl.run.model import build_model
@@ -153,8 +154,8 @@ def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
 ])  # fmt: skip
 def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):
     model = load_model(checkpoint)
-    config = LoRAConfig(r=4)
-    config.place(model)
+    config = LoRAOptions(r=4)
+    inject_adapters(model, config)
     draw_adapters(model, 0)
     gather_adapter(model)(tmp_path / "adapter")
     options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]

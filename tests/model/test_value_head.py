@@ -4,9 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor, Prompt
-from minivlmrl.distributed.fsdp import Sharding, ShardingSection, copy_model
+from minivlmrl.distributed.fsdp import Sharding, copy_model
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
@@ -70,7 +71,7 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
     prompts, completions = groups
     policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
     if way == "bfloat16 compute":
-        Sharding(ShardingSection(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
+        Sharding(ShardingOptions(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
     model = ValueModel(copy_model(policy))
     model.score.weight.fill_(1 + 2**-12)
     batch = pack(prompts, completions, policy.config)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from runs import summary
 
+from minivlmrl.config.options import DataOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.loader import DataSection
 from minivlmrl.data.rows import Processor
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_right_buttons_lead_on_and_another_one_ends_it():
 
 def test_demonstrations_are_turns_of_any_round_and_tokens_of_a_turn_do_not_grow():
     """Thoughts are right about the screen; less than half press what is next, the others red."""
-    training, held_out = TASK["TASK"].datasets(DataSection(eval_rows=8), 0)
+    training, held_out = TASK["TASK"].datasets(DataOptions(eval_rows=8), 0)
     tokenizer = TASK["tokenizer"]()
     processor = Processor(tokenizer, ImageProcessor(patch_size=7, min_pixels=14 * 14))
     counts = Counter()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import summary
 
-from minivlmrl.data.loader import DataSection
+from minivlmrl.config.options import DataOptions
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "zoom.yaml"
@@ -28,7 +28,7 @@ def test_what_is_shown_does_not_tell_the_label():
 
 
 def rows(name, part="demonstrations", count=60, module=TASK):
-    training, held_out = module[name].datasets(DataSection(eval_rows=count), 0)
+    training, held_out = module[name].datasets(DataOptions(eval_rows=count), 0)
     return [training[part][i] for i in range(count)] if part != "eval" else [held_out[i] for i in range(count)]
 
 

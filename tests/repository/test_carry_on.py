@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from minivlmrl import train
+from minivlmrl.model.lora import inject_adapters
+from minivlmrl.run import loop
 from minivlmrl.__main__ import main
-from minivlmrl.model.lora import LoRAConfig
+from minivlmrl.model.lora import LoRAOptions
 from minivlmrl.data.formats import to_columns
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.processor import RESIZE
@@ -42,7 +43,7 @@ own = ["--stages=[my_stage.py:Again, grpo]", "--grpo.loss_type=my_loss.py:reinfo
 own += ["--optimizer.name=my_opt.py:sgd(momentum=0.5)", "--sampling.engine=my_engine.py:Telling", "--num_threads=1"]
 own += ["--data.eval_rows=2", "--again.max_steps=2", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
 with contextlib.redirect_stdout(out):
-    train.main(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
+    loop.main(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
     main(["count", "run/metrics.jsonl"])
 lines = [json.loads(line) for line in open("run/metrics.jsonl")]
 found["A stage"] = [line["stage"] for line in lines] == ["again", "again", "grpo"]
@@ -69,7 +70,7 @@ has_bars = pixels[0, 0].mean(1).tolist() == [0, 1, 1, 0]
 found["An image processor"] = has_bars and load_config("shapes.yaml", ["--data.resize=padded"])
 model = load_model("run/checkpoint")
 weight = model.model.layers[0].self_attn.q_proj.weight
-LoRAConfig(r=2, quantize="nf4").place(model)
+inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))
 packed = model.model.layers[0].self_attn.q_proj.base
 found["A quantiser"] = packed.packed.dtype == torch.int8 and (packed.weight - weight).abs().max() < weight.max() / 100
 q, k, v = torch.randn(3, 1, 2, 100, 8, dtype=torch.float64)

@@ -23,6 +23,7 @@ from runs import metrics
 from docs import held_out, make_pages
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.diagnostics.trace import READING_LIST
 from minivlmrl.distributed.micro_batching import PiecesConfig
@@ -33,7 +34,6 @@ from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run import loop as train
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers.base import TrainingConfig
 from minivlmrl.trainers.registry import ALGORITHMS
 from tests.parity.families import families as make_families
 
@@ -128,7 +128,7 @@ LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients",
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
 WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*ALGORITHMS, *FILES.values()])}]"])  # every stage
 STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
-SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
+SHARED = {field.name for options in (TrainingOptions, PiecesConfig) for field in dataclasses.fields(options)}
 
 
 def choices(hint) -> set[str]:

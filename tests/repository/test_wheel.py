@@ -39,12 +39,13 @@ TOOLS = """
 import functools, glob, json, sys
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
-from minivlmrl.tools import notebook
+from minivlmrl.commands import notebook
+from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.loop import main as train
 
 model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/images/*.webp")[0]
 zoom = load_config("zoom.yaml")
-assert zoom.data.eval_rewards[1] == zoom.held_out_rewards[1].name == "recipes/zoom.py:looks", zoom.data
+assert zoom.data.eval_rewards[1] == held_out_rewards(zoom)[1].name == "recipes/zoom.py:looks", zoom.data
 assert main(["plan", *model]) == 0
 assert main(["ask", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
 assert main(["check", "localisation.yaml"]) == 0

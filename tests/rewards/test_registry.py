@@ -95,7 +95,9 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         return [{"two": 2}[text] for text in completions]
 
     rows = ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
-    expected = r"^rows.jsonl:2: reward own, for the completion 'five', raised KeyError: 'five' in .*test_registry.py:\d+$"
+    expected = (
+        r"^rows.jsonl:2: reward own, for the completion 'five', raised KeyError: 'five' in .*test_registry.py:\d+$"
+    )
     with pytest.raises(ValueError, match=expected) as caught:
         ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)

@@ -24,7 +24,7 @@ from runs import leave_out, write_lines
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.agents import tool_sampler
-from minivlmrl.config.loading import RunConfig
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import shuffled
 from minivlmrl.data.rows import Processor
 from minivlmrl.files import locked

@@ -7,11 +7,9 @@ import pytest
 import torch
 from talk import user
 
-from minivlmrl.config.loading import RunConfig
+from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.data.conversations import conversation
-from minivlmrl.data.loader import DataSection
 from minivlmrl.data.rows import Row
-from minivlmrl.generation.filters import SamplingOptions
 from minivlmrl.model.checkpoint import random_model
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
@@ -25,7 +23,7 @@ NAN = float("nan")
 
 
 def config(rewards=("accuracy", "format"), sampling=None, blind=False):
-    data = DataSection(eval_rewards=list(rewards), eval_blind=blind)
+    data = DataOptions(eval_rewards=list(rewards), eval_blind=blind)
     return RunConfig(data=data, sampling=sampling or SamplingOptions(max_new_tokens=6))
 
 

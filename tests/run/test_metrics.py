@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import LETTERS, metrics
 
-from minivlmrl.config.loading import RunConfig
+from minivlmrl.config.options import RunConfig
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
 from minivlmrl.run.checkpoints import Progress

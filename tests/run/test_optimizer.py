@@ -5,21 +5,14 @@ import re
 import pytest
 import torch
 
-from minivlmrl.run.optimizer import (
-    OptimizerSection,
-    TrainingConfig,
-    begin_state,
-    build_optimizer,
-    check_optimizer,
-    finish_gradients,
-    learning_rate,
-)
+from minivlmrl.config.options import OptimizerOptions, TrainingOptions
+from minivlmrl.run.optimizer import begin_state, build_optimizer, check_optimizer, finish_gradients, learning_rate
 
 from stages import ONE
 
 
 def schedule(**options):
-    config = TrainingConfig(max_steps=6, learning_rate=1.0, warmup_steps=2, **options)
+    config = TrainingOptions(max_steps=6, learning_rate=1.0, warmup_steps=2, **options)
     return [round(learning_rate(step, config), 4) for step in range(6)]
 
 
@@ -39,7 +32,7 @@ def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(tran
         rates.append(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
-    config = TrainingConfig(max_steps=8, learning_rate=1.0, warmup_steps=3)
+    config = TrainingOptions(max_steps=8, learning_rate=1.0, warmup_steps=3)
     ours = [learning_rate(step, config) for step in range(8)]
     assert rates[0] == 0 and ours[:3] == rates[1:4] and ours[3:] == pytest.approx(rates[3:])
 
@@ -48,7 +41,7 @@ def test_the_optimizers_by_name_leave_frozen_parameters_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
     for name, kind in (("adamw", "AdamW"), ("adamw_8bit", "AdamW8bit")):
-        options = TrainingConfig(adam_beta2=0.5), OptimizerSection(name, weight_decay=0.1)
+        options = TrainingOptions(adam_beta2=0.5), OptimizerOptions(name, weight_decay=0.1)
         optimizer = build_optimizer(model, *options)
         [group] = optimizer.param_groups
         assert type(optimizer).__name__ == kind and len(group["params"]) == 2
@@ -101,11 +94,11 @@ def file(tmp_path_factory):
 
 def test_an_optimizer_of_a_file_is_called_as_torchs_are(file):
     """Two steps by hand: momentum 0.5, decay 0.1, of the gradient 2 w."""
-    section = OptimizerSection(f"{file}:sgd(momentum=0.5)", weight_decay=0.1)
+    section = OptimizerOptions(f"{file}:sgd(momentum=0.5)", weight_decay=0.1)
     check_optimizer(section)
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(1.0)
-    optimizer = build_optimizer(model, TrainingConfig(learning_rate=0.1), section)
+    optimizer = build_optimizer(model, TrainingOptions(learning_rate=0.1), section)
     for _ in range(2):
         model.weight.square().sum().backward()
         optimizer.step()
@@ -121,17 +114,17 @@ def test_an_optimizer_of_a_file_is_called_as_torchs_are(file):
 ])  # fmt: skip
 def test_what_an_optimizer_has_to_offer(file, name, says):
     with pytest.raises(ValueError, match=rf"^optimizer\.name .*my_opt\.py:{re.escape(name)}: .*{says}"):
-        check_optimizer(OptimizerSection(f"{file}:{name}"))
+        check_optimizer(OptimizerOptions(f"{file}:{name}"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
 def test_a_state_begins_with_what_a_step_leaves(file, name):
     """Names, shapes and dtypes, also on the meta device, where the plan counts them."""
-    section = OptimizerSection(f"{file}:{name}" if name in OPTIMIZERS else name)
+    section = OptimizerOptions(f"{file}:{name}" if name in OPTIMIZERS else name)
     shapes = []
     for device, begins in (("cpu", False), ("cpu", True), ("meta", True)):
         model = torch.nn.Linear(96, 64, device=device)
-        optimizer = build_optimizer(model, TrainingConfig(), section)
+        optimizer = build_optimizer(model, TrainingOptions(), section)
         if begins:
             begin_state(optimizer, model.parameters())
         else:

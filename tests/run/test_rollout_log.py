@@ -11,7 +11,7 @@ from pytest import approx
 from runs import LETTERS, metrics
 
 from minivlmrl.commands import evaluate
-from minivlmrl.config.loading import RunConfig
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.checkpoint import load_processor

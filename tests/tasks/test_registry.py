@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl.config.loading import DataSection
+from minivlmrl.config.options import DataOptions
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.tasks.registry import TASKS, get_task
 from recipes.localisation import Localisation, constant_box
@@ -15,7 +15,7 @@ BOXES = str(Path(__file__).parents[2] / "recipes" / "localisation.py")
 @pytest.mark.parametrize("name", [*TASKS, f"{BOXES}:TASK", f"{BOXES}:THREE"])
 def test_each_task_has_rows_and_a_tokenizer(name):
     task = get_task(name)
-    training, held_out = task.datasets(DataSection(task=name, eval_rows=3), seed=0)
+    training, held_out = task.datasets(DataOptions(task=name, eval_rows=3), seed=0)
     assert {"demonstrations", "prompts"} <= set(training)
     assert len(held_out) == 3 and held_out[0].images
     assert isinstance(task.tokenizer(), Tokenizer)
@@ -32,7 +32,7 @@ def test_chance_is_that_of_a_task():
 
 
 def test_options_of_a_task():
-    training, _ = get_task("shapes(demonstrations=3, pairs=2)").datasets(DataSection(), seed=0)
+    training, _ = get_task("shapes(demonstrations=3, pairs=2)").datasets(DataOptions(), seed=0)
     assert [len(training[needs]) for needs in ("demonstrations", "pairs", "labels")] == [3, 2, 2]
 
 

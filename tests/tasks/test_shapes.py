@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from minivlmrl.config.loading import DataSection, RunConfig
+from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data import loader
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 from minivlmrl.tasks import shapes
@@ -55,7 +55,7 @@ def test_share_of_wrong_labels(share):
 
 @pytest.mark.parametrize("where", ["tags", "whole", "last_line"])
 def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
-    training, _ = get_task("shapes(wrong_demonstrations=0)").datasets(DataSection(answer=where), 0)
+    training, _ = get_task("shapes(wrong_demonstrations=0)").datasets(DataOptions(answer=where), 0)
     row = training["demonstrations"][3]
     assert find_answer(row.completion, where) == row.columns["solution"]
 
@@ -92,7 +92,7 @@ STAGES = {"sft": "demonstrations", "grpo": "prompts"}
 
 def load_datasets(seed, **data):
     return loader.load_datasets(
-        RunConfig(data=DataSection(task="shapes(demonstrations=100)", **data), seed=seed), STAGES
+        RunConfig(data=DataOptions(task="shapes(demonstrations=100)", **data), seed=seed), STAGES
     )
 
 

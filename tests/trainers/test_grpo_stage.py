@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from minivlmrl.generation.generate import Sampler, SamplingConfig
-from minivlmrl.trainers.grpo import GRPO, GRPOConfig
+from minivlmrl.config.options import GRPOOptions, SamplingOptions
+from minivlmrl.generation.generate import Sampler
+from minivlmrl.trainers.grpo import GRPO
 from minivlmrl.trainers.grpo_stage import tool_metrics
 
 from stages import ONE, letters
@@ -26,8 +27,8 @@ def test_it_computes_what_the_books_parts_compute(stage, samples):
     batches = run.next()
     rows = samples[0].rows
     algorithm = run.algorithm
-    sample = Sampler(run.model, algorithm.processor, SamplingConfig(max_new_tokens=6))
-    config = GRPOConfig(num_generations=3, micro_batch_size=2, beta=0.1)
+    sample = Sampler(run.model, algorithm.processor, SamplingOptions(max_new_tokens=6))
+    config = GRPOOptions(num_generations=3, micro_batch_size=2, beta=0.1)
     book = GRPO(run.model, algorithm.processor, sample, {letters: 0.5}, config, ONE, algorithm.reference)
     step = next(book.steps([rows]))
     assert step.metrics == {"reward": pytest.approx(run.step.metrics["reward"])}

@@ -4,22 +4,21 @@ from dataclasses import fields
 
 import pytest
 
-from minivlmrl.config.loading import RunConfig
-from minivlmrl.trainers.grpo import GRPOConfig
-from minivlmrl.trainers.grpo_family import Family, FamilyConfig, needs_family
+from minivlmrl.config.options import GRPOOptions, RunConfig
+from minivlmrl.trainers.grpo_family import Family, needs_family
 from minivlmrl.trainers.grpo_stage import GRPOStage
 from minivlmrl.trainers.registry import ALGORITHMS, find_algorithm
 
 from stages import STAGES
 
-NOT_IN_THE_BOOK = sorted({f.name for f in fields(FamilyConfig)} - {f.name for f in fields(GRPOConfig)})
+NOT_IN_THE_BOOK = sorted({f.name for f in fields(GRPOOptions)} - {f.name for f in fields(GRPOOptions)})
 
 
 class Run:
     """A recipe that has a section `grpo` alone."""
 
     def __init__(self, **options):
-        self.grpo = FamilyConfig(**options)
+        self.grpo = GRPOOptions(**options)
         self.stages = []
 
 
@@ -49,7 +48,7 @@ def test_other_losses_and_ratios_are_run_by_the_family(options):
 
 @pytest.mark.parametrize("name", NOT_IN_THE_BOOK)
 def test_other_options_are_run_by_the_family(name):
-    config = FamilyConfig()
+    config = GRPOOptions()
     assert not needs_family(config)
     setattr(config, name, 0.7)
     assert needs_family(config)

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build, require
+from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
-from minivlmrl.data.processor import FIXED, Count, patch_settings
+from minivlmrl.data.processor import FIXED, patch_settings
 from minivlmrl.model.families import qwen2_vl
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, lay_out
 

@@ -10,6 +10,7 @@ import torch
 from hub_configs import real_config
 from safetensors.torch import load_file, save_file
 
+from minivlmrl.config.options import GRPOOptions, LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor
 from minivlmrl.diagnostics.memory import Costs
@@ -19,10 +20,9 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import Experts, split_experts
 from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import LoRAConfig, adapters, draw_adapters, packed_layers, quantize_base
+from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, packed_layers, quantize_base
 from minivlmrl.model.nf4 import NF4Linear
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers.grpo import GRPOConfig
 from tests.model.families.test_qwen3_vl import random_config, random_prompt
 
 import tiny
@@ -54,7 +54,7 @@ def random_experts(model_type: str, seed: int):
 def loss_of(logps, mask, seed):
     """GRPO's, of (R, T) log-probabilities."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
-    options = GRPOConfig(loss_type="grpo")
+    options = GRPOOptions(loss_type="grpo")
     counts = Counts(len(logps), int(mask.sum()), 9)
     return grpo_loss(logps, advantages, mask, options, counts=counts)[0]
 
@@ -206,7 +206,7 @@ def test_families_without_experts_have_none():
 
 
 def adapted(model, target, **options):
-    LoRAConfig(r=3, alpha=6.0, target=target, **options).place(model)
+    inject_adapters(model, LoRAOptions(r=3, alpha=6.0, target=target, **options))
     draw_adapters(model, 0)
     for layer in adapters(model).values():
         torch.nn.init.normal_(layer.lora_B.data, std=0.3)
@@ -271,7 +271,7 @@ def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_pat
             torch.testing.assert_close(p.grad, others[name].grad, rtol=1e-10, atol=1e-13)
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
-    place = LoRAConfig(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4").place
+    place = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4").place
     read = load_model(tmp_path / "base", torch.float64, adapt=place)
     name = "model.layers.0.mlp.experts.4.down_proj.base"
     expected = NF4Linear(tiny.model(model_type=model_type).double().get_submodule(name.removesuffix(".base")))

@@ -10,10 +10,11 @@ from hub_configs import QWEN35_SIZES, real_config
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.commands import merge
+from minivlmrl.config.options import LoRAOptions, SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.diagnostics.memory import Costs, Work
 from minivlmrl.files import weight_files
-from minivlmrl.generation.generate import Decode, Sampler, SamplingConfig, draw_by, generate, make_choose, prefill
+from minivlmrl.generation.generate import Decode, Sampler, draw_by, generate, make_choose, prefill
 from minivlmrl.model import packing
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.model.checkpoint import load_model, random_model, save_model
@@ -21,7 +22,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import LoRAConfig, draw_adapters
+from minivlmrl.model.lora import draw_adapters, inject_adapters
 from minivlmrl.tasks import shapes
 from tests.model.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 
@@ -57,7 +58,7 @@ def test_tensors_that_predict_two_tokens_ahead_are_carried(tmp_path, most):
     save_file(weights | drafter, file, metadata={"format": "pt"})
     model = load_model(base)
     assert not drafter.keys() & dict(model.named_parameters()).keys()
-    LoRAConfig(r=2).place(model)
+    inject_adapters(model, LoRAOptions(r=2))
     draw_adapters(model, 0)
     save_model(out, model, processor, max_shard_size=most)
     merge.main(["--model", str(base), "--adapter", str(out / "adapter"), "--out", str(tmp_path / "merged")])
@@ -101,7 +102,7 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 def drawn(model, rows, tokens):
     """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
-    original = make_choose(SamplingConfig(max_new_tokens=tokens), STOP, draw_by(numbers))
+    original = make_choose(SamplingOptions(max_new_tokens=tokens), STOP, draw_by(numbers))
 
     def choose(logits, rows, step):
         ids, _, ends = original(logits, rows, step)
@@ -148,7 +149,7 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
 def test_states_are_float32_or_wider(dtype):
     """Sampler and trainer differ by bfloat16's rounding alone."""
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
-    LoRAConfig(r=2).place(model)
+    inject_adapters(model, LoRAOptions(r=2))
     draw_adapters(model, 0)
     rows, completions = mixed_group()
     packing = pack(rows[:2], completions[:2], model.config)
@@ -171,7 +172,7 @@ def test_in_bfloat16_sampler_and_trainer_differ_by_the_order_of_float32_sums(mon
     model.lm_head.weight.data *= 3  # or all tokens are as likely as each other
     model = model.bfloat16()
     prompts = [row.prompt(processor) for row in shapes.Shapes(16, "bfloat16")]
-    sampler = Sampler(model, processor, SamplingConfig(max_new_tokens=20, stop_token_ids=[]))
+    sampler = Sampler(model, processor, SamplingOptions(max_new_tokens=20, stop_token_ids=[]))
 
     def mismatch():
         groups = sampler(prompts, 8, [str(index) for index in range(16)])
