@@ -29,7 +29,6 @@ from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.config.types import Code, FilePath
 from minivlmrl.data.rows import Processor, Prompt, Row
-from minivlmrl.distributed.micro_batching import PiecesConfig
 from minivlmrl.files import find_folder
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
@@ -44,12 +43,14 @@ from minivlmrl.trainers.reference import computing, load_frozen
 
 
 @dataclass
-class DistillConfig(PiecesConfig, TrainingOptions):
+class DistillConfig(TrainingOptions):
     """On-policy distillation; its rollouts are GRPO's."""
 
     num_generations: Annotated[int, ">= 1"] = 8  # completions of each prompt
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
+    # tokens of one forward and backward, prompts once; a group may be divided. None: any number
+    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
     teacher_prompt: Code | None = None  # "file.py:function", what the teacher sees of a Row
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0: KL(teacher || student), 1: the other one

@@ -374,7 +374,7 @@ class PPOOptions(TrainingOptions):
 # ------------------------------------------------------------------------------------------ the run
 
 
-@dataclass(eq=False)
+@dataclass
 class RunConfig:
     """A whole run."""
 

@@ -12,16 +12,12 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Annotated, Any, Literal, NewType
+from typing import Annotated, Any, Literal
 
 import yaml
 
-# Texts of a recipe that name a file or code. Relative ones begin in the folder where the command
-# runs, if nothing else is said.
-FilePath = NewType("FilePath", str)
-RecipePath = NewType("RecipePath", str)  # beside the recipe
-Code = NewType("Code", str)  # a name, or "file.py:name", which is beside the recipe
-RewardName = NewType("RewardName", str)  # see rewards/registry.py
+from minivlmrl.config.types import Code
+
 # option of another trainer -> its name here
 THEIRS = {
     "lr": "STAGE.learning_rate",

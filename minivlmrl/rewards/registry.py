@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, compress
 
 from minivlmrl.config.import_utils import find_named, with_options
@@ -185,15 +185,13 @@ def get_reward(name: str) -> Reward:
         return Reward(name, function)
 
 
-@lru_cache(maxsize=8)
 def training_rewards(run: RunConfig) -> list[Reward]:
-    """Find the functions of a recipe's `rewards`, once for the whole run."""
+    """Find the functions of a recipe's `rewards`."""
     return [get_reward(name) for name in run.rewards]
 
 
-@lru_cache(maxsize=8)
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Find the functions of a recipe's `data.eval_rewards`, once for the whole run."""
+    """Find the functions of a recipe's `data.eval_rewards`."""
     return [get_reward(name) for name in run.data.eval_rewards]
 
 

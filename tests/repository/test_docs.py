@@ -26,7 +26,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.diagnostics.trace import READING_LIST
-from minivlmrl.distributed.micro_batching import PiecesConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.checkpoint import random_model, save_model
@@ -128,7 +127,7 @@ LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients",
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
 WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*ALGORITHMS, *FILES.values()])}]"])  # every stage
 STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
-SHARED = {field.name for options in (TrainingOptions, PiecesConfig) for field in dataclasses.fields(options)}
+SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fields(TrainingOptions))}
 
 
 def choices(hint) -> set[str]:
