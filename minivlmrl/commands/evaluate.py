@@ -21,12 +21,12 @@ from pathlib import Path
 from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.loader import load_datasets
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED, find_folder, json_text, write_json
 from minivlmrl.rewards.registry import columns_of, held_out_rewards
 from minivlmrl.rewards.text import find_answer
+from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
 

@@ -10,7 +10,6 @@ from minivlmrl.agents.environment import get_environment
 from minivlmrl.agents.tool_calls import begin
 from minivlmrl.config.parsing import naming
 from minivlmrl.config.validation import is_set, unnamed_stages
-from minivlmrl.data.loader import check_shares, load_datasets
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
 from minivlmrl.data.rows import Dataset, Processor, Row
 from minivlmrl.distributed.process_group import World
@@ -20,6 +19,7 @@ from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.trainable import table
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
 from minivlmrl.rewards.text import ask_rewards
+from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import check_optimizer
@@ -63,7 +63,7 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
     """Ask the rewards about an invented completion: one that fails (ValueError) does so now.
 
     Args:
-        needs: for each stage what its rows must have, a key of batches.NEEDS.
+        needs: for each stage what its rows must have, a key of run.datasets.NEEDS.
     """
     for stage, rows in datasets.items():
         if stage == "eval":

@@ -25,7 +25,7 @@ class Algorithm:
 
     stage: str  # its name, and that of its section in a recipe
     config_type = TrainingOptions  # the dataclass of that section
-    needs = "prompts"  # what its rows must have, see data/loader.py
+    needs = "prompts"  # what its rows must have, a key of NEEDS in run/datasets.py
     answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
     trains_policy = True  # or a model of its own, and the policy stays as it is
     steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows

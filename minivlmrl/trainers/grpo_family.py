@@ -167,7 +167,7 @@ class Family(GRPOStage):
         local = []  # this rank's share of each optimizer step
         for start in range(0, count, per_step):
             local += self.world.share(kept[start : start + per_step])
-        rows = [self.batches.noted(*self.batches.make(group.index, group.key)) for group in local]
+        rows = [self.batches.row(group.index, group.key) for group in local]
         prompts = [row.prompt(self.processor) for row in rows]
         completions = [group.completions for group in local]
         return Rollout(rows, prompts, completions, torch.cat([group.rewards for group in local]))

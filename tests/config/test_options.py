@@ -16,12 +16,12 @@ from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.data.loader import load_datasets
 from minivlmrl.data.rows import Processor
 from minivlmrl.generation import generate
 from minivlmrl.generation.generate import make_choose
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run import loop
+from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.model import build_model
 from recipes import localisation

@@ -1,8 +1,7 @@
-"""Which rows a stage gets, and in which order."""
+"""Which rows a rollout gets, and in which order."""
 
 import itertools
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import PIL.Image
@@ -10,11 +9,11 @@ import pytest
 import torch
 from talk import IMAGE_PART, user
 
-from minivlmrl.config.options import DataOptions, RunConfig
-from minivlmrl.data import loader as batches_file
+from minivlmrl.config.options import DataOptions
+from minivlmrl.data import loader
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.loader import Batches, check_shares, shuffled
+from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.rows import Processor, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
@@ -27,35 +26,6 @@ def test_every_pass_visits_every_row_once_in_another_order(size, per_step):
     for start in range(0, len(numbers), size):
         assert sorted(numbers[start : start + size]) == list(range(size))
     assert size < 50 or numbers[:50] != numbers[50:100]
-
-
-def load_datasets(data, stages, seed, *columns):
-    return batches_file.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
-
-
-def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
-    assert set(load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
-    data = DataOptions(train_file=file, eval_file=file, eval_rows=1)
-    datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
-    assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
-    assert set(load_datasets(replace(data, eval_rows=0), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
-        load_datasets(DataOptions(train_file=file), {"sft": "demonstrations"}, 0)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
-        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
-
-
-def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: download it, or a run sees"):
-        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0)
-
-
-@pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])
-def test_either_a_task_or_a_file(data):
-    with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
-        load_datasets(data, {"grpo": "prompts"}, 0)
 
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
@@ -105,11 +75,6 @@ def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps
         assert {len(share[draw]) for share in shares} == {steps * own}
 
 
-def test_a_step_that_the_ranks_cannot_share_equally_is_refused():
-    with pytest.raises(ValueError, match=r"^ppo\.prompts_per_step is 32, it must be a multiple of 3, the number of"):
-        check_shares("ppo", 32, 3)
-
-
 def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_path):
     """Otherwise one damaged file would end the run at some step, again after each resume."""
     for name in "ab":
@@ -152,7 +117,7 @@ def test_workers_keep_the_order_and_the_bits():
     for workers in (0, 4):
         draws = batches(rows=Delayed(), image_workers=workers)
         rows = [row for _ in range(5) for row in next(draws)]
-        found.append([(row.index, row.key, row.made.pixel_values.numpy().tobytes()) for row in rows])
+        found.append([(row.index, row.key, row.prepared_prompt.pixel_values.numpy().tobytes()) for row in rows])
     assert found[0] == found[1]
 
 
@@ -165,7 +130,7 @@ def test_workers_have_one_cpu_thread_and_leave_those_of_the_step():
 
 def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
     """MAX_AHEAD bounds the memory that they take."""
-    monkeypatch.setattr(batches_file, "MAX_AHEAD", 3)
+    monkeypatch.setattr(loader, "MAX_AHEAD", 3)
     rows = Delayed()
     draws = batches(rows=rows, image_workers=2)
     for number in range(1, 4):

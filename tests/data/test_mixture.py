@@ -8,8 +8,8 @@ import yaml
 from runs import write_lines
 
 from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
-from minivlmrl.data.loader import load_datasets
 from minivlmrl.data.mixture import mix, read_mix, sample
+from minivlmrl.run.datasets import load_datasets
 
 STRATEGIES = {  # what VLM-R1's loader takes of the rows 0 to 6
     **{name: [0, 1, 2, 3, 4, 5, 6] for name in ("all", "first:9", "end:9")},

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from minivlmrl.config.options import DataOptions, RunConfig
-from minivlmrl.data import loader
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
+from minivlmrl.run import datasets
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.tasks.shapes import COLORS, LABELS, Shapes, answer
@@ -91,7 +91,7 @@ STAGES = {"sft": "demonstrations", "grpo": "prompts"}
 
 
 def load_datasets(seed, **data):
-    return loader.load_datasets(
+    return datasets.load_datasets(
         RunConfig(data=DataOptions(task="shapes(demonstrations=100)", **data), seed=seed), STAGES
     )
 

@@ -1,0 +1,145 @@
+"""Open the rows of a run: one dataset for each stage, and the held-out rows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
+from minivlmrl.config.parsing import did_you_mean, require
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.mixture import mix, read_mix
+from minivlmrl.data.rows import Dataset
+from minivlmrl.rewards.registry import columns_of, training_rewards
+from minivlmrl.tasks.registry import get_task
+
+# kind of rows that a stage needs: columns of a file that hold them, besides the prompt
+NEEDS = {
+    "prompts": (),
+    "demonstrations": ("completion",),
+    "pairs": ("chosen", "rejected"),
+    "labels": ("completion", "label"),
+}
+
+
+def load_datasets(
+    run: RunConfig,
+    stages: Mapping[str, str],
+    reward_columns: Iterable[str] = (),
+    eval_columns: Iterable[str] = ("solution",),
+) -> dict[str, Dataset]:
+    """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
+
+    Args:
+        run: the recipe. The rewards that a file of `data.train` names are needed by its rows only.
+        stages: name of each stage -> kind of rows that the stage needs, a key of NEEDS.
+        reward_columns, eval_columns: columns that the rewards need, in training and held out.
+    """
+    config = run.data
+    files = config.files
+    sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
+    every_stage_has_a_file = bool(stages) and stages.keys() <= files.keys()
+    is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
+    if not is_clear or (sources == ["task"] and files):
+        raise ValueError(
+            "data: set either data.task, data.train_file, data.train, or data.files of every "
+            f"stage; set are {', '.join(sources) or 'none'}"
+        )
+    if config.task is not None:
+        return load_task(run, stages)
+    columns = NEEDS | {"prompts": tuple(reward_columns)}
+    datasets: dict[str, Dataset] = {}
+    for stage, needs in stages.items():
+        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
+    if config.eval_file and config.eval_rows:
+        # The policy answers held-out rows, unless all training rows are pairs: then the held-out
+        # rows are pairs too, and only their log-probabilities are compared.
+        if set(stages.values()) == {"pairs"}:
+            eval_columns = NEEDS["pairs"]
+        datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, config.eval_rows)
+    return datasets
+
+
+def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
+    """Make the rows of the embedded task that `data.task` names."""
+    assert run.data.task is not None
+    training, held_out = get_task(run.data.task).datasets(run.data, run.seed)
+    datasets = {}
+    for stage, needs in stages.items():
+        if needs not in training:
+            raise ValueError(f"stages: {stage} needs {needs}, data.task {run.data.task} has none")
+        datasets[stage] = training[needs]
+    if run.data.eval_rows:
+        datasets["eval"] = held_out
+    return datasets
+
+
+def check_shares(stage: str, prompts_per_step: int, ranks: int):
+    """Raise ValueError if the prompts of a step cannot be divided equally among the ranks."""
+    fits = prompts_per_step % ranks == 0
+    name = f"{stage}.prompts_per_step"
+    require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
+
+
+def _training_rows(
+    run: RunConfig, file: str | None, columns: Sequence[str], is_judged: bool
+) -> Dataset:
+    """Open the training rows of a stage: its own file, or the recipe's file or files.
+
+    Args:
+        file: entry of the stage in `data.files`, if there is one.
+        columns: columns that every row must have.
+        is_judged: True if rewards judge completions of these rows; then a file with rewards of
+            its own needs the columns of these rewards only.
+    """
+    config = run.data
+    path = file or config.train_file
+    sections = config.train if path is None else []
+    if path is not None and Path(path).suffix in (".yaml", ".yml"):
+        sections = read_mix(Path(path))
+    if path is not None and not sections:
+        return _file_rows(config, path, columns)
+    parts = []
+    for section in sections:
+        needed_columns = columns
+        if section.rewards:
+            needed_columns = _columns_of_file(run, section, columns, is_judged)
+        changed_options = {}
+        for name in ("image_root", "prompt_template"):
+            if getattr(section, name) is not None:
+                changed_options[name] = getattr(section, name)
+        constants = {"row_rewards": section.rewards} if section.rewards else {}
+        rows = _file_rows(
+            config, section.file, needed_columns, constants=constants, **changed_options
+        )
+        parts.append(rows)
+    return mix(parts, sections)
+
+
+def _columns_of_file(
+    run: RunConfig, section: FileOptions, columns: Sequence[str], is_judged: bool
+) -> Sequence[str]:
+    """Return the columns that a file with rewards of its own needs."""
+    for name in section.rewards:
+        if name not in run.rewards:
+            raise ValueError(
+                f"data.train: {section.file}: the recipe has no reward {name!r}; "
+                f"there are: {', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
+            )
+    if not is_judged:
+        return columns
+    return columns_of([r for r in training_rewards(run) if r.name in section.rewards])
+
+
+def _file_rows(
+    config: DataOptions,
+    path: str,
+    columns: Iterable[str],
+    limit: int | None = None,
+    constants: Mapping[str, object] | None = None,
+    **changed_options: str,
+) -> FileDataset:
+    """Open a file of rows with these columns; `changed_options` replace fields of RowOptions."""
+    options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
+    return FileDataset(
+        path, ("problem", *columns), limit, constants or {}, **options | changed_options
+    )

@@ -1,0 +1,43 @@
+"""The rows of a run: from a task or from files, with the columns that its stages need."""
+
+from dataclasses import replace
+
+import pytest
+
+from minivlmrl.config.options import DataOptions, RunConfig
+from minivlmrl.run import datasets
+from minivlmrl.run.datasets import check_shares
+
+
+def load_datasets(data, stages, seed, *columns):
+    return datasets.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
+
+
+def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
+    assert set(load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    data = DataOptions(train_file=file, eval_file=file, eval_rows=1)
+    rows = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
+    assert (len(rows["grpo"]), len(rows["eval"])) == (2, 1)
+    assert set(load_datasets(replace(data, eval_rows=0), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
+        load_datasets(DataOptions(train_file=file), {"sft": "demonstrations"}, 0)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
+        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
+
+
+def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: download it, or a run sees"):
+        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0)
+
+
+@pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])
+def test_either_a_task_or_a_file(data):
+    with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
+        load_datasets(data, {"grpo": "prompts"}, 0)
+
+
+def test_a_step_that_the_ranks_cannot_share_equally_is_refused():
+    with pytest.raises(ValueError, match=r"^ppo\.prompts_per_step is 32, it must be a multiple of 3, the number of"):
+        check_shares("ppo", 32, 3)
