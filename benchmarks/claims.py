@@ -171,7 +171,7 @@ def answer_pictures(algorithm, config) -> tuple[list[int], list[bool], list[int]
     """Of each held-out picture the number of right answers and whether it is unseen; of each answer its tokens."""
     from dataclasses import replace
 
-    from minivlmrl.agents.trajectories import build_sampler
+    from minivlmrl.generation.sampler import make_sampler
     from minivlmrl.rewards.registry import get_reward
     from minivlmrl.run.evaluate import draw
     from minivlmrl.tasks.shapes import Shapes
@@ -182,7 +182,7 @@ def answer_pictures(algorithm, config) -> tuple[list[int], list[bool], list[int]
     lengths = []
     for first in range(0, PICTURES, 16):
         rows = [replace(pictures[i], key=f"claims/{i}", index=i) for i in range(first, first + 16)]
-        sample = build_sampler(algorithm.policy, algorithm.processor, sampling, algorithm.world)
+        sample = make_sampler(algorithm.policy, algorithm.processor, sampling, algorithm.world)
         earned, groups = draw(sample, rows, DRAWN, [get_reward("accuracy")])
         right += [int(rewards.sum()) for rewards in earned.view(-1, DRAWN)]
         for group in groups:

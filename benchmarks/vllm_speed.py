@@ -4,11 +4,9 @@ import timeit
 from functools import partial
 from importlib.util import find_spec
 
-from minivlmrl.agents.trajectories import build_sampler
-from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.distributed.process_group import World, find_device
-from minivlmrl.generation.filters import ENGINES
+from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
@@ -16,11 +14,8 @@ world = World(device=find_device())
 model, processor = random_model("recipes/shapes_model.json", shapes.tokenizer(), 0)
 (model.bfloat16() if world.device.type == "cuda" else model).to(world.device)
 prompts = [shapes.Shapes(8, "speed")[i].prompt(processor) for i in range(8)]
-builders = [build_sampler]
-if find_spec("vllm"):
-    builders.append(load_name(ENGINES["vllm"]))
-options = SamplingOptions(max_new_tokens=64, stop_token_ids=[])
-for build in builders:
-    sample = build(model, processor, options, world)
+for engine in ("own", "vllm") if find_spec("vllm") else ("own",):
+    options = SamplingOptions(max_new_tokens=64, stop_token_ids=[], engine=engine)
+    sample = make_sampler(model, processor, options, world)
     seconds = timeit.repeat(partial(sample, prompts, 8, "abcdefgh"), number=1, repeat=5)
-    print(build.__name__, seconds)
+    print(engine, seconds)

@@ -10,11 +10,12 @@ import PIL.Image
 import torch
 
 from minivlmrl.agents import tool_sampler
-from minivlmrl.agents.trajectories import build_sampler, packed_length
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.environments import packed_length
 from minivlmrl.generation.generate import Decode
+from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.model.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
@@ -78,7 +79,7 @@ def measure(model, processor, rounds: int, environment: str, history: int | None
     part = {"type": "image"}
     row = Row([{"role": "user", "content": [part]}], [PIL.Image.new("RGB", (64, 64))])
     prompt = row.prompt(processor)
-    sampler = build_sampler(model, processor, sampling, World())
+    sampler = make_sampler(model, processor, sampling, World())
     decode_steps.clear()
     start = time.perf_counter()
     [group] = sampler([prompt], GENERATIONS, ["key"])

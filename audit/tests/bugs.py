@@ -16,8 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from minivlmrl.agents import trajectories
-from minivlmrl.generation import generate
+from minivlmrl.generation import environments, generate
 from minivlmrl.generation import sampler as sample
 from minivlmrl.losses import advantages
 from minivlmrl.losses import grpo as losses
@@ -99,12 +98,12 @@ def sampled(**options) -> Callable:
             other = replace(self.sampling, **options)
             return sample.RunSampler(self.model, self.processor, other, self.world).chooser(*given)
 
-    return lambda put: put(grpo_stage, "build_sampler", Other)
+    return lambda put: put(grpo_stage, "make_sampler", Other)
 
 
 def other_prompts(change: Callable) -> Callable:
     """Train on other prompts than those that were sampled from."""
-    return around(trajectories, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
+    return around(environments, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
 
 
 def next_pictures(prompts):
@@ -465,7 +464,7 @@ BUGS = {
     "reference_follows": Bug("aburkov/theLMbook/issues/8", around(Reference, "logps", follow)),
     "stale_sampler": Bug(  # all completions are the first policy's
         "huggingface/trl/issues/3679",
-        around(grpo_stage, "build_sampler", lambda sampler, model, *rest, **options: sampler(
+        around(grpo_stage, "make_sampler", lambda sampler, model, *rest, **options: sampler(
             copy.deepcopy(model), *rest, **options)),
     ),
     "one_seed": Bug(  # the completions of a group are equal
@@ -481,7 +480,7 @@ BUGS = {
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
         "huggingface/trl/issues/5279",
-        around(trajectories, "pack", text_positions),
+        around(environments, "pack", text_positions),
         trl=InTRL("logps", "positions are 1-D", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),

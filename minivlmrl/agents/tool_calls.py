@@ -12,11 +12,11 @@ from dataclasses import fields
 
 from PIL.Image import Image
 
-from minivlmrl.agents.environment import Settings, arguments_of, settings_of
-from minivlmrl.config.parsing import build, read_value, require
+from minivlmrl.agents.environment import Settings, arguments_of, get_environment, settings_of
+from minivlmrl.config.parsing import build, naming, read_value, require
 from minivlmrl.data.chat_template import END, join_text, layout_turn, part_kind, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.rows import Processor, Row
 from minivlmrl.rewards.registry import guarded
 
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
@@ -132,6 +132,13 @@ def begin(make: Callable[[], object], columns: dict) -> object:
     if text is not None:
         raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
     return environment
+
+
+def begin_with_row(name: str, row: Row) -> object:
+    """Make the environment of this name and tell it a row (ValueError: see begin)."""
+    columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
+    with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
+        return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def ask(environment: object, name: str, /, *arguments, **columns) -> object:

@@ -30,18 +30,13 @@ from minivlmrl.model.packing import GroupBatch, pack
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
-def build_sampler(model, processor, sampling, *rest, **options) -> RunSampler:
-    """Make the sampler of a recipe, with tools if it names an environment."""
-    kind = RunSampler
-    if sampling.environment:
-        kind = TrajectorySampler if has_windows(sampling) else ToolSampler
-    return kind(model, processor, sampling, *rest, **options)
+def find_sampler(sampling: SamplingOptions) -> type[ToolSampler]:
+    """Return the class of the sampler that calls the tools of sampling.environment."""
+    return TrajectorySampler if has_windows(sampling) else ToolSampler
 
 
 def has_windows(sampling: SamplingOptions) -> bool:
-    """Say whether completions are trajectories (ValueError: there are two rules for windows)."""
-    if sampling.environment is None:
-        return False
+    """Return whether completions are trajectories (ValueError: there are two rules for windows)."""
     observes = hasattr(get_environment(sampling.environment)(), "observe")
     if observes and sampling.history is not None:
         raise ValueError(
@@ -72,11 +67,6 @@ def pack_turns(
                 laid_completions.append([turn])
                 rows.append(row)
     return pack(laid_prompts, laid_completions, config, device, rows)
-
-
-def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a packed run: windows of later turns, too."""
-    return len(completion.ids) + sum(len(turn.prompt.input_ids) for turn in completion.turns[1:])
 
 
 class TrajectoryPlay(Play):

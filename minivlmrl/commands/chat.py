@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import help_of
@@ -23,7 +22,7 @@ from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED, find_folder
-from minivlmrl.generation.filters import ENGINES
+from minivlmrl.generation.sampler import ENGINES, make_sampler
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config as read_model_config
 from minivlmrl.run.model import build_model
@@ -38,12 +37,13 @@ def main(arguments: list[str]):
     model, processor = build_model(config, world)
     prompt = row.prompt(processor)
     sampling = config.sampling
+    sampling.engine = "own"
     sampling.graph = "never"  # each token is printed when it is there
     if sampling.stop_token_ids is None:
         sampling.stop_token_ids = processor.stop_token_ids
     stream = Stream(processor.tokenizer, sampling.stop_token_ids)
     print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
-    sampler = build_sampler(model, processor, sampling, world, listen=stream.hear)
+    sampler = make_sampler(model, processor, sampling, world, listen=stream.hear)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:

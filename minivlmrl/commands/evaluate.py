@@ -18,12 +18,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED, find_folder, json_text, write_json
+from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.rewards.registry import columns_of, held_out_rewards
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
@@ -66,8 +66,8 @@ def run(tool: str, arguments: list[str]):
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
-    sampling = replace(config.sampling, temperature=temperature)
-    sample = build_sampler(model, processor, sampling, world)
+    sampling = replace(config.sampling, engine="own", temperature=temperature)
+    sample = make_sampler(model, processor, sampling, world)
     key = f"{config.seed}/evaluate"
     describe = partial(line, processor, names)
     model_folder = Path(options.model)

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivlmrl.agents.environment import get_environment, settings_of, tools_of
-from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
@@ -35,7 +33,7 @@ from minivlmrl.data.tokenize_completions import (
 from minivlmrl.diagnostics.memory import check_memory
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.distributed import process_group
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.sampler import RunSampler, make_sampler
 from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
 from minivlmrl.rewards.text import ask_rewards, find_answer
@@ -119,7 +117,8 @@ def check(config) -> Iterator[str]:
         is_drawn_first = config.stage_names[0] in online  # else the model is another by then
         if config.model.path and is_drawn_first:
             gather_weights = config.rollout.gather_weights
-            sample = build_sampler(model, processor, config.sampling, world, gather_weights)
+            sampling = replace(config.sampling, engine="own")
+            sample = make_sampler(model, processor, sampling, world, gather_weights)
             yield from check_rollouts(trial, sample, getattr(config, online[0]).num_generations)
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
@@ -226,6 +225,8 @@ def check_tools(environment_name: str | None) -> Iterator[str]:
     """Tools of which a prompt says no more than their name."""
     if environment_name is None:
         return
+    from minivlmrl.agents.environment import get_environment, settings_of, tools_of
+
     environment = get_environment(environment_name)()
     for name, tool in tools_of(environment).items():
         if settings_of(environment).declare_tools and not inspect.getdoc(tool):

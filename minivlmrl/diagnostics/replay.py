@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from minivlmrl.agents.trajectories import pack_turns
 from minivlmrl.commands.process import is_first
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.loader import Batches
@@ -25,6 +24,7 @@ from minivlmrl.data.tokenize_completions import text_of
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.distributed import process_group
 from minivlmrl.files import json_text, parse_json, read_lines
+from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run import loop
 from minivlmrl.run.checkpoints import COMPLETE, read_progress, state_folders
@@ -222,7 +222,7 @@ def logps_now(algorithm, row, completions: list, temperature: float) -> list[tor
     """Compute log-probabilities of completions by the policy as it is before the step."""
     policy = algorithm.policy
     prompt = row.prompt(algorithm.processor)
-    group = pack_turns([prompt], [completions], policy.config, algorithm.world.device)
+    group = pack_rollout([prompt], [completions], policy.config, algorithm.world.device)
     logps, _ = per_token_logps(policy, group, temperature)
     rows = zip(group.pad(logps.cpu()), group.layout.row_lengths, strict=True)
     return [row_logps[:length] for row_logps, length in rows]

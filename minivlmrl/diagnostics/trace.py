@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from minivlmrl.agents.trajectories import pack_turns
 from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.files import json_text
+from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import full
 from minivlmrl.run import loop
@@ -373,7 +373,7 @@ def looked(policy, processor, prompt, completion, weight=1.0, temperature=1.0) -
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()
     prompt = replace(prompt, pixel_values=pixels, vision_embeds=None)
-    group = pack_turns([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
+    group = pack_rollout([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
     logps, _ = per_token_logps(policy, group, temperature)
     [gradient] = torch.autograd.grad(weight * (logps * group.written).sum(), pixels)
     slopes = pictures(gradient, prompt.image_grid_thw, processor.image_processor)

@@ -5,15 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion
-
-# the samplers of rollouts, by the name of their engine, see sample.find_engine
-ENGINES = {
-    "own": "minivlmrl.generation.sampler:RunSampler",
-    "vllm": f"{recipes_folder()}/vllm_sampler.py:VLLMSampler",
-}
 
 
 class Filters:

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import find_named
+from minivlmrl.config.import_utils import find_named, recipes_folder
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.rows import Completion, Processor, Prompt
@@ -15,11 +15,18 @@ from minivlmrl.distributed.fsdp import in_lockstep, is_sharded, rollout_weights
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.filters import ENGINES, Filters
+from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import Choose, Decode, Sampler, generate
 from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.kernels.backend import to_device
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.routes import watch_routes
+
+# samplers of rollouts, by the values of sampling.engine
+ENGINES = {
+    "own": "minivlmrl.generation.sampler:RunSampler",
+    "vllm": f"{recipes_folder()}/vllm_sampler.py:VLLMSampler",
+}
 
 
 class RunSampler(Sampler):
@@ -133,6 +140,24 @@ class RunSampler(Sampler):
             return ids, logps, self.row_ends(rows, ids, turn_ends)
 
         return choose_and_tell
+
+
+def make_sampler(
+    model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
+    gather_weights: bool = True, keeps_vision: bool = False, **options,
+) -> RunSampler:  # fmt: skip
+    """Make the sampler that the section `sampling` of a recipe describes.
+
+    The class of the sampler is the one that sampling.engine names, or one of agents/ if there is
+    a sampling.environment. See RunSampler for the arguments.
+    """
+    if sampling.environment is None:
+        kind = find_engine(sampling)
+    else:
+        from minivlmrl.agents.trajectories import find_sampler
+
+        kind = find_sampler(sampling)
+    return kind(model, processor, sampling, world, gather_weights, keeps_vision, **options)
 
 
 def find_engine(sampling: SamplingOptions) -> type[RunSampler]:

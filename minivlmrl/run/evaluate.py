@@ -9,10 +9,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.sampler import RunSampler, make_sampler
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, recipe_columns
 from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import progress_bar
@@ -31,7 +30,9 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     """
     rewards = held_out_rewards(config)
     # of the recipe's options only where answers end, so that runs stay comparable
-    sampling = replace(config.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    sampling = replace(
+        config.sampling, engine="own", top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+    )
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_blind:
         ways += [(name, 1.0, pictures) for name, pictures in BLIND.items()]
@@ -39,7 +40,7 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     unseen_means = {}
     for name, temperature, pictures in ways:
         options = replace(sampling, temperature=temperature)
-        sample = build_sampler(model, processor, options, world, config.rollout.gather_weights)
+        sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
         parts = answer_rows(sample, rows, 1, rewards, "evaluation", earned_and_unseen, pictures)
         answers = list(chain.from_iterable(parts))
         earned = torch.tensor([values for values, _ in answers], dtype=torch.float64)  # (rows, K)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import nn
 
-from minivlmrl.agents.environment import with_tools
 from minivlmrl.config.loading import asked_yaml
 from minivlmrl.data.folder_template import with_values
 from minivlmrl.data.processor import RESIZE
@@ -18,6 +17,7 @@ from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.fsdp import Sharding, recompute_blocks
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import ASKED, read_json
+from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.lora import draw_adapters, inject_adapters
@@ -89,7 +89,7 @@ def adapt_processor(processor: Processor, config) -> Processor:
         answer=data.answer,
         box_space=data.box_space or processor.box_space,
     )
-    return with_tools(processor, config.sampling.environment)
+    return prepare_tools(processor, config.sampling.environment)
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:

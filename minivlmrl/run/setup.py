@@ -6,13 +6,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from minivlmrl.agents.environment import get_environment
-from minivlmrl.agents.tool_calls import begin
-from minivlmrl.config.parsing import naming
 from minivlmrl.config.validation import is_set, unnamed_stages
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
-from minivlmrl.data.rows import Dataset, Processor, Row
+from minivlmrl.data.rows import Dataset, Processor
 from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.model.checkpoint import DTYPES
@@ -81,7 +79,7 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
             **row.columns,
             "prompts": row.messages,
             "images": row.images,
-            "environments": first_environment(config.sampling.environment, row),
+            "environments": begin_environment(config.sampling.environment, row),
             "row_names": row.where or f"row {row.index}",
             "reward_model_scores": 0.0,
             "image_sizes": size,
@@ -92,15 +90,6 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
             "completions": "<answer>invented</answer>",
         }
         ask_rewards(rewards, {name: [value] for name, value in columns.items()})
-
-
-def first_environment(name: str | None, row: Row) -> object:
-    """Make the environment that a recipe names, if it does, and tell it a row."""
-    if name is None:
-        return None
-    columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
-    with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
-        return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def describe_run(config, model: nn.Module, world: World):

@@ -5,11 +5,15 @@ from itertools import chain
 
 from torch import Tensor
 
-from minivlmrl.agents.environment import check_reward
-from minivlmrl.agents.trajectories import build_sampler, has_windows, pack_turns, packed_length
 from minivlmrl.config.options import GRPOOptions
 from minivlmrl.distributed.micro_batching import pieces
-from minivlmrl.generation.sampler import find_engine
+from minivlmrl.generation.environments import (
+    check_environment,
+    pack_rollout,
+    packed_length,
+    samples_trajectories,
+)
+from minivlmrl.generation.sampler import find_engine, make_sampler
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.model.families.routes import join_routes, routes_of
 from minivlmrl.model.packing import MicroBatch
@@ -32,7 +36,7 @@ class GRPOStage(Algorithm, GRPO):
     config_type = GRPOOptions
     batch_type = StageBatch
     compares_groups = True  # it logs how much the rewards of a group differ
-    pack = staticmethod(pack_turns)
+    pack = staticmethod(pack_rollout)
 
     @classmethod
     def check(cls, run):
@@ -40,11 +44,11 @@ class GRPOStage(Algorithm, GRPO):
             raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
         if not run.rewards:
             raise ValueError(f"rewards: {cls.stage} needs at least one")
-        check_reward(run.sampling.environment, run.rewards)
+        check_environment(run)
         find_engine(run.sampling).check(run)
         if FOLDER in run.rewards:
             check_reward_model(run, cls.stage)
-        if has_windows(run.sampling) and FOLDER in run.rewards:
+        if samples_trajectories(run.sampling) and FOLDER in run.rewards:
             raise ValueError("rewards: reward_model reads no trajectories; leave it out")
 
     @staticmethod
@@ -56,8 +60,7 @@ class GRPOStage(Algorithm, GRPO):
         has_reward_model = FOLDER in run.rewards
         # a reward model reads prompts with a tower of its own, and so does a reference of a folder
         frozen = not trained_parameters(model.visual) and run.reference.path is None
-        build = build_sampler if run.sampling.engine == "own" else find_engine(run.sampling)
-        sample = build(
+        sample = make_sampler(
             model,
             processor,
             run.sampling,

@@ -19,7 +19,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import with_tools
 from minivlmrl.agents.tool_sampler import ToolSampler
-from minivlmrl.agents.trajectories import build_sampler
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
@@ -29,6 +28,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation import cuda_graphs, generate
 from minivlmrl.generation import sampler as sample
+from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
@@ -357,7 +357,7 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     prompts = [row().prompt(PROCESSOR) for _ in range(2)]
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
     settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
-    plain, tools = (build_sampler(model, PROCESSOR, one, ONE) for one in settings)
+    plain, tools = (make_sampler(model, PROCESSOR, one, ONE) for one in settings)
     assert type(plain) is sample.RunSampler and type(tools) is ToolSampler
     assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
 

@@ -19,7 +19,7 @@ from talk import IMAGE_PART, text, user
 from minivlmrl.__main__ import main
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import earned
-from minivlmrl.agents.trajectories import build_sampler, has_windows, pack_turns, packed_length
+from minivlmrl.agents.trajectories import has_windows
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.image import ImageProcessor
@@ -28,6 +28,8 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.generation import generate
+from minivlmrl.generation.environments import pack_rollout, packed_length
+from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
 from minivlmrl.losses.ppo import leave_one_out
 from minivlmrl.model.attention import visible
@@ -108,7 +110,7 @@ def play(monkeypatch, scripts, environment="Site", history=None, model=None, row
     model = model or model_of()
     where = environment if ":" in environment else f"tests.agents.test_trajectories:{environment}"
     sampling = SamplingOptions(environment=where, history=history, **{"max_new_tokens": 60} | options)
-    sampler = build_sampler(model, processor, sampling, ONE)
+    sampler = make_sampler(model, processor, sampling, ONE)
     rows = rows or [row()]
 
     def drawn_by(play):
@@ -206,7 +208,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
         for goal in ("red", "blue"):
             prompt, group = all_trajectories(monkeypatch, goal, history, model)
             assert {len(trajectory.turns) for trajectory in group} == {2, 3}
-            batch = pack_turns([prompt], [group], model.config)
+            batch = pack_rollout([prompt], [group], model.config)
             logps = batch.pad(per_token_logps(model, batch)[0])
             mask = batch.completion_mask
             assert torch.equal(mask.sum(1).long(), torch.tensor([len(one.ids) for one in group]))
@@ -242,7 +244,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
     found = []
     for history in (None, 99):
         groups, prompts, _ = play(monkeypatch, **task, history=history, model=model, max_new_tokens=400)
-        batch = pack_turns(prompts, groups, model.config)
+        batch = pack_rollout(prompts, groups, model.config)
         logps, mask = batch.pad(per_token_logps(model, batch)[0]), batch.completion_mask
         drawn = [logps[i][mask[i] > 0] for i in range(len(mask))]
         sampled = [c.logps[c.written] for c in chain(*groups)]
@@ -342,17 +344,17 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
     options = {"environment": f"tests.agents.test_trajectories:{environment}", "history": history, "max_new_tokens": 6}
 
     def drawn(prompts, keys, **more):
-        sampler = build_sampler(model, PROCESSOR, SamplingOptions(**options | more), ONE)
+        sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options | more), ONE)
         return [[one.ids.tolist() for one in group] for group in sampler(prompts, 3, keys)]
 
     together = drawn(prompts, "ab")
     assert drawn(prompts[1:], "b") == together[1:]
     assert drawn(prompts, "ab", max_tokens_at_once=60) == together
     assert len({tuple(ids) for group in together for ids in group}) == 6
-    sampler = build_sampler(model, PROCESSOR, SamplingOptions(**options, top_k=5, repetition_penalty=1.1), ONE)
+    sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options, top_k=5, repetition_penalty=1.1), ONE)
     groups = sampler(prompts, 3, "ab")
     assert {len(one.turns) for group in groups for one in group} <= {2, 3}
-    batch = pack_turns(prompts, groups, model.config)
+    batch = pack_rollout(prompts, groups, model.config)
     logps = batch.pad(per_token_logps(model, batch)[0])
     sampled = torch.nn.utils.rnn.pad_sequence([one.logps for group in groups for one in group], batch_first=True)
     assert (logps - sampled).abs().max() < 1e-4

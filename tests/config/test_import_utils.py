@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 
 from minivlmrl.config.import_utils import find_named, load_name, recipes_folder, with_options
-from minivlmrl.generation.filters import ENGINES
+from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.run.optimizer import OPTIMIZERS
 
 

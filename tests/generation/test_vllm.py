@@ -19,8 +19,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor
-from minivlmrl.generation.filters import ENGINES
-from minivlmrl.generation.sampler import RunSampler, find_engine
+from minivlmrl.generation.sampler import ENGINES, RunSampler, find_engine
 from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, set_parameters
 
 import tiny

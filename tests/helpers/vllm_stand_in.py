@@ -9,7 +9,7 @@ import torch
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.generation.filters import ENGINES
+from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.model.checkpoint import _make, read_config
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import completion_states

@@ -34,7 +34,7 @@ SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</ans
 def scripted(monkeypatch):
     """Rows earn what their columns `sampled` and `greedy` say."""
 
-    def build_sampler(model, processor, sampling, world, gather_weights):
+    def make_sampler(model, processor, sampling, world, gather_weights):
         # answers end as in training, but are drawn without its filters
         assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
@@ -42,7 +42,7 @@ def scripted(monkeypatch):
     def draw(sample, rows, count, rewards):
         return torch.tensor([row.columns[sample.kind][: len(rewards)] for row in rows]), [[None]] * len(rows)
 
-    monkeypatch.setattr(file, "build_sampler", build_sampler)
+    monkeypatch.setattr(file, "make_sampler", make_sampler)
     monkeypatch.setattr(file, "draw", draw)
 
 

@@ -1,0 +1,67 @@
+"""The seam between the package and agents/, the optional tools, environments and trajectories.
+
+Only this module and sampler.make_sampler import agents/ from below it. They do so inside functions,
+when a recipe sets `sampling.environment`, so that a run without tools loads none of its modules.
+"""
+
+from collections.abc import Sequence
+
+from minivlmrl.config.options import RunConfig, SamplingOptions
+from minivlmrl.data.rows import Completion, Processor, Prompt, Row
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.packing import GroupBatch, pack
+
+
+def check_environment(run: RunConfig):
+    """Raise ValueError if the environment, or a reward that reads it, does not fit the recipe."""
+    if run.sampling.environment is not None or "environment" in run.rewards:
+        from minivlmrl.agents.environment import check_reward
+
+        check_reward(run.sampling.environment, run.rewards)
+    samples_trajectories(run.sampling)  # checks that there is one rule for windows
+
+
+def samples_trajectories(sampling: SamplingOptions) -> bool:
+    """Return whether each turn of a completion is sampled from a window of its own."""
+    if sampling.environment is None:
+        return False
+    from minivlmrl.agents.trajectories import has_windows
+
+    return has_windows(sampling)
+
+
+def begin_environment(name: str | None, row: Row) -> object | None:
+    """Construct the environment of a recipe, if it names one, and reset it with the columns of a row."""
+    if name is None:
+        return None
+    from minivlmrl.agents.tool_calls import begin_with_row
+
+    return begin_with_row(name, row)
+
+
+def prepare_tools(processor: Processor, name: str | None) -> Processor:
+    """Return a processor whose chat template declares the tools of an environment, if there is one."""
+    if name is None:
+        return processor
+    from minivlmrl.agents.environment import with_tools
+
+    return with_tools(processor, name)
+
+
+def pack_rollout(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    config: ModelConfig,
+    device="cpu",
+) -> GroupBatch:
+    """Pack prompts and their completions; a trajectory is packed turn by turn, each with its window."""
+    if not any(completion.turns for group in completions for completion in group):
+        return pack(prompts, completions, config, device)
+    from minivlmrl.agents.trajectories import pack_turns
+
+    return pack_turns(prompts, completions, config, device)
+
+
+def packed_length(completion: Completion) -> int:
+    """Count the tokens that a completion adds to a packed batch, windows of later turns included."""
+    return len(completion.ids) + sum(len(turn.prompt.input_ids) for turn in completion.turns[1:])
