@@ -228,7 +228,7 @@ def length_slopes(random: dict) -> dict[str, float]:
     import torch
 
     from docs import bias
-    from minivlmrl.losses.grpo_variants import FamilyLoss
+    from minivlmrl.losses.grpo_variants import GRPOLossOptions
 
     lengths = bias.MASK.sum(1)
     logits = torch.randn(bias.POLICY.shape, **random)
@@ -241,7 +241,7 @@ def length_slopes(random: dict) -> dict[str, float]:
     growth = bias.gradient(length_of_wrong, logits)
     slopes = {}
     for loss in ("grpo", "dr_grpo", "luspo"):
-        step = -bias.gradient(bias.expected_policy_loss, logits, right, FamilyLoss(loss))
+        step = -bias.gradient(bias.expected_policy_loss, logits, right, GRPOLossOptions(loss))
         slopes[loss] = (growth @ step / step.norm()).item()
     return slopes
 

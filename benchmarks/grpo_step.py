@@ -39,7 +39,7 @@ from minivlmrl.model.packing import pack
 from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers.grpo_stage import GRPOStage
+from minivlmrl.trainers.grpo import GRPOTrainer
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 QUESTION = "What is it? Name it."  # with the template 32 tokens: 48, 96 and 288 with those of the image
@@ -66,7 +66,7 @@ class EndlessProcessor(Processor):
 class Ours:
     """GRPO as train.py runs it, one optimizer step a call."""
 
-    def __init__(self, algorithm: GRPOStage, rows: list[Row]):
+    def __init__(self, algorithm: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, algorithm)
         self.algorithm = algorithm
         self.steps = algorithm.steps(batches)
@@ -192,7 +192,7 @@ def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_token
         grpo=GRPOOptions(**options),
     )
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
-    return Ours(GRPOStage(run, model, endless, World(device=model.lm_head.weight.device)), rows)
+    return Ours(GRPOTrainer(run, model, endless, World(device=model.lm_head.weight.device)), rows)
 
 
 def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from minivlmrl.losses.advantages import EPSILON, group_advantages
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.grpo_variants import FamilyLoss, LossType, policy_loss
-from minivlmrl.losses.ppo import PPOLoss, gae, leave_one_out, ppo_loss, token_rewards
-from minivlmrl.losses.preference import DPO_LOSSES, DPOLoss, dpo_loss
+from minivlmrl.losses.grpo_variants import GRPOLossOptions, LossType, policy_loss
+from minivlmrl.losses.ppo import PPOLossOptions, gae, leave_one_out, ppo_loss, token_rewards
+from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss
 
 END, T = 2, 3  # the token that ends a completion; tokens of the longest
 PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...
@@ -57,7 +57,7 @@ def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
 def expected_policy_loss(
     logps: Tensor,
     rewards: Tensor,
-    options: FamilyLoss,
+    options: GRPOLossOptions,
     scale="none",
     G=2,
     one_group=False,
@@ -85,7 +85,7 @@ def expected_policy_loss(
     return expect(loss, sampler, G)
 
 
-def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLoss, old: Tensor) -> Tensor:
+def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLossOptions, old: Tensor) -> Tensor:
     """Mean of ppo_loss over all completions, with GAE on graded rewards and the values (7,) of prefixes."""
     values, counts = values[PREFIX] * MASK, Counts(1, (chances(old) @ MASK.sum(1)).item())
     advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
@@ -98,7 +98,7 @@ def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLos
     return expect(loss, old)
 
 
-def expected_dpo_loss(logps: Tensor, options: DPOLoss) -> Tensor:
+def expected_dpo_loss(logps: Tensor, options: DPOLossOptions) -> Tensor:
     """Mean of dpo_loss over pairs that the reference draws and the graded rewards label, by Bradley and Terry."""
     counts = Counts(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
     given = [(logps[p], MASK[p], options, REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
@@ -152,7 +152,7 @@ def policy_table() -> list[list[str]]:
     for label, (name, level, scale) in kinds.items():
         cells = []
         for rewards, G, one_group, logits, clip in columns.values():
-            options = FamilyLoss(name, level, epsilon_low=clip, epsilon_high=clip + (name == "cispo"))
+            options = GRPOLossOptions(name, level, epsilon_low=clip, epsilon_high=clip + (name == "cispo"))
             found = gradient(expected_policy_loss, logits, rewards, options, scale, G, one_group, old=OLD)
             cells.append(cell(-found, reward_gradient(logits, rewards)))
         table.append([label, *cells])
@@ -165,12 +165,12 @@ def kl_table() -> list[list[str]]:
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
     for loss_type, kind in product(("luspo", "grpo"), kinds):
-        options = FamilyLoss(loss_type, beta=1.0, kl_estimator=kind[:2], use_bias_correction_kl="corrected" in kind)
+        options = GRPOLossOptions(loss_type, beta=1.0, kl_estimator=kind[:2], use_bias_correction_kl="corrected" in kind)
         constants = {"old": OLD, "ref": REF, "kl_straight_through": "straight" in kind}
         on, off = (gradient(expected_policy_loss, x, none, options, **constants) for x in (POLICY, MOVED))
         cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
         table.append([f"{kind}, {loss_type}", *cells])
-    on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), FamilyLoss("rloo"))
+    on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), GRPOLossOptions("rloo"))
     return [*table, ["k1 in the reward, rloo", cell(on, tokens), cell(on, completions), ""]]
 
 
@@ -181,7 +181,7 @@ def ppo_table() -> list[list[str]]:
     for (name, values), lam in product({"true": true, "half": true / 2, "zero": 0 * true}.items(), (1.0, 0.95, 0.0)):
         cells = []
         for logits in (POLICY, MOVED):
-            found = gradient(expected_ppo_loss, logits, values, lam, PPOLoss(9.0), OLD)  # never clipped
+            found = gradient(expected_ppo_loss, logits, values, lam, PPOLossOptions(9.0), OLD)  # never clipped
             cells.append(cell(-found, reward_gradient(logits, GRADED)))
         table.append([name, f"{lam:g}", *cells])
     return table
@@ -193,7 +193,7 @@ def preference_table() -> list[list[str]]:
     best = (chances(REF) * (GRADED / BETA).exp())[:, None] * MASK  # the optimum's probabilities, up to a factor
     optimum = torch.zeros_like(POLICY).index_put((PREFIX, TOKENS), best, accumulate=True).log()
     for name in DPO_LOSSES:
-        options = DPOLoss(name, beta=BETA, label_smoothing=0.1 * (name in ("exo_pair", "robust")))
+        options = DPOLossOptions(name, beta=BETA, label_smoothing=0.1 * (name in ("exo_pair", "robust")))
         here, there, left = (-gradient(expected_dpo_loss, x, options) for x in (REFERENCE, POLICY, optimum))
         cells = cell(here, reward_gradient(REFERENCE, GRADED)), cell(there, reward_gradient(POLICY, GRADED, BETA))
         table.append([name, *cells, cell(left, here).split(", ")[-1]])  # the length alone

@@ -100,7 +100,7 @@ WRONG = {
 def tries(grpo_loss):
     import torch
 
-    from minivlmrl.losses.grpo import Counts, PolicyLoss
+    from minivlmrl.losses.grpo import Counts, GRPOLossOptions
 
     logps = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]])
     old = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
@@ -114,7 +114,7 @@ def tries(grpo_loss):
     cases = [(loss_type, what) for what in ("on-policy", *given) for loss_type in ("grpo", "dapo", "dr_grpo")]
     for loss_type, what in [*cases, ("dapo sequence", "old and reference")]:
         tensors = given.get(what, {})
-        options = PolicyLoss(*loss_type.split(), beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
+        options = GRPOLossOptions(*loss_type.split(), beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
         leaf = logps.clone().requires_grad_()
         loss, metrics = grpo_loss(leaf, advantages, mask, options, **tensors, counts=Counts(4, 11, 8))
         gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0]

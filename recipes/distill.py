@@ -35,10 +35,10 @@ from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
 from minivlmrl.losses.advantages import combine
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.lora import ParameterCopy
-from minivlmrl.model.packing import MicroBatch, pack
+from minivlmrl.model.packing import pack
 from minivlmrl.rewards.registry import guarded
-from minivlmrl.trainers.grpo import Rollout
-from minivlmrl.trainers.grpo_stage import GRPOStage
+from minivlmrl.trainers.base import MicroBatch, Rollout
+from minivlmrl.trainers.grpo import GRPOTrainer
 from minivlmrl.trainers.reference import computing, load_frozen
 
 
@@ -51,6 +51,8 @@ class DistillConfig(TrainingOptions):
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
     # tokens of one forward and backward, prompts once; a group may be divided. None: any number
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
+    # tokens of one forward and backward, prompts once. None: any number
+    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
     teacher_prompt: Code | None = None  # "file.py:function", what the teacher sees of a Row
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0: KL(teacher || student), 1: the other one
@@ -61,7 +63,7 @@ class DistillBatch(MicroBatch):
     teacher_states: Tensor | None = None  # (M, D) before each completion token
 
 
-class Distill(GRPOStage):
+class Distill(GRPOTrainer):
     """GRPO's rollouts; in place of advantages a divergence from the teacher.
 
     The teacher is a folder, or the reference.
@@ -80,6 +82,10 @@ class Distill(GRPOStage):
             find_folder(run.distill.teacher)  # refused now, not after the stages before
         super().check(run)
 
+    @classmethod
+    def check_loss(cls, config):
+        """There is nothing to check: the loss is a divergence."""
+
     @staticmethod
     def has_reference(config) -> bool:
         return True
@@ -96,10 +102,16 @@ class Distill(GRPOStage):
         # whose config and head the teacher has: copied adapters compute on the policy's
         self.teacher_base = model if isinstance(self.teacher, ParameterCopy) else self.teacher
 
+    def prepare_loss(self):
+        """There is no loss of log-probabilities."""
+
+    def roll_out(self, rows: Sequence[Row]) -> Rollout:
+        return self.sample_rollout(rows)
+
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
-        rollout.metrics = self.metrics(rollout, rewards, combine(rewards, self.reward_weights))
-        steps = [self.micro_batches(rollout, part) for part in parts]
+        rollout.metrics = self.rollout_metrics(rollout, rewards, combine(rewards, self.reward_weights))
+        steps = [self.pack_part(rollout, part) for part in parts]
         for batch in chain(*steps):
             self.ask_teacher(batch, rollout)
         return steps

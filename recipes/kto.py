@@ -13,14 +13,14 @@ from torch import Tensor
 
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.rows import Prompt, Row
-from minivlmrl.losses.preference import KTOLoss, kto_kl, kto_loss
+from minivlmrl.losses.preference import KTOLossOptions, kto_kl, kto_loss
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.packing import Step
-from minivlmrl.trainers.offline import AnswerAlgorithm, AnswerBatch
+from minivlmrl.trainers.base import Step
+from minivlmrl.trainers.offline import AnswerBatch, OfflineTrainer
 
 
 @dataclass
-class KTOConfig(KTOLoss, TrainingOptions):
+class KTOConfig(KTOLossOptions, TrainingOptions):
     """KTO on single answers with a label."""
 
 
@@ -31,7 +31,7 @@ class KTOBatch(AnswerBatch):
     kl: Tensor | None = None  # of the whole step
 
 
-class KTO(AnswerAlgorithm):
+class KTO(OfflineTrainer):
     """Rows with a completion and a boolean column `label`.
 
     kto_loss's KL is of prompts with the answers of rows before, as in TRL, but over a whole step.

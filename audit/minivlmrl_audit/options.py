@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from minivlmrl.losses.grpo_variants import FamilyLoss
-from minivlmrl.losses.preference import DPOLoss
+from minivlmrl.losses.grpo_variants import GRPOLossOptions
+from minivlmrl.losses.preference import DPOLossOptions
 
 
 @dataclass
-class PolicyOptions(FamilyLoss):
-    """FamilyLoss, and what policy_terms takes as arguments."""
+class PolicyOptions(GRPOLossOptions):
+    """GRPOLossOptions, and what policy_terms takes as arguments."""
 
     delta: float | None = None
     kl_straight_through: bool = False
@@ -22,8 +22,8 @@ class PolicyOptions(FamilyLoss):
 
 
 @dataclass
-class DPOOptions(DPOLoss):
-    """DPOLoss, and what dpo_loss takes as an argument."""
+class DPOOptions(DPOLossOptions):
+    """DPOLossOptions, and what dpo_loss takes as an argument."""
 
     discopop_tau: float = 0.05
 

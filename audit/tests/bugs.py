@@ -21,12 +21,13 @@ from minivlmrl.generation import sampler as sample
 from minivlmrl.losses import advantages
 from minivlmrl.losses import grpo as losses
 from minivlmrl.run import loop as train
-from minivlmrl.trainers import grpo, grpo_stage, sft
+from minivlmrl.trainers import grpo as grpo_trainer
+from minivlmrl.trainers import sft
 from minivlmrl.trainers.reference import Reference
 
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
-GRPO, SFT = grpo_stage.GRPOStage, sft.SFT
+GRPO, SFT = grpo_trainer.GRPOTrainer, sft.SFTTrainer
 MODULE = "trl.trainer.grpo_trainer"  # by name: TRL is imported where a bug is put into it
 OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2}  # the second step is off-policy
 KL = {"beta": 0.5, **OFF}
@@ -98,7 +99,7 @@ def sampled(**options) -> Callable:
             other = replace(self.sampling, **options)
             return sample.RunSampler(self.model, self.processor, other, self.world).chooser(*given)
 
-    return lambda put: put(grpo_stage, "make_sampler", Other)
+    return lambda put: put(grpo_trainer, "make_sampler", Other)
 
 
 def other_prompts(change: Callable) -> Callable:
@@ -359,11 +360,11 @@ BUGS = {
             x.std(dim, correction=0, keepdim=keepdim)))),
     ),
     "interleaved_groups": Bug(
-        "StarsfieldAI/R1-V/issues/67", around(grpo, "group_advantages", interleaved),
+        "StarsfieldAI/R1-V/issues/67", around(grpo_trainer, "group_advantages", interleaved),
     ),
     "grouped_by_text": Bug(  # all questions are equal, only the pictures differ
         "NVIDIA-NeMo/RL/pull/3882",
-        around(grpo, "group_advantages", lambda function, r, G, scale: function(r, len(r), scale)),
+        around(grpo_trainer, "group_advantages", lambda function, r, G, scale: function(r, len(r), scale)),
     ),
     "pictures_of_others": Bug(
         "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
@@ -464,7 +465,7 @@ BUGS = {
     "reference_follows": Bug("aburkov/theLMbook/issues/8", around(Reference, "logps", follow)),
     "stale_sampler": Bug(  # all completions are the first policy's
         "huggingface/trl/issues/3679",
-        around(grpo_stage, "make_sampler", lambda sampler, model, *rest, **options: sampler(
+        around(grpo_trainer, "make_sampler", lambda sampler, model, *rest, **options: sampler(
             copy.deepcopy(model), *rest, **options)),
     ),
     "one_seed": Bug(  # the completions of a group are equal

@@ -20,14 +20,14 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.families.registry import hub_name
-from minivlmrl.model.packing import Step
 from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.trainers.dpo import DPO
-from minivlmrl.trainers.grpo import Rollout
-from minivlmrl.trainers.grpo_stage import GRPOStage
-from minivlmrl.trainers.registry import find_algorithm
-from minivlmrl.trainers.sft import SFT
+from minivlmrl.trainers.base import Step
+from minivlmrl.trainers.dpo import DPOTrainer
+from minivlmrl.trainers.base import Rollout
+from minivlmrl.trainers.grpo import GRPOTrainer
+from minivlmrl.trainers.registry import find_trainer
+from minivlmrl.trainers.sft import SFTTrainer
 from minivlmrl_audit.audit import LOGPS, STAGES, audit, main, possible_causes, report
 from minivlmrl_audit.dump import read
 from minivlmrl_audit.moves import Change
@@ -75,7 +75,7 @@ def step_of(kind, d, folder, **options):
         setattr(getattr(run, kind), name, value)
     run.rewards, run.optimizer.max_grad_norm = {"accuracy": 1.0, "format": 1.0}, 0.5  # of as many weights
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    cls = {"grpo": GRPOStage, "dpo": DPO, "sft": SFT}[kind]
+    cls = {"grpo": GRPOTrainer, "dpo": DPOTrainer, "sft": SFTTrainer}[kind]
     algorithm = cls(run, model, processor, World())
     prompts, answers = rows_of(d)
     if kind == "grpo":
@@ -163,7 +163,7 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     for name, value in OURS.items():
         setattr(run.kto, name, value)
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    algorithm = find_algorithm("kto", run)(run, model, processor, World())
+    algorithm = find_trainer("kto", run)(run, model, processor, World())
     optimizer, lines = build_optimizer(algorithm.trained, run.kto, run.optimizer), []
     for number, inputs in enumerate(seen):
         monkeypatch.setattr(algorithm, "encode", lambda rows, inputs=inputs: encoded(inputs))

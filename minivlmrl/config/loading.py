@@ -21,7 +21,7 @@ from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
 from minivlmrl.data.media_options import check_options
 from minivlmrl.files import json_text
 from minivlmrl.losses.preference import check_dpo_options
-from minivlmrl.trainers.base import Algorithm
+from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_class
 
 # fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
@@ -120,7 +120,7 @@ def _stages(values: dict, where: str | Path) -> list[str]:
 
 
 @cache
-def _with_sections(algorithms: tuple[type[Algorithm], ...]) -> type[RunConfig]:
+def _with_sections(algorithms: tuple[type[Trainer], ...]) -> type[RunConfig]:
     """Add a section for each stage of a file (ValueError: there is one of its name)."""
     if not algorithms:
         return RunConfig

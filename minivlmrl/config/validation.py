@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import naming
-from minivlmrl.trainers.base import Algorithm
+from minivlmrl.trainers.base import Trainer
 
 FILES = "not data.task"  # a task makes its rows itself
 HELD_OUT = "data.eval_file or data.task"
@@ -85,7 +85,7 @@ NEEDS = {
 }
 
 
-def check_effects(run, algorithms: dict[str, type[Algorithm]]):
+def check_effects(run, algorithms: dict[str, type[Trainer]]):
     """Refuse a recipe (ValueError) with an option that has no effect beside the others.
 
     Of stages that it does not name run/setup.py only prints a note.

@@ -39,7 +39,7 @@ from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, train
 from minivlmrl.rewards.text import ask_rewards, find_answer
 from minivlmrl.run.evaluate import BLIND, draw
 from minivlmrl.run.setup import mistakes, prepare
-from minivlmrl.trainers.registry import find_algorithms, find_class
+from minivlmrl.trainers.registry import find_class, find_trainers
 
 PROMPTS = 16  # rows that are asked about
 MARKUP_OF_ANSWER = 64  # tokens that a template adds to an answer, at most
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 def check(config) -> Iterator[str]:
     """Sentences about a recipe, each with the cause and what to do."""
-    stages = find_algorithms(config)
+    stages = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     check_memory(config, world)
     model, processor, datasets = prepare(config, stages, world)

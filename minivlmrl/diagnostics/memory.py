@@ -40,7 +40,7 @@ from minivlmrl.model.vision import lay_out
 from minivlmrl.run.checkpoints import KEPT
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.trainers.reference import freeze_shared
-from minivlmrl.trainers.registry import find_algorithm
+from minivlmrl.trainers.registry import find_trainer
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -225,7 +225,7 @@ def plan(
     Args:
         text_tokens, image_tokens, frames: of a prompt, see Work.
     """
-    algorithm = find_algorithm(stage, run)
+    algorithm = find_trainer(stage, run)
     models = costs.build_trained(run, stage)
     model, *critics = models
     shards = num_shards(run.sharding, gpus)
@@ -263,7 +263,7 @@ def sizes(
     config = getattr(run, stage)
     max_new_tokens = run.sampling.max_new_tokens
     prompt_tokens = text_tokens + image_tokens
-    G = len(find_algorithm(stage, run).answers) or config.num_generations
+    G = len(find_trainer(stage, run).answers) or config.num_generations
     max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     prompts, completions = largest_piece(prompts, prompt_tokens, [max_new_tokens] * G, max_tokens)
@@ -315,7 +315,7 @@ def rollout_items(
 
 def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dict[str, float]:
     """Bytes of what is there all the time, before sharding; models: see build_trained."""
-    algorithm = find_algorithm(stage, run)
+    algorithm = find_trainer(stage, run)
     model, *critics = models
     weights = bytes_of([*model.parameters(), *model.buffers()])
     adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
@@ -334,7 +334,7 @@ def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dic
 
 
 def has_reference(run: RunConfig, stage: str) -> bool:
-    return find_algorithm(stage, run).has_reference(getattr(run, stage))
+    return find_trainer(stage, run).has_reference(getattr(run, stage))
 
 
 def reference_bytes(run: RunConfig, model: nn.Module) -> int:

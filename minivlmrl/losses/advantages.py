@@ -41,6 +41,37 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 
+def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,).
+
+    Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
+    they are added. Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
+    """
+    columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
+    total = (torch.stack(columns, 1) * weights).nansum(1)
+    total = total.masked_fill(rewards.isnan().all(1), float("nan"))
+    return standardize(total).nan_to_num(0.0)
+
+
+def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
+    """Measure (n,) rewards against the mean of a group's others; `normalize` over the batch.
+
+    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no
+    mean. Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
+    """
+    groups = to_groups(rewards, num_generations)
+    others = (~groups.isnan()).sum(1, keepdim=True) - 1
+    advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
+    if normalize:
+        advantages = standardize(advantages)
+    return advantages.nan_to_num(0.0)
+
+
+def standardize(values: Tensor) -> Tensor:
+    """Bring (n,) values to mean 0 and standard deviation 1; NaN counts in neither and stays."""
+    return (values - values.nanmean()) / (nanstd(values) + EPSILON)
+
+
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
     """Standard deviation of each group, (n,) -> (n / num_generations,); 0: it teaches nothing."""
     return nanstd(to_groups(rewards, num_generations))

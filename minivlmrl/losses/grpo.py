@@ -2,33 +2,53 @@
 
 B completions, T tokens of the longest; rows are filled up on the right.
 
-    ratio      r_t = pi(o_t) / pi_old(o_t), by token or for a whole row       importance_ratio
-    term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                clipped
+    ratio      r_t = pi(o_t) / pi_old(o_t), by token or for a whole row       RATIOS
+    term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
     KL         + beta * KL(pi || pi_ref) of tokens, from the drawn one        kl_term
     average    over tokens and rows: all in which GRPO, DAPO and Dr. GRPO differ   AVERAGES
 
 Every average divides by counts of the whole optimizer step, so the gradients of micro-batches,
 however the step is split, add up to the gradient of the step. The rest of the family (RLOO, CISPO,
-SAPO, ...) is in losses/grpo_variants.py.
+SAPO, ...) is in grpo_variants.py, which adds entries to the three tables.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
 
 
-@dataclass
-class PolicyLoss:
-    """Options of grpo_loss; a recipe sets them in its section `grpo`."""
+class LossOptions(Protocol):
+    """What grpo_loss reads of its options: GRPOLossOptions, or the section `grpo` of a recipe."""
 
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"  # the average, see AVERAGES
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # "sequence" is GSPO
+    @property
+    def loss_type(self) -> str: ...
+    @property
+    def importance_sampling_level(self) -> str: ...
+    @property
+    def epsilon_low(self) -> float: ...
+    @property
+    def epsilon_high(self) -> float: ...
+    @property
+    def beta(self) -> float: ...
+    @property
+    def kl_estimator(self) -> str: ...
+    @property
+    def use_bias_correction_kl(self) -> bool: ...
+
+
+@dataclass
+class GRPOLossOptions:
+    """Options of grpo_loss, with the names and defaults of a recipe's section `grpo`."""
+
+    loss_type: str = "dapo"  # the term and the average, see TERMS and AVERAGES
+    importance_sampling_level: str = "token"  # see RATIOS; "sequence" is GSPO
     epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped at 1 - epsilon_low
     epsilon_high: Annotated[float, ">= 0"] = 0.2  # and at 1 + epsilon_high
     beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0: there is no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see kl_term
+    kl_estimator: str = "k3"  # see kl_term
     use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
 
     def __post_init__(self):
@@ -46,7 +66,7 @@ class Counts:
     """What losses divide by: totals of an optimizer step, over its micro-batches and ranks."""
 
     sequences: float  # completions
-    tokens: float  # completion tokens that count
+    tokens: float | Tensor  # completion tokens that count
     max_completion_length: int | None = None  # the constant of dr_grpo
 
 
@@ -54,11 +74,13 @@ def grpo_loss(
     per_token_logps: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    options: PolicyLoss | None = None,
+    options: LossOptions | None = None,
     *,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
+    token_weights: Tensor | None = None,
     counts: Counts | None = None,
+    **term_options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy-gradient loss of a batch of completions.
 
@@ -71,45 +93,94 @@ def grpo_loss(
         mask: (B, T), 1 for tokens that count. A row of zeros still counts as a sequence.
         old_per_token_logps: (B, T), of the policy that sampled; None: the present one (ratio 1).
         ref_per_token_logps: (B, T), of the reference; needed with beta.
+        token_weights: (B, T) or (B, 1), factors of the policy's term, but not of the KL: a mask of
+            high-entropy tokens, a correction of the sampler's mismatch; None: 1 for all.
         counts: of the whole step; None: this batch is the step.
+        term_options: keywords of the loss_type's entry in TERMS.
     Returns:
-        loss, a scalar; and metrics without gradient: clip_ratio/..., kl (nats per token).
+        loss, a scalar; and metrics without gradient: clip_ratio/..., kl (nats per token), and
+        those of the term.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
         (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
     """
     if len(advantages) != len(mask):
         raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
-    options = options or PolicyLoss()
-    if options.loss_type not in AVERAGES:
-        raise ValueError(f"loss_type is {options.loss_type!r}; known are {', '.join(AVERAGES)}")
-    counts = counts or counts_of(mask)
+    options = options or GRPOLossOptions()
+    average = find_entry("loss_type", options.loss_type, AVERAGES)
+    per_token_loss, metrics = policy_terms(
+        per_token_logps, advantages, mask, options,
+        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
+        token_weights=token_weights, **term_options,
+    )  # fmt: skip
+    loss = average(per_token_loss * mask, mask, counts or counts_of(mask))
+    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+
+
+def policy_terms(
+    per_token_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    options: LossOptions,
+    *,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    **term_options,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the losses of tokens (B, T) that grpo_loss averages, and metrics of tokens or rows."""
     if advantages.dim() == 1:
         advantages = advantages[:, None]  # (B, 1), else (B, T)
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
     log_ratio = per_token_logps - old_per_token_logps  # (B, T)
     ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
-    per_token_loss, metrics = clipped(ratio, advantages, options)
+    inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask)
+    term = find_entry("loss_type", options.loss_type, TERMS)
+    per_token_loss, metrics = term(inputs, options, **term_options)
+    if token_weights is not None:
+        per_token_loss = per_token_loss * token_weights
     if options.beta:
         kl = kl_term(per_token_logps, ref_per_token_logps, options.kl_estimator)
         kl = correct_kl(kl, ratio, options)
         metrics["kl"] = kl
         per_token_loss = per_token_loss + options.beta * kl
-    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
-    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+    return per_token_loss, metrics
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """token: r_t = pi(o_t) / pi_old(o_t), (B, T). sequence: (prod_t r_t)^(1/|o|), (B, 1)."""
-    if level == "token":
-        return log_ratio.exp()
-    if level == "sequence":
-        return row_mean(log_ratio, mask).exp()  # GSPO eq. 7
-    raise ValueError(f"importance_sampling_level is {level!r}; known are token and sequence")
+    """Compute pi / pi_old of tokens, (B, T), or of whole rows, (B, 1), from log-ratios (B, T)."""
+    return find_entry("importance_sampling_level", level, RATIOS)(log_ratio, mask)
 
 
-def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
-    """-min(r A, clip(r) A): no gain from moving further than the clip range (PPO eq. 7)."""
+# importance_sampling_level: (log_ratio (B, T), mask) -> ratio (B, T) or (B, 1)
+RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    # r_t = pi(o_t) / pi_old(o_t)
+    "token": lambda log_ratio, mask: log_ratio.exp(),
+    # (prod_t r_t)^(1 / |o|), GSPO eq. 7
+    "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
+}
+
+
+@dataclass
+class TermInputs:
+    """What a term is computed from; (B, T) unless a shape is given."""
+
+    logps: Tensor  # nats, with gradient
+    log_ratio: Tensor  # of tokens, whatever importance_sampling_level is
+    ratio: Tensor  # (B, T) or (B, 1), by importance_sampling_level
+    advantages: Tensor  # (B, 1) or (B, T)
+    mask: Tensor
+
+
+def clipped(
+    inputs: TermInputs, options: LossOptions, *, delta: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(r A, clip(r) A): no gain from moving further than the clip range (PPO eq. 7).
+
+    delta: upper bound of the unclipped ratio too, over 1 + epsilon_high (INTELLECT-2, arXiv
+    2505.07291); None: there is none.
+    """
+    ratio, advantages = inputs.ratio, inputs.advantages
     low = 1 - options.epsilon_low
     high = 1 + options.epsilon_high
     at_low = (ratio < low) & (advantages < 0)
@@ -119,7 +190,16 @@ def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Ten
         "clip_ratio/high_mean": at_high,
         "clip_ratio/region_mean": at_low | at_high,
     }
-    return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages), metrics
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
+
+
+# loss_type: (TermInputs, options, **term_options) -> loss of tokens (B, T), metrics
+TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+    "grpo": clipped,
+    "dapo": clipped,
+    "dr_grpo": clipped,
+}
 
 
 def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
@@ -129,13 +209,18 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1   log pi - log pi_ref                 unbiased                  0
         k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
+        k1+, k3+   the value of k1 or k3         as k1, k3                 the token KL's, as k2
 
     The table is for sums over tokens. None has the gradient of whole completions' KL, in which a
     token also changes what follows: a KL in the reward has it (docs/bias.md).
-    Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477.
+    Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477; with a
+        plus: verl's straight-through estimators.
     """
     if ref_logps is None:
         raise ValueError("with beta over 0 the KL term needs ref_per_token_logps")
+    if estimator in ("k1+", "k2+", "k3+"):
+        k2 = kl_term(logps, ref_logps, "k2")
+        return kl_term(logps, ref_logps, estimator[:2]).detach() + k2 - k2.detach()
     d = ref_logps - logps
     if estimator == "k1":
         return -d
@@ -146,17 +231,17 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2 and k3")
 
 
-def correct_kl(kl: Tensor, ratio: Tensor, options: PolicyLoss) -> Tensor:
+def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
     """Weigh k1 and k3 with the ratio: they then have the token KL's gradient, off-policy too."""
     if not options.use_bias_correction_kl:
         return kl
-    if options.kl_estimator == "k2":  # it has that gradient already
-        return kl * ratio.detach()
+    if options.kl_estimator == "k2" or options.kl_estimator.endswith("+"):
+        return kl * ratio.detach()  # these have that gradient already
     return kl * ratio
 
 
 # loss_type: (per-token terms, 0 outside the mask; mask; Counts) -> scalar
-AVERAGES = {
+AVERAGES: dict[str, Callable[[Tensor, Tensor, Counts], Tensor]] = {
     # each row by its own length, then by the number of rows
     "grpo": lambda terms, mask, counts: (
         (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / counts.sequences
@@ -169,14 +254,14 @@ AVERAGES = {
 
 
 def max_length(counts: Counts) -> int:
-    """The constant of dr_grpo, which the caller must give."""
+    """Return the constant of dr_grpo, which the caller must give."""
     if counts.max_completion_length is None:
         raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
     return counts.max_completion_length
 
 
 def counts_of(mask: Tensor) -> Counts:
-    """Counts of a batch that is a whole optimizer step."""
+    """Return the counts of a batch that is a whole optimizer step."""
     return Counts(len(mask), mask.sum().clamp(min=1))
 
 
@@ -186,9 +271,16 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over tokens that count of a (B, T) tensor, over rows of a (B, 1) one."""
+    """Average over tokens that count of a (B, T) tensor, over rows of a (B, 1) one."""
     if x.dtype == torch.bool:
         x = x.double()  # shares of micro-batches add up exactly
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def find_entry(option: str, name: str, table: dict[str, Callable]) -> Callable:
+    """Look up an option's value in its table (ValueError: it has no such entry)."""
+    if name not in table:
+        raise ValueError(f"{option} is {name!r}; known are {', '.join(table)}")
+    return table[name]

@@ -1,46 +1,10 @@
-"""Baselines other than a group's mean, RLOO's, GDPO's and a critic's values, and PPO's loss.
-
-It imports torch and advantages.py alone: copy both.
-"""
+"""PPO: rewards of tokens, advantages by a critic (GAE), and the loss. It imports torch alone."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
-
-from minivlmrl.losses.advantages import EPSILON, group_advantages, nanstd, to_groups
-
-
-def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,).
-
-    Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
-    they are added. Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
-    """
-    columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
-    total = (torch.stack(columns, 1) * weights).nansum(1)
-    total = total.masked_fill(rewards.isnan().all(1), float("nan"))
-    return standardize(total).nan_to_num(0.0)
-
-
-def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Measure (n,) rewards against the mean of a group's others; `normalize` over the batch.
-
-    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no
-    mean. Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
-    """
-    groups = to_groups(rewards, num_generations)
-    others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
-    if normalize:
-        advantages = standardize(advantages)
-    return advantages.nan_to_num(0.0)
-
-
-def standardize(values: Tensor) -> Tensor:
-    """Bring (n,) values to mean 0 and standard deviation 1; NaN counts in neither and stays."""
-    return (values - values.nanmean()) / (nanstd(values) + EPSILON)
 
 
 def token_rewards(
@@ -120,7 +84,7 @@ def whiten(
 
 
 @dataclass
-class PPOLoss:
+class PPOLossOptions:
     """Options of ppo_loss, and of the section `ppo` of a recipe."""
 
     # the ratio is clipped to [1 - cliprange, 1 + cliprange], a value to old value -+ cliprange
@@ -132,7 +96,7 @@ def ppo_loss(
     per_token_logps: Tensor,
     values: Tensor,
     mask: Tensor,
-    options: PPOLoss | None = None,
+    options: PPOLossOptions | None = None,
     *,
     old_per_token_logps: Tensor,
     old_values: Tensor,
@@ -158,7 +122,7 @@ def ppo_loss(
         loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last with one.
     """
-    options = options or PPOLoss()
+    options = options or PPOLossOptions()
     eps = options.cliprange
     log_ratio = (per_token_logps - old_per_token_logps) * mask  # 0 for padding: exp stays finite
     ratio = log_ratio.exp()

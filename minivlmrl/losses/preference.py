@@ -27,7 +27,7 @@ SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # those wit
 
 
 @dataclass
-class DPOLoss:
+class DPOLossOptions:
     """Options of dpo_loss, and of the section `dpo` of a recipe."""
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES
@@ -57,8 +57,8 @@ class Pairs:
     z: Tensor  # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r): u - v for the reverse KL
     mean_margin: Tensor  # d per token of each answer
     sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
-    beta: float  # of DPOLoss
-    e: float  # label_smoothing of DPOLoss
+    beta: float  # of DPOLossOptions
+    e: float  # label_smoothing of DPOLossOptions
     discopop_tau: float  # a temperature
 
 
@@ -122,7 +122,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 def dpo_loss(
     per_token_logps: Tensor,
     mask: Tensor,
-    options: DPOLoss | None = None,
+    options: DPOLossOptions | None = None,
     *,
     ref_per_token_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
@@ -150,7 +150,7 @@ def dpo_loss(
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
         equals DPOTrainer._compute_loss of TRL 1.16, but for label_smoothing of sigmoid.
     """
-    options = options or DPOLoss()
+    options = options or DPOLossOptions()
     if ref_logps is None and ref_per_token_logps is None:
         raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps")
     if log_sum_sq_probs is None and options.use_weighting:
@@ -229,7 +229,7 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
 
 
 @dataclass
-class KTOLoss:
+class KTOLossOptions:
     """Options of kto_loss, and of the section `kto` of a recipe."""
 
     loss_type: KTOType = "kto"  # see kto_loss
@@ -245,7 +245,7 @@ def kto_loss(
     per_token_logps: Tensor,
     mask: Tensor,
     labels: Tensor,
-    options: KTOLoss | None = None,
+    options: KTOLossOptions | None = None,
     *,
     ref_per_token_logps: Tensor,
     kl: Tensor | None = None,
@@ -268,7 +268,7 @@ def kto_loss(
         there are none), kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
-    options = options or KTOLoss()
+    options = options or KTOLossOptions()
     zero_point = 0.0
     if options.loss_type == "kto":
         if kl is None:
@@ -298,7 +298,7 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
 
 
 @dataclass
-class RewardLoss:
+class RewardLossOptions:
     """Options of reward_loss, and of the section `reward_model` of a recipe."""
 
     center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
@@ -307,7 +307,7 @@ class RewardLoss:
 def reward_loss(
     chosen: Tensor,
     rejected: Tensor,
-    options: RewardLoss | None = None,
+    options: RewardLossOptions | None = None,
     *,
     margin: Tensor | None = None,
     counts=None,
@@ -323,7 +323,7 @@ def reward_loss(
         loss; metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
-    options = options or RewardLoss()
+    options = options or RewardLossOptions()
     if margin is None:
         margin = 0.0
     difference = chosen - rejected - margin
@@ -359,7 +359,7 @@ def sft_loss(
     return (per_token_loss * mask).sum() / num_tokens
 
 
-def check_dpo_options(options: DPOLoss, prefix: str = ""):
+def check_dpo_options(options: DPOLossOptions, prefix: str = ""):
     """Refuse options of dpo_loss that do not fit together (ValueError).
 
     Args:

@@ -4,7 +4,7 @@ SFT is a prompt with one completion, GRPO a prompt with G of them, a prefill a p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -139,38 +139,3 @@ def join_vision_embeds(
     if any(x is None for x in embeds) or any(completion.pictures for completion in completions):
         return None
     return torch.cat(embeds)
-
-
-@dataclass
-class MicroBatch:
-    """What one forward and backward of training works on."""
-
-    group: GroupBatch
-    loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
-    counts: object  # losses.Counts, of the whole optimizer step: what its loss divides by
-    completion_index: Tensor | None = None  # (R,) of each row among this rank's n completions
-    sampler_logps: Tensor | None = None  # (R, T) recorded while sampling
-    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
-    ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
-    advantages: Tensor | None = None  # (R,) or (R, T)
-
-    @property
-    def weight(self) -> float:
-        """How much its metrics weigh in those of the step: by the tokens that are trained on."""
-        return float(self.loss_mask.sum())
-
-    def mean(self, per_token: Tensor) -> Tensor:
-        """Mean of a flat (M,) tensor over the tokens that are trained on."""
-        total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
-        return total / self.loss_mask.sum().clamp(min=1)
-
-
-@dataclass
-class Step:
-    """One optimizer step."""
-
-    micro_batches: list[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
-    ends_rollout: bool = True  # a state of the run is only written after such a step
-    rollout: object | None = None  # the grpo.Rollout that it trains on ...
-    prompts: range = range(0)  # ... and which of its prompts

@@ -46,7 +46,7 @@ from minivlmrl.run.checkpoint_files import blocks, find_pieces, read_into, write
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
 from minivlmrl.run.signals import StopSignals
-from minivlmrl.trainers.base import Algorithm
+from minivlmrl.trainers.base import Trainer
 
 RUN, COMPLETE = "run.json", "complete.json"
 KEPT = 2  # states of a run, in case the newest is damaged
@@ -112,7 +112,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     return parse_json(json_text(values))
 
 
-def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
+def tensors(algorithm: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
@@ -279,7 +279,7 @@ class States:
             if self.world.is_main:
                 print(change, flush=True)
 
-    def restore(self, algorithm: Algorithm, optimizer: Optimizer):
+    def restore(self, algorithm: Trainer, optimizer: Optimizer):
         """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
         self.algorithm, self.optimizer = algorithm, optimizer
         self.between_rollouts = True

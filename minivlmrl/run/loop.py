@@ -15,15 +15,14 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.diagnostics.memory import check_memory
 from minivlmrl.distributed import process_group
 from minivlmrl.files import locked
-from minivlmrl.model.packing import Step
 from minivlmrl.run.checkpoints import States
 from minivlmrl.run.metrics import MetricsLog, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import Results, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
-from minivlmrl.trainers.base import Algorithm
-from minivlmrl.trainers.registry import find_algorithms
+from minivlmrl.trainers.base import Step, Trainer
+from minivlmrl.trainers.registry import find_trainers
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +38,7 @@ def start(config: RunConfig, before_step: Callable = lambda *_: None) -> int:
     Args:
         before_step: called before each step with (algorithm, optimizer, Step, its number, Batches).
     """
-    algorithms = find_algorithms(config)
+    algorithms = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
         run(config, algorithms, signals, before_step)
@@ -47,7 +46,7 @@ def start(config: RunConfig, before_step: Callable = lambda *_: None) -> int:
     return signals.exit_code
 
 
-def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, before_step: Callable):
+def run(config: RunConfig, algorithms: dict[str, type[Trainer]], signals, before_step: Callable):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
     world = signals.world
     check_outputs(config)
@@ -73,7 +72,7 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], signals, befo
         results.write(algorithm)
 
 
-def train(algorithm: Algorithm, rows, results, log, states, progress, before_step: Callable):
+def train(algorithm: Trainer, rows, results, log, states, progress, before_step: Callable):
     """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
     stage = algorithm.stage
     config = algorithm.config
@@ -107,7 +106,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress, before_ste
         results.measure(f"after_{stage}", algorithm)
 
 
-def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
+def optimizer_step(algorithm: Trainer, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
     world = algorithm.world
     parts = []  # of each micro-batch: its metrics, and over how many tokens or pairs they are

@@ -24,10 +24,9 @@ from minivlmrl.data.rows import Completion, Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import json_text, read_lines
 from minivlmrl.losses.advantages import combine
-from minivlmrl.model.packing import Step
 from minivlmrl.rewards.boxes import box_columns, read_boxes
-from minivlmrl.trainers.base import Algorithm
-from minivlmrl.trainers.grpo import Rollout
+from minivlmrl.trainers.base import Step, Trainer
+from minivlmrl.trainers.base import Rollout
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
 GROUPS = 4  # prompts of a step that are logged, the first ones of the first rank
@@ -64,7 +63,7 @@ class CompletionsLog:
         self.path.touch()
         os.truncate(self.path, num_bytes)  # in place: a kill now or a full disk loses nothing
 
-    def step(self, algorithm: Algorithm, step: Step, number: int):
+    def step(self, algorithm: Trainer, step: Step, number: int):
         """Record an optimizer step, if it is due and trains on a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
@@ -105,7 +104,7 @@ def is_past(line: dict, progress) -> bool:
     return is_done or (is_present and line["step"] < progress.step)
 
 
-def groups(algorithm: Algorithm, step: Step) -> Iterator[dict]:
+def groups(algorithm: Trainer, step: Step) -> Iterator[dict]:
     """Yield the line but images of each group of this rank that a step trains on."""
     G = algorithm.config.num_generations
     advantages = completion_advantages(step)
@@ -125,7 +124,7 @@ def completion_advantages(step: Step) -> dict[int, float]:
     return means
 
 
-def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
+def describe(algorithm: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """Say of a prompt and its G completions all but the images: see the file's docstring."""
     row = rollout.rows[index]
     processor = algorithm.processor

@@ -1,22 +1,84 @@
-"""What the loop of train.py asks of an algorithm, and the options that all have."""
+"""The base class of all trainers, one for each stage of a recipe, and what they train on."""
 
+from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from minivlmrl.config.options import TrainingOptions
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.losses.grpo import Counts
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.model.lora import dropout
-from minivlmrl.model.packing import MicroBatch
+from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.reference import Reference
 
 
-class Algorithm:
+@dataclass
+class MicroBatch:
+    """What one forward and backward of training works on."""
+
+    group: GroupBatch
+    loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
+    counts: Counts | None = None  # of the whole optimizer step: what its loss divides by
+    completion_index: Tensor | None = None  # (R,) of each row among this rank's n completions
+    sampler_logps: Tensor | None = None  # (R, T) recorded while sampling
+    sampler_routes: Tensor | None = None  # (M,) experts of the tokens while sampling
+    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
+    old_entropies: Tensor | None = None  # (R, T)
+    ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
+    advantages: Tensor | None = None  # (R,) or (R, T)
+    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1), corrects the sampler
+    entropy_threshold: float | None = None  # of the whole optimizer step ...
+    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
+
+    @property
+    def weight(self) -> float:
+        """How much its metrics weigh in those of the step: by the tokens that are trained on."""
+        return float(self.loss_mask.sum())
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """Mean of a flat (M,) tensor over the tokens that are trained on."""
+        total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
+        return total / self.loss_mask.sum().clamp(min=1)
+
+
+@dataclass
+class Rollout:
+    """Completions of this rank's prompts and their rewards."""
+
+    rows: Sequence[Row]  # B
+    prompts: list[Prompt]
+    completions: list[list[Completion]]  # B lists of G
+    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
+    metrics: dict[str, float] = field(default_factory=dict)  # of all ranks' completions
+
+    def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
+        """Sort some of the n completions by their prompts: {index of prompt: completions}."""
+        groups = {}
+        for index in indices:
+            prompt, number = divmod(index, len(self.completions[0]))
+            groups.setdefault(prompt, []).append(self.completions[prompt][number])
+        return groups
+
+
+@dataclass
+class Step:
+    """One optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
+    ends_rollout: bool = True  # a state of the run is only written after such a step
+    rollout: Rollout | None = None  # the rollout that this step trains on ...
+    prompts: range = range(0)  # ... and the range of its prompts
+
+
+class Trainer:
     """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
 
     Args:

@@ -13,13 +13,13 @@ from minivlmrl.files import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.trainers.offline import AnswerBatch, PairAlgorithm, pieces
+from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, pieces
 
 # columns of a row with what the reference says of its answers: sums of log-probabilities, in nats
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-class DPO(PairAlgorithm):
+class DPOTrainer(PairTrainer):
     """Pairs of answers, held against the policy as the stage found it."""
 
     stage = "dpo"

@@ -4,80 +4,143 @@
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
 longest in a micro-batch. The paper's outer loop (a new reference every few hundred steps) is left
-out; RLOO, DAPO's sampling and corrections are in trainers/grpo_family.py.
+out. Options of the section `grpo` select what differs in DAPO, Dr. GRPO, GSPO, RLOO, CISPO, ...:
+ratio, term and average in losses/, advantages in losses/advantages.py, dynamic sampling in
+dynamic_sampling.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.options import GRPOOptions
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row
-from minivlmrl.generation.generate import Sampler
-from minivlmrl.losses.advantages import combine, group_advantages
-from minivlmrl.losses.grpo import Counts, grpo_loss
+from minivlmrl.config.parsing import naming
+from minivlmrl.data.rows import Row
+from minivlmrl.distributed.micro_batching import pieces
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.environments import (
+    check_environment,
+    pack_rollout,
+    packed_length,
+    samples_trajectories,
+)
+from minivlmrl.generation.sampler import find_engine, make_sampler
+from minivlmrl.losses.advantages import (
+    combine,
+    group_advantages,
+    leave_one_out,
+    normalize_then_sum,
+)
+from minivlmrl.losses.grpo import AVERAGES, Counts, LossOptions, grpo_loss
+from minivlmrl.losses.grpo_variants import (
+    kept_tokens,
+    mean_entropy,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.packing import GroupBatch, MicroBatch, Step, pack
-from minivlmrl.rewards.text import ask_rewards, reward_columns
+from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.trainable import trained_parameters
+from minivlmrl.rewards.registry import RewardLog, guarded, recipe_columns, training_rewards
+from minivlmrl.rewards.text import ask_rewards
+from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
+from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
+from minivlmrl.trainers.rollout_metrics import (
+    completion_metrics,
+    group_metrics,
+    logged_metrics,
+    reward_metrics,
+)
 
 
-@dataclass
-class Rollout:
-    """Completions of this rank's prompts and what they earned."""
-
-    rows: Sequence[Row]  # B
-    prompts: list[Prompt]
-    completions: list[list[Completion]]  # B lists of G
-    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
-    metrics: dict[str, float] = field(default_factory=dict)  # of all ranks' completions
-
-    def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
-        """Sort some of the n completions by their prompts: {index of prompt: completions}."""
-        groups = {}
-        for index in indices:
-            prompt, number = divmod(index, len(self.completions[0]))
-            groups.setdefault(prompt, []).append(self.completions[prompt][number])
-        return groups
+REWARD_MODEL = "reward_model"  # the reward of a trained model, see reward_model.py
 
 
-class GRPO:
-    """Group relative policy optimization; with sequence-level ratios it is GSPO.
+class GRPOTrainer(Trainer):
+    """Group relative policy optimization and its family; PPOTrainer replaces the advantages."""
 
-    Stages of a recipe, algorithms/, replace parts: GRPOStage `columns`, `metrics`, `pack`, `split`
-    and `diagnose`; Family and PPO `roll_out`, `prepare`, `micro_batches`, `add_logps`, `loss`.
+    stage = "grpo"
+    config_type = GRPOOptions
+    config: GRPOOptions
+    batch_type: type[MicroBatch] = MicroBatch
+    compares_groups = True  # metrics say how much the rewards of a group differ
 
-    Args:
-        policy: the model that is trained.
-        sample: draws completions with the policy.
-        rewards: {function: its weight}, see rewards.py.
-        world: the ranks of this run, scale/ranks.World.
-        reference: what the KL is measured to, with a method logps(GroupBatch, temperature) ->
-            (R, T), see trainers/reference.py; not needed with beta 0.
-    """
+    # -------------------------------------------------------------------------------- preparation
 
-    batch_type = MicroBatch
-    pack = staticmethod(pack)  # GRPOStage's knows trajectories
+    @classmethod
+    def check(cls, run):
+        if run.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
+        if not run.rewards:
+            raise ValueError(f"rewards: {cls.stage} needs at least one")
+        check_environment(run)
+        find_engine(run.sampling).check(run)
+        if REWARD_MODEL in run.rewards:
+            from minivlmrl.trainers.reward_model import check_reward_model
 
-    def __init__(
-        self, policy: nn.Module, processor: Processor, sample: Sampler,
-        rewards: dict[Callable, float], config: GRPOOptions, world, reference=None,
-    ):  # fmt: skip
-        self.policy = policy
-        self.processor = processor
-        self.sample = sample
-        self.temperature = sample.sampling.temperature
-        self.rewards = list(rewards)
-        self.reward_weights = torch.tensor(list(rewards.values()))
-        self.config = config
-        self.world = world
-        self.reference = reference
+            check_reward_model(run, cls.stage)
+            if samples_trajectories(run.sampling):
+                raise ValueError("rewards: reward_model reads no trajectories; leave it out")
+        cls.check_loss(getattr(run, cls.stage))
 
-    def steps(self, batches: Iterable[Sequence[Row]]) -> Iterator[Step]:
-        """Yield optimizer steps: each draw of rows is a rollout, which is trained on in parts."""
+    @classmethod
+    def check_loss(cls, config: GRPOOptions):
+        """Refuse a loss of the user's (ValueError) that fails on two tokens."""
+        loss = find_loss(config)
+        if loss is not grpo_loss:
+            guarded(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
+
+    @staticmethod
+    def has_reference(config: GRPOOptions) -> bool:
+        return bool(config.beta)
+
+    def __init__(self, run, model, processor, world: World, steps_done: int = 0):
+        super().__init__(run, model, processor, world, steps_done)
+        has_reward_model = REWARD_MODEL in run.rewards
+        # a reward model reads prompts with a tower of its own, and so does a reference of a folder
+        frozen = not trained_parameters(model.visual) and run.reference.path is None
+        self.sample = make_sampler(
+            model,
+            processor,
+            run.sampling,
+            world,
+            run.rollout.gather_weights,
+            keeps_vision=frozen and not has_reward_model,
+        )
+        self.temperature = run.sampling.temperature
+        self.reward_log = RewardLog(steps_done, self.config.max_steps)
+        self.rewards = [reward.on(world, self.reward_log) for reward in training_rewards(run)]
+        self.reward_weights = torch.tensor([run.rewards[reward.name] for reward in self.rewards])
+        self.reward_model = None
+        if has_reward_model:
+            from minivlmrl.trainers.reward_model import RewardModelScores
+
+            self.reward_model = RewardModelScores(run, model, processor, world)
+        self.steps_per_rollout = self.config.steps_per_generation
+        self.num_gen_batches = 1  # batches of rows that the present rollout took
+        self.prepare_loss()
+
+    def prepare_loss(self):
+        """Find the loss that the options name, and what it is given of them."""
+        self.loss_function = find_loss(self.config)
+        self.loss_options: LossOptions = self.config
+        if self.config.loss_type == "rloo":
+            self.loss_options = replace(self.config, beta=0.0)  # its KL is in the reward
+
+    def after_step(self, steps: int):
+        super().after_step(steps)
+        self.reward_log.trainer_state.global_step = steps
+
+    # ------------------------------------------------------------------------ rollout and rewards
+
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        """Yield optimizer steps: each batch of rows is a rollout, which is trained on in parts."""
+        self.batches = batches
         for rows in batches:
             rollout = self.roll_out(rows)
             size = len(rollout.rows) // self.config.steps_per_generation
@@ -89,78 +152,207 @@ class GRPO:
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, part)
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample G completions of each row and ask the rewards about them."""
+        """Sample and judge completions of these rows, or of more with dynamic sampling."""
+        return sample_until_groups_differ(self, rows)
+
+    def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
+        """Sample G completions of each row and compute their rewards."""
         prompts = [row.prompt(self.processor) for row in rows]
         completions = self.sample(prompts, self.config.num_generations, [row.key for row in rows])
-        rewards = ask_rewards(self.rewards, self.columns(rows, prompts, completions))
-        return Rollout(rows, prompts, completions, rewards)
+        rewards = ask_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
+        rollout = Rollout(rows, prompts, completions, rewards)
+        self.sample.prove(rollout, self.run.rollout.max_logp_mismatch)
+        return rollout
 
-    def columns(self, rows, prompts, completions) -> dict[str, list]:
+    def reward_columns(self, rows, prompts, completions) -> dict[str, list]:
         """Collect the columns that rewards take as arguments."""
-        return reward_columns(rows, completions, self.processor)
+        columns = recipe_columns(rows, prompts, completions, self.processor)
+        if self.reward_model is not None:
+            columns["reward_model_scores"] = self.reward_model(prompts, completions)
+        return columns
+
+    def total_rewards(self, rollout: Rollout) -> Tensor:
+        """Sum the weighted rewards of this rank's completions, (n,), less what length costs."""
+        total = combine(rollout.rewards, self.reward_weights)
+        cache = self.config.soft_punish_cache
+        if cache:
+            limit = self.run.sampling.max_new_tokens
+            lengths = [len(completion.ids) for completion in chain(*rollout.completions)]
+            punished = [soft_overlong_punishment(length, limit, cache) for length in lengths]
+            total = total + torch.tensor(punished)
+        return total
+
+    def rollout_metrics(
+        self, rollout: Rollout, rewards: Tensor, total: Tensor
+    ) -> dict[str, float]:
+        """Compute metrics of all ranks' completions: (n, K) rewards, (n,) their weighted sums."""
+        metrics = reward_metrics(rewards, total, list(self.run.rewards))
+        has_tools = bool(self.run.sampling.environment)
+        metrics |= completion_metrics(rollout.completions, has_tools, self.world)
+        if self.compares_groups:
+            metrics |= group_metrics(total, self.config.num_generations)
+        return metrics | logged_metrics(self.reward_log, metrics, self.world)
+
+    # --------------------------------------------------------------- advantages and micro-batches
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[MicroBatch]]:
         """Compare each completion with its group, then pack the prompts of each optimizer step."""
         config = self.config
         rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
-        total = combine(rewards, self.reward_weights)  # (all n,)
-        rollout.metrics = self.metrics(rollout, rewards, total)
-        advantages = group_advantages(total, config.num_generations, config.scale_rewards)
-        advantages = self.world.local(advantages)  # (n,)
-        return [self.micro_batches(rollout, part, advantages) for part in parts]
+        total = self.world.all_gather(self.total_rewards(rollout))  # (all n,)
+        rollout.metrics = self.rollout_metrics(rollout, rewards, total)
+        if config.max_num_gen_batches > 1:
+            rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
+        if config.loss_type == "rloo" and config.beta:
+            return self.prepare_with_kl(rollout, parts, total)
+        if config.loss_type == "rloo":
+            advantages = leave_one_out(total, config.num_generations)
+        elif config.multi_objective_aggregation == "normalize_then_sum":
+            advantages = normalize_then_sum(rewards, self.reward_weights, config.num_generations)
+        else:
+            advantages = group_advantages(total, config.num_generations, config.scale_rewards)
+        local = self.world.local(advantages)  # (n,)
+        return [self.micro_batches(rollout, part, local) for part in parts]
 
-    def metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-        """Say what the completions of all ranks earned; GRPOStage says more."""
-        return {"reward": total.nanmean().item()}
+    def prepare_with_kl(
+        self, rollout: Rollout, parts: list[range], rewards: Tensor
+    ) -> list[list[MicroBatch]]:
+        """Take beta times k1 of its KL from the reward of each completion, for RLOO."""
+        steps = [self.micro_batches(rollout, part) for part in parts]
+        batches = list(chain(*steps))
+        kl = []
+        for batch in batches:
+            log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
+            kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
+        # micro-batches may hold completions in another order than the rollout
+        order = torch.cat([batch.completion_index for batch in batches]).argsort()
+        rewards = rewards - self.config.beta * self.world.all_gather(torch.cat(kl)[order])
+        local = self.world.local(leave_one_out(rewards, self.config.num_generations))
+        for batch in batches:
+            batch.advantages = local[batch.completion_index].to(self.world.device)
+        return steps
 
-    @torch.no_grad()
     def micro_batches(
         self, rollout: Rollout, part: range, advantages: Tensor | None = None
     ) -> list[MicroBatch]:
-        """Pack these prompts of a rollout, with what stays fixed while they are trained on.
+        """Pack these prompts of a rollout, with all that stays fixed while they are trained on."""
+        config = self.config
+        batches = self.pack_part(rollout, part, advantages)
+        if config.mask_truncated_completions:
+            stopped = [completion.stopped for completion in chain(*rollout.completions)]
+            mask_completions(torch.tensor(stopped), rollout, part, batches, self.world)
+        if config.rollout_correction:
+            for batch in batches:
+                batch.importance_sampling_ratio = correct_sampler(batch, config)
+        if config.top_entropy_quantile < 1:
+            find_entropy_threshold(batches, config.top_entropy_quantile, self.world)
+        return batches
+
+    @torch.no_grad()
+    def pack_part(
+        self, rollout: Rollout, part: range, advantages: Tensor | None = None
+    ) -> list[MicroBatch]:
+        """Pack these prompts of a rollout, and compute their log-probabilities.
 
         advantages (n,) are None where they are computed later, from the micro-batches.
         """
-        device = self.world.device
-        # a loss divides by all that was written, also by rows that `teaching` leaves out below
-        written = [c.written for c in chain(*rollout.completions[part.start : part.stop])]
-        totals = self.world.sum(len(written), int(torch.cat(written).sum()))
-        counts = Counts(*totals, self.sample.sampling.max_new_tokens)
         batches = []
+        counts = self.count_tokens(rollout, part)
         for rows in self.split(rollout, part):
             if advantages is not None:
-                rows = self.teaching(rows, advantages)
-            completions = rollout.by_prompt(rows)
-            prompts = [rollout.prompts[index] for index in completions]
-            group = self.pack(prompts, list(completions.values()), self.policy.config, device)
-            batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
-            logps = [completion.logps for completion in chain(*completions.values())]
-            batch.sampler_logps = pad_sequence(logps, batch_first=True).to(device)
+                rows = self.rows_with_signal(rows, advantages)
+            batch = self.micro_batch(rollout, rows, counts)
             if advantages is not None:
-                batch.advantages = advantages[rows].to(device)
+                batch.advantages = advantages[rows].to(self.world.device)
             self.add_logps(batch)
             batches.append(batch)
         return batches
 
+    def count_tokens(self, rollout: Rollout, part: range) -> Counts:
+        """Count the completions and tokens of an optimizer step on all ranks.
+
+        A loss divides by all that was written, also by rows that rows_with_signal drops.
+        """
+        written = [c.written for c in chain(*rollout.completions[part.start : part.stop])]
+        totals = self.world.sum(len(written), int(torch.cat(written).sum()))
+        return Counts(*totals, self.run.sampling.max_new_tokens)
+
+    def micro_batch(self, rollout: Rollout, rows: list[int], counts: Counts) -> MicroBatch:
+        """Pack some of the n completions of a rollout, each after its prompt."""
+        device = self.world.device
+        groups = rollout.by_prompt(rows)
+        prompts = [rollout.prompts[index] for index in groups]
+        group = pack_rollout(prompts, list(groups.values()), self.policy.config, device)
+        batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
+        completions = list(chain(*groups.values()))
+        logps = [completion.logps for completion in completions]
+        batch.sampler_logps = pad_sequence(logps, batch_first=True).to(device)
+        if self.policy.config.experts is not None:
+            from minivlmrl.model.families.routes import join_routes
+
+            batch.sampler_routes = join_routes(completions)
+        return batch
+
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:
         """Cut prompts into micro-batches: for each the indices of its completions, below n."""
-        G = self.config.num_generations
-        size = self.config.micro_batch_size
-        starts = range(part.start, part.stop, size)
-        return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
+        config = self.config
+        G = config.num_generations
+        size = config.micro_batch_size
+        max_tokens = config.max_tokens_per_micro_batch
+        if max_tokens is None:
+            starts = range(part.start, part.stop, size)
+            return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
+        lengths = []
+        for i in part:
+            completion_lengths = [packed_length(c) for c in rollout.completions[i]]
+            lengths.append((len(rollout.prompts[i].input_ids), completion_lengths))
+        micro_batches = pieces(lengths, size, max_tokens, self.world)
+        return [[part[i] * G + j for i, j in rows] for rows in micro_batches]
 
-    def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """Drop rows of advantage 0; keep one, as every rank of a sharded model must run."""
-        if self.config.beta:
+    def rows_with_signal(self, rows: list[int], advantages: Tensor) -> list[int]:
+        """Drop rows with advantage 0, unless the loss needs them for something else.
+
+        The KL, the entropy term, bnpo's mean of the micro-batch and a user's loss do. One row
+        stays, because every rank of a sharded model must run.
+        """
+        config = self.config
+        needs_all = (
+            config.beta
+            or config.entropy_coef
+            or config.top_entropy_quantile < 1
+            or config.loss_type == "bnpo"
+            or self.loss_function is not grpo_loss
+        )
+        if needs_all:
             return rows
         return [row for row in rows if advantages[row] != 0] or rows[:1]
 
     def add_logps(self, batch: MicroBatch):
-        """Add log-probabilities of the policy, if it moves before the last step, and reference."""
-        if self.config.num_iterations * self.config.steps_per_generation > 1:
-            batch.old_per_token_logps = batch.group.pad(self.logps(batch.group)[0])
-        if self.config.beta:
+        """Add log-probabilities of the reference, and of the policy where the loss needs them.
+
+        The policy moves before the last step on a rollout, or its first log-probabilities correct
+        the sampler, are part of RLOO's reward, or their entropies choose tokens.
+        """
+        config = self.config
+        kl_in_reward = config.loss_type == "rloo" and config.beta
+        if (
+            self.policy_moves
+            or config.rollout_correction
+            or kl_in_reward
+            or config.top_entropy_quantile < 1
+        ):
+            logps, entropies = self.logps(batch.group)
+            batch.old_per_token_logps = batch.group.pad(logps)
+            batch.old_entropies = batch.group.pad(entropies)
+        if config.beta:
             batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
+
+    @property
+    def policy_moves(self) -> bool:
+        """Tell whether a rollout is trained on in more than one optimizer step."""
+        return self.config.num_iterations * self.config.steps_per_generation > 1
+
+    # --------------------------------------------------------------------------------------- loss
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
         """(M,) log-probabilities and entropies, at the sampling temperature."""
@@ -169,13 +361,149 @@ class GRPO:
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this micro-batch's share of the loss of the step, and its metrics."""
         logps, entropies = self.logps(batch.group)
-        loss, metrics = grpo_loss(
-            batch.group.pad(logps), batch.advantages, batch.loss_mask, self.config,
-            old_per_token_logps=batch.old_per_token_logps,
-            ref_per_token_logps=batch.ref_per_token_logps, counts=batch.counts,
-        )  # fmt: skip
-        return loss, metrics | self.diagnose(batch, logps, entropies)
+        padded_entropies = batch.group.pad(entropies)
+        is_ours = self.loss_function is grpo_loss  # a user's loss has no entropy term, no weights
+        loss, metrics = self.loss_function(
+            batch.group.pad(logps),
+            batch.advantages,
+            batch.loss_mask,
+            self.loss_options,
+            old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
+            ref_per_token_logps=batch.ref_per_token_logps,
+            counts=batch.counts,
+            **(self.weights(batch, padded_entropies) if is_ours else {}),
+        )
+        if self.config.entropy_coef and is_ours:
+            num_tokens = batch.num_entropy_tokens or batch.counts.tokens
+            kept = self.kept_tokens(batch, padded_entropies)
+            bonus = mean_entropy(padded_entropies, kept, batch.counts, num_tokens)
+            loss = loss - self.config.entropy_coef * bonus
+        return loss, metrics | self.token_metrics(batch, logps, entropies)
 
-    def diagnose(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Say what else is logged of tokens (M,), without gradient; GRPOStage says more."""
-        return {"entropy": batch.mean(entropies)}
+    def kept_tokens(self, batch: MicroBatch, entropies: Tensor) -> Tensor:
+        """Return the tokens, (R, T), whose term counts: all, or those of high entropy."""
+        quantile = self.config.top_entropy_quantile
+        return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
+
+    def weights(self, batch: MicroBatch, entropies: Tensor) -> dict[str, Tensor]:
+        """Return the weights of tokens that the options ask for, as keywords of grpo_loss."""
+        ratio = batch.importance_sampling_ratio
+        weights = {}
+        if self.config.top_entropy_quantile < 1:
+            weights["token_weights"] = self.kept_tokens(batch, entropies)
+        if ratio is not None and self.config.loss_type == "vespo":
+            weights["importance_sampling_ratio"] = ratio
+        elif ratio is not None:
+            weights["token_weights"] = weights.get("token_weights", 1) * ratio
+        return weights
+
+    def token_metrics(
+        self, batch: MicroBatch, logps: Tensor, entropies: Tensor
+    ) -> dict[str, Tensor]:
+        """Return metrics of tokens (M,): entropy, and how far trainer and sampler differ in nats."""
+        old_logps = batch.old_per_token_logps
+        if old_logps is None:
+            old_logps = batch.group.pad(logps.detach())
+        mask = batch.loss_mask
+        mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()
+        mean_square = (mismatch.square() * mask).sum() / mask.sum().clamp(min=1)
+        return {
+            "entropy": batch.mean(entropies),
+            "rollout/logp_mismatch": mismatch.max(),
+            "rollout/logp_mismatch_rms": mean_square.sqrt(),
+        }
+
+    def router_metrics(self, batch: MicroBatch, chosen: dict) -> dict[str, Tensor]:
+        """Count the tokens, too, that have other experts in training than in sampling."""
+        metrics = super().router_metrics(batch, chosen)
+        if batch.sampler_routes is not None:
+            from minivlmrl.model.families.routes import routes_of
+
+            select = batch.group.layout.predict_index
+            routes = routes_of(chosen, self.policy.model, select)
+            differs = routes != batch.sampler_routes.to(routes.device)
+            metrics["rollout/route_mismatch"] = batch.mean(differs.float())
+        return metrics
+
+
+# ------------------------------------------------------------- functions that options select
+
+
+def find_loss(config: GRPOOptions) -> Callable:
+    """Find the loss of a recipe: grpo_loss, or the user's (ValueError: there is none)."""
+    with naming(f"grpo.loss_type {config.loss_type}"):
+        names = dict.fromkeys(AVERAGES, grpo_loss)
+        return with_options(*find_named("loss", config.loss_type, names))
+
+
+def try_loss(loss: Callable, config: GRPOOptions):
+    """Call a user's loss on one completion of two tokens (it raises what it raises later)."""
+    logps = torch.zeros(1, 2, requires_grad=True)
+    value, metrics = loss(
+        logps,
+        torch.ones(1),
+        torch.ones(1, 2),
+        config,
+        old_per_token_logps=None,
+        ref_per_token_logps=torch.zeros(1, 2),
+        counts=Counts(1, 2, 2),
+    )
+    value.backward()
+    for metric in metrics.values():
+        metric.item()
+    if logps.grad is None:
+        raise ValueError("it does not depend on the first argument, the log-probabilities")
+
+
+def correct_sampler(batch: MicroBatch, config: GRPOOptions) -> Tensor:
+    """Compute the ratio that corrects the sampler's mismatch, (R, T) or (R, 1)."""
+    low, high = config.rollout_correction_bounds
+    return rollout_importance_ratio(
+        batch.old_per_token_logps,
+        batch.sampler_logps,
+        batch.loss_mask,
+        mode=config.rollout_correction,
+        clip_max=high,
+        clip_min=low,
+    )
+
+
+def find_entropy_threshold(batches: list[MicroBatch], quantile: float, world: World):
+    """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
+    local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
+    entropies = torch.cat(world.gather_objects(local))
+    threshold = top_entropy_threshold(entropies, quantile)
+    for batch in batches:
+        batch.entropy_threshold = threshold.item()
+        batch.num_entropy_tokens = (entropies >= threshold).sum().item()
+
+
+def mask_completions(
+    counted: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world: World
+):
+    """Train on some completions only, (n,) bool, of the micro-batches of the prompts `part`.
+
+    The others still count as sequences of the step, but contribute no tokens. Changes loss_mask
+    and counts.
+    """
+    lengths = torch.tensor([[int(c.written.sum()) for c in group] for group in rollout.completions])
+    tokens = (lengths * counted.view_as(lengths))[part.start : part.stop].sum().item()
+    counts = replace(batches[0].counts, tokens=max(world.sum(tokens)[0], 1))
+    for batch in batches:
+        kept = counted[batch.completion_index].to(batch.loss_mask.device)
+        batch.loss_mask = batch.loss_mask * kept[:, None]
+        batch.counts = counts
+
+
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
+    """Punish length: 0 up to max_completion_len - soft_punish_cache tokens, then falling to -1.
+
+    Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
+    Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
+    """
+    free = max_completion_len - soft_punish_cache
+    if length <= free:
+        return 0.0
+    if length > max_completion_len:
+        return -1.0
+    return (free - length) / soft_punish_cache

@@ -14,8 +14,8 @@ from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.data.tokenize_completions import encode_completion
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.losses.grpo import Counts, row_mean
-from minivlmrl.model.packing import MicroBatch, Step, pack
-from minivlmrl.trainers.base import Algorithm
+from minivlmrl.model.packing import pack
+from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
 EVALUATED = 64  # pairs that are scored together
 
@@ -39,7 +39,7 @@ class AnswerBatch(MicroBatch):
         return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
 
 
-class AnswerAlgorithm(Algorithm):
+class OfflineTrainer(Trainer):
     """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
 
     batch_type = AnswerBatch
@@ -89,7 +89,7 @@ class AnswerAlgorithm(Algorithm):
         return Step(batches)
 
 
-class PairAlgorithm(AnswerAlgorithm):
+class PairTrainer(OfflineTrainer):
     """Trained on pairs of answers; margins(rows) -> (B,), over 0 where the chosen one is ahead."""
 
     needs = "pairs"

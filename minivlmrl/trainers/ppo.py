@@ -4,6 +4,7 @@ The critic predicts, before every token, what the rest of the completion will ea
 the policy's own backbone, or a model of its own. Left out: adaptive KL, entropy bonus.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import PPOOptions
+from minivlmrl.data.rows import Row
 from minivlmrl.distributed.fsdp import copy_model
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
@@ -23,22 +25,22 @@ from minivlmrl.model.value_head import (
     save_value_model,
     value_head,
 )
-from minivlmrl.trainers.grpo import Rollout
-from minivlmrl.trainers.grpo_family import train_on
-from minivlmrl.trainers.grpo_stage import GRPOStage, StageBatch
+from minivlmrl.trainers.base import MicroBatch, Rollout
+from minivlmrl.trainers.grpo import GRPOTrainer, mask_completions
 
 
 @dataclass
-class PPOBatch(StageBatch):
+class PPOBatch(MicroBatch):
     old_values: Tensor | None = None  # (R, T)
     returns: Tensor | None = None  # (R, T)
 
 
-class PPO(GRPOStage):
+class PPOTrainer(GRPOTrainer):
     """Rollouts as in GRPO; advantages of single tokens, by a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
+    config: PPOOptions
     batch_type = PPOBatch
     compares_groups = False
 
@@ -50,10 +52,16 @@ class PPO(GRPOStage):
         if run.ppo.critic_path is not None:
             check_value_model_folder(run.ppo.critic_path)
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    @classmethod
+    def check_loss(cls, config: PPOOptions):
+        """There is nothing to check: the loss is ppo_loss."""
+
+    def prepare_loss(self):
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
+
+    def roll_out(self, rows: Sequence[Row]) -> Rollout:
+        return self.sample_rollout(rows)
 
     def build_critic(self) -> nn.Module:
         """Make a value head for the policy's states, or a ValueModel."""
@@ -83,9 +91,9 @@ class PPO(GRPOStage):
             batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
 
     def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
-        batches = super().micro_batches(rollout, part, advantages)
+        batches = self.pack_part(rollout, part, advantages)
         was_judged = ~rollout.rewards.isnan().all(1)  # (n,)
-        train_on(was_judged, rollout, part, batches, self.world)
+        mask_completions(was_judged, rollout, part, batches, self.world)
         return batches
 
     @torch.no_grad()
@@ -94,7 +102,7 @@ class PPO(GRPOStage):
         steps = [self.micro_batches(rollout, part) for part in parts]
         rewards = self.world.all_gather(rollout.rewards)
         total = combine(rewards, self.reward_weights)
-        rollout.metrics = self.metrics(rollout, rewards, total)
+        rollout.metrics = self.rollout_metrics(rollout, rewards, total)
         scores = self.world.local(total).nan_to_num(0.0)  # (n,)
         if self.config.missing_eos_penalty is not None:
             is_cut = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
@@ -140,4 +148,4 @@ class PPO(GRPOStage):
             returns=batch.returns,
             counts=batch.counts,
         )
-        return loss, metrics | self.diagnose(batch, logps, entropies)
+        return loss, metrics | self.token_metrics(batch, logps, entropies)

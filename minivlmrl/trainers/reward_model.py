@@ -23,13 +23,13 @@ from minivlmrl.model.value_head import (
     pack_to_end,
     save_value_model,
 )
-from minivlmrl.trainers.offline import AnswerBatch, PairAlgorithm
+from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
 FOLDER = "reward_model"  # also the name of the stage and of its reward
 BATCH_SIZE = 16  # prompts that are scored together
 
 
-class RewardModel(PairAlgorithm):
+class RewardTrainer(PairTrainer):
     """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
 
     stage = "reward_model"

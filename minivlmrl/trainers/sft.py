@@ -9,11 +9,11 @@ from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.losses.grpo import Counts
 from minivlmrl.losses.preference import sft_loss
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.packing import MicroBatch
-from minivlmrl.trainers.offline import AnswerAlgorithm
+from minivlmrl.trainers.base import MicroBatch
+from minivlmrl.trainers.offline import OfflineTrainer
 
 
-class SFT(AnswerAlgorithm):
+class SFTTrainer(OfflineTrainer):
     """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
 
     stage = "sft"

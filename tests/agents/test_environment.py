@@ -19,7 +19,7 @@ from minivlmrl.data.rows import Processor, Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.run.setup import try_rewards
-from minivlmrl.trainers.registry import find_algorithms
+from minivlmrl.trainers.registry import find_trainers
 
 OWN = '''
 import datetime
@@ -111,7 +111,7 @@ def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
 def test_get_reward_is_asked_or_refused(own, tmp_path, name, rewards, error):
     options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]
     with pytest.raises(ValueError, match=error):
-        find_algorithms(load_config(ROOT / "recipes" / "shapes.yaml", options))
+        find_trainers(load_config(ROOT / "recipes" / "shapes.yaml", options))
 
 
 def test_get_reward_is_a_reward(own):

@@ -30,8 +30,8 @@ from minivlmrl.diagnostics.trace import Film
 from minivlmrl.generation import generate
 from minivlmrl.generation.environments import pack_rollout, packed_length
 from minivlmrl.generation.sampler import make_sampler
-from minivlmrl.losses.grpo import Counts, PolicyLoss, grpo_loss
-from minivlmrl.losses.ppo import leave_one_out
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.loop import optimizer_step
@@ -174,7 +174,7 @@ def weights_of(way, trajectory):
 
 def expected_loss(logps, mask, rewards, probabilities, group, way=None):
     """Mean over all groups of two, in one of their orders, of the implemented loss, or of a shortcut's."""
-    options = PolicyLoss(loss_type="dr_grpo")
+    options = GRPOLossOptions(loss_type="dr_grpo")
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(rewards)), 2):
         pair = [i, j]
@@ -255,7 +255,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         advantages = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
         losses = []
         for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
-            options = PolicyLoss(loss_type=average, importance_sampling_level=level)
+            options = GRPOLossOptions(loss_type=average, importance_sampling_level=level)
             counts = Counts(len(mask), mask.sum(), 40)
             losses.append(grpo_loss(logps, advantages, mask, options, old_per_token_logps=old, counts=counts)[0])
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))

@@ -186,7 +186,7 @@ def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypa
     """By an override, or with the recipe; names of tables, and numbers for their options, always may."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
-        "from minivlmrl.trainers.sft import SFT\n\n\nclass Mine(SFT):\n    stage = 'mine'\n"
+        "from minivlmrl.trainers.sft import SFTTrainer\n\n\nclass Mine(SFTTrainer):\n    stage = 'mine'\n"
     )
     recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
     named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
@@ -203,7 +203,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from minivlmrl.trainers.sft import SFT, SFTOptions
+from minivlmrl.trainers.sft import SFTTrainer, SFTOptions
 
 
 @dataclass
@@ -214,12 +214,12 @@ class AgainConfig(SFTOptions):
     fast: bool = False  # a flag
 
 
-class Again(SFT):
+class Again(SFTTrainer):
     stage = "again"
     config_type = AgainConfig
 
 
-class Nameless(SFT):
+class Nameless(SFTTrainer):
     stage = "sft"
 
 
@@ -252,7 +252,7 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     ("--again.share=2", r"again.share is 2.0, it must be in \[0, 1\]"),
     ("--stages=3", "command line: stages is 3, it must be of type list"),
     ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', of which there is a section"),
-    ("--stages=again.py:Other", "it is <class .*, it must be an Algorithm of minivlmrl.trainers.base"),
+    ("--stages=again.py:Other", "it is <class .*, it must be an Trainer of minivlmrl.trainers.base"),
     ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
     ("--stages=[gone.py:Again]", r"gone\.py:Again: it cannot be loaded \(FileNotFoundError"),
 ])  # fmt: skip

@@ -13,7 +13,7 @@ from minivlmrl.config.parsing import option_paths
 from minivlmrl.config.validation import NEEDS, check_effects
 from minivlmrl.diagnostics.check import main as check_main
 from minivlmrl.run import loop
-from minivlmrl.trainers.registry import find_algorithm
+from minivlmrl.trainers.registry import find_trainer
 
 TWICE = {"grpo.num_iterations": 2}
 OWN_LOSS = {"grpo.loss_type": "policy_by_hand:reinforce"}
@@ -94,7 +94,7 @@ def recipe(options, **more):
 
 
 def check(run):
-    check_effects(run, {name: find_algorithm(name, run) for name in run.stage_names})
+    check_effects(run, {name: find_trainer(name, run) for name in run.stage_names})
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
     model, processor = build_model(config, world)
-    algorithm = registry.find_algorithm(stage, config)(config, model, processor, world)
+    algorithm = registry.find_trainer(stage, config)(config, model, processor, world)
     assert is_sharded(algorithm.trained) == config.uses_fsdp
     result = Result()
     settings = getattr(config, stage)

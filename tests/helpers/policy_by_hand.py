@@ -6,10 +6,10 @@ from math import log
 import torch
 from by_hand import tensor
 
-from minivlmrl.losses.grpo import AVERAGES, Counts, PolicyLoss, counts_of, grpo_loss
-from minivlmrl.losses.grpo_variants import FamilyLoss, policy_loss, policy_terms
+from minivlmrl.losses.grpo import AVERAGES, Counts, GRPOLossOptions, counts_of, grpo_loss
+from minivlmrl.losses.grpo_variants import GRPOLossOptions, policy_loss, policy_terms
 
-OPTIONS, BOOK = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss))
+OPTIONS, BOOK = ({field.name for field in fields(c)} for c in (GRPOLossOptions, GRPOLossOptions))
 INPUTS = {"entropies", "entropy_threshold", "num_entropy_tokens", *policy_terms.__kwdefaults__}
 BOOKS_INPUTS = {"old_per_token_logps", "ref_per_token_logps"}
 
@@ -18,19 +18,19 @@ def loss_of(per_token_logps, advantages, mask, **given):
     """Loss and metrics of policy_loss. With options and tensors that grpo_loss knows too it gives the same bits.
 
     Args:
-        given: fields of FamilyLoss and Counts, and keywords of policy_loss, by name; what is None is left out.
+        given: fields of GRPOLossOptions and Counts, and keywords of policy_loss, by name; what is None is left out.
     """
     given = {name: value for name, value in given.items() if value is not None}
     options = {name: given.pop(name) for name in OPTIONS & given.keys()}
     inputs = {name: given.pop(name) for name in INPUTS & given.keys()}
     own = counts_of(mask)
     counts = Counts(**{"sequences": own.sequences, "tokens": own.tokens, **given})
-    found = policy_loss(per_token_logps, advantages, mask, FamilyLoss(**options), counts=counts, **inputs)
+    found = policy_loss(per_token_logps, advantages, mask, GRPOLossOptions(**options), counts=counts, **inputs)
     plain = inputs.keys() - {"entropies"} <= BOOKS_INPUTS and options.keys() <= BOOK
     plain = plain and options.get("importance_sampling_level") != "sequence_token"
     if plain and options.get("loss_type", "dapo") in AVERAGES:
         tensors = {name: inputs[name] for name in BOOKS_INPUTS & inputs.keys()}
-        loss, metrics = grpo_loss(per_token_logps, advantages, mask, PolicyLoss(**options), **tensors, counts=counts)
+        loss, metrics = grpo_loss(per_token_logps, advantages, mask, GRPOLossOptions(**options), **tensors, counts=counts)
         assert torch.equal(loss, found[0]) and metrics == found[1]
     return found
 

@@ -19,7 +19,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import registry
-from minivlmrl.trainers.grpo import GRPO
+from minivlmrl.trainers.grpo import GRPOTrainer
 
 from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, of_file, recipe
 
@@ -70,7 +70,7 @@ class Stage:
     ):
         named = of_file(stage, STAGE | MORE.get(stage, {})) if stage in FILES else [f"--stages={stage}"]
         config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *named, *overrides])
-        algorithm = registry.find_algorithm(stage, config)
+        algorithm = registry.find_trainer(stage, config)
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
@@ -113,8 +113,8 @@ def stage(folder, lively):
 def samples(monkeypatch):
     """All rollouts that are drawn, as they come."""
     seen = []
-    original = GRPO.roll_out
-    monkeypatch.setattr(GRPO, "roll_out", lambda *a: seen.append(original(*a)) or seen[-1])
+    original = GRPOTrainer.sample_rollout
+    monkeypatch.setattr(GRPOTrainer, "sample_rollout", lambda *a: seen.append(original(*a)) or seen[-1])
     return seen
 
 
@@ -145,7 +145,7 @@ def without_idle_rows(stage, script, rewards, *options):
         script(rewards)
         run = stage("grpo", *options)
         if everything:
-            run.algorithm.teaching = lambda rows, advantages: rows
+            run.algorithm.rows_with_signal = lambda rows, advantages: rows
         batch = run.next()[0]
         loss, _ = run.algorithm.loss(batch)
         loss.backward()

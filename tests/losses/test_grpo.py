@@ -6,7 +6,7 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.losses.grpo import PolicyLoss, grpo_loss, kl_term
+from minivlmrl.losses.grpo import GRPOLossOptions, grpo_loss, kl_term
 
 from policy_by_hand import OFF_POLICY, policy
 
@@ -55,16 +55,16 @@ def test_the_docstring_example():
 def test_mistakes_are_refused():
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=r"epsilon_low is 0\.3, it must be from 0 to epsilon_high, 0\.2"):
-        PolicyLoss(epsilon_low=0.3, epsilon_high=0.2)
+        GRPOLossOptions(epsilon_low=0.3, epsilon_high=0.2)
     for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
         with pytest.raises(ValueError, match=f"{name} is {value}, it must be "):
-            PolicyLoss(**{name: value})
+            GRPOLossOptions(**{name: value})
     with pytest.raises(ValueError, match="2 advantages for 1 rows"):
         grpo_loss(one, torch.ones(2), one)
     with pytest.raises(ValueError, match="with beta over 0 the KL term needs ref_per_token_logps"):
-        grpo_loss(one, one[0], one, PolicyLoss(beta=0.1))
+        grpo_loss(one, one[0], one, GRPOLossOptions(beta=0.1))
     with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length; give it"):
-        grpo_loss(one, one[0], one, PolicyLoss("dr_grpo"))
+        grpo_loss(one, one[0], one, GRPOLossOptions("dr_grpo"))
 
 
 @pytest.mark.parametrize("options, says", [
@@ -75,4 +75,4 @@ def test_mistakes_are_refused():
 def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=f"^{says}$"):
-        grpo_loss(one, one[0], one, PolicyLoss(**options), ref_per_token_logps=one)
+        grpo_loss(one, one[0], one, GRPOLossOptions(**options), ref_per_token_logps=one)

@@ -10,7 +10,7 @@ from by_hand import near, tensor
 
 from minivlmrl.losses.grpo_variants import (
     CORRECTION_MODES,
-    FamilyLoss,
+    GRPOLossOptions,
     family_kl,
     policy_terms,
     rollout_importance_ratio,
@@ -26,7 +26,7 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     """But for epsilon, which is epsilon_low here, tensors, and two options of the KL that TRL does not have."""
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
-    ours = {field.name: field.default for field in fields(FamilyLoss)}
+    ours = {field.name: field.default for field in fields(GRPOLossOptions)}
     ours |= {name: value for name, value in policy_terms.__kwdefaults__.items() if "per_token" not in name}
     assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through", "importance_sampling_ratio"}
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
@@ -43,7 +43,7 @@ def kl(estimator, straight_through):
     """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     ref = torch.full((2, 2), log(0.25), dtype=torch.float64)
-    options = FamilyLoss(kl_estimator=estimator, use_bias_correction_kl=False)
+    options = GRPOLossOptions(kl_estimator=estimator, use_bias_correction_kl=False)
     value = family_kl(logps, ref, torch.ones(2, 2), options, straight_through)
     return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 

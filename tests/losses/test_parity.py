@@ -10,7 +10,7 @@ import torch
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.grpo_variants import FamilyLoss, policy_loss
+from minivlmrl.losses.grpo_variants import GRPOLossOptions, policy_loss
 from minivlmrl.losses.parity import cases, check, distance, sees
 
 import tiny
@@ -21,11 +21,11 @@ def my_loss(batch, options):
     if options["kind"] == "sft":
         return preference.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
-        names = preference.DPOLoss.__dataclass_fields__
-        chosen = preference.DPOLoss(**{n: options[n] for n in names if n in options})
+        names = preference.DPOLossOptions.__dataclass_fields__
+        chosen = preference.DPOLossOptions(**{n: options[n] for n in names if n in options})
         return preference.dpo_loss(**batch, options=chosen)[0]
-    names = FamilyLoss.__dataclass_fields__
-    chosen = FamilyLoss(**{name: options[name] for name in names if name in options})
+    names = GRPOLossOptions.__dataclass_fields__
+    chosen = GRPOLossOptions(**{name: options[name] for name in names if name in options})
     counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
     return policy_loss(**batch, options=chosen, counts=counts)[0]
 

@@ -8,7 +8,7 @@ import torch
 from by_hand import near, tensor
 
 from minivlmrl.losses import preference as losses
-from minivlmrl.losses.preference import DPO_LOSSES, DPOLoss, dpo_loss, kto_kl, kto_loss, reward_loss
+from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss, kto_kl, kto_loss, reward_loss
 
 
 def softplus(x):
@@ -29,7 +29,7 @@ GIVEN = ("log_sum_sq_probs", "ref_per_token_logps", "ref_logps")
 
 def pair_loss(loss_type, **options):
     tensors = {name: options.pop(name) for name in GIVEN if name in options}
-    options = DPOLoss(**{"loss_type": loss_type, "beta": 0.5, **options})
+    options = DPOLossOptions(**{"loss_type": loss_type, "beta": 0.5, **options})
     return dpo_loss(PAIR, PAIR_MASK, options, **{"ref_per_token_logps": PAIR_REF, **tensors})[0].item()
 
 
@@ -44,7 +44,7 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
-    options = DPOLoss(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
+    options = DPOLossOptions(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
     loss, _ = dpo_loss(logps, options=options, **batch)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
 
@@ -75,7 +75,7 @@ def test_kto_kl():
 def test_docstring_examples():
     alike = pairs([-1.0], [-2.0], [-1.0], [-2.0])
     for loss_type, expected in {"sigmoid": 0.693147, "hinge": 1.0, "ipo": 25.0}.items():
-        assert dpo_loss(**alike, options=DPOLoss(loss_type))[0].item() == near(expected)
+        assert dpo_loss(**alike, options=DPOLossOptions(loss_type))[0].item() == near(expected)
     rows, labels = alike["per_token_logps"][0], torch.tensor([True, False])
     loss, _ = kto_loss(rows, torch.ones(2, 1), labels, ref_per_token_logps=rows, kl=torch.tensor(0.0))
     assert loss.item() == near(0.5)
@@ -112,7 +112,7 @@ def test_a_kto_loss_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="loss_type kto needs kl; see kto_kl"):
         kto_loss(PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), ref_per_token_logps=PAIR_REF[0])
     with pytest.raises(ValueError, match="'bco'; known are kto, apo_zero_unpaired"):
-        losses.KTOLoss("bco")
+        losses.KTOLossOptions("bco")
 
 
 def test_nll_with_the_tokens_of_the_step():

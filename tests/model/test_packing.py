@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.model.packing import MicroBatch
+from minivlmrl.trainers.base import MicroBatch
 
 import tiny
 from tiny import pack

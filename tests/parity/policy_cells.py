@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.losses import advantages, grpo, grpo_variants, ppo
-from minivlmrl.trainers import grpo_family
+from minivlmrl.trainers import grpo as grpo_trainer
 from tests.parity.compare import Cell, Question, Result, loss_cell
 
 LEVELS = ("token", "sequence")
@@ -53,13 +53,13 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
     share = accumulation / (steps_per_generation or accumulation) / processes
     counts = grpo.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
     terms = {name: options.pop(name) for name in grpo_variants.policy_terms.__kwdefaults__.keys() & options.keys()}
-    family = grpo_variants.FamilyLoss(**options)
-    common = {field.name: getattr(family, field.name) for field in fields(grpo.PolicyLoss)}
+    family = grpo_variants.GRPOLossOptions(**options)
+    common = {field.name: getattr(family, field.name) for field in fields(grpo.GRPOLossOptions)}
     in_book = family.loss_type in grpo.AVERAGES and family.importance_sampling_level in LEVELS
     in_book = in_book and not any(terms.values()) and "importance_sampling_ratio" not in batch
-    if in_book and family == grpo_variants.FamilyLoss(**common):
+    if in_book and family == grpo_variants.GRPOLossOptions(**common):
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
-        return grpo.grpo_loss(**tensors, options=grpo.PolicyLoss(**common), counts=counts)
+        return grpo.grpo_loss(**tensors, options=grpo.GRPOLossOptions(**common), counts=counts)
     return grpo_variants.policy_loss(**batch, **terms, options=family, counts=counts)
 
 
@@ -157,5 +157,5 @@ def correction_cell(q: Question) -> Cell:
 def overlong_cell(q: Question) -> Cell:
     """The punishment of a completion's length, which is a number."""
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
-    sides = partial(getattr(grpo_family, name), *inputs), partial(trl, name, *inputs)
+    sides = partial(getattr(grpo_trainer, name), *inputs), partial(trl, name, *inputs)
     return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

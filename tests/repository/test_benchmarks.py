@@ -12,7 +12,7 @@ from links import ROOT
 from benchmarks.learning import PLAN
 from minivlmrl.config.loading import load_config
 from minivlmrl.losses.grpo_variants import LossType
-from minivlmrl.trainers.registry import ALGORITHMS
+from minivlmrl.trainers.registry import TRAINERS
 
 
 def run(tmp_path, script, *arguments):
@@ -86,5 +86,5 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     assert len(choices) >= 9 and all(loss_type in named or loss_type == "grpo" for loss_type in choices)
     recipes = {entry.recipe for entry in PLAN}
     stages = {stage for name in recipes for stage in load_config(ROOT / "recipes" / name).stage_names}
-    assert stages == {*ALGORITHMS, "kto"}
+    assert stages == {*TRAINERS, "kto"}
     assert {"shapes.yaml", "shapes_mpo.yaml"} <= recipes

@@ -11,9 +11,9 @@ from minivlmrl.data.rows import Completion
 from minivlmrl.generation.sampler import RunSampler
 from minivlmrl.losses.advantages import group_advantages
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.grpo_variants import FamilyLoss, policy_loss
+from minivlmrl.losses.grpo_variants import GRPOLossOptions, policy_loss
 from minivlmrl.losses.ppo import leave_one_out
-from minivlmrl.losses.preference import DPOLoss
+from minivlmrl.losses.preference import DPOLossOptions
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.tasks.shapes import Shapes
@@ -61,11 +61,11 @@ def test_what_is_exact_is_so_for_another_policy(tables):
 
 
 @pytest.mark.parametrize(("options", "G", "length"), [
-    (FamilyLoss(loss_type="rloo"), 2, 1),
-    (FamilyLoss(loss_type="rloo"), 4, 1),
-    (FamilyLoss(loss_type="dr_grpo"), 2, 1 / 2 / 3),
-    (FamilyLoss(loss_type="dr_grpo"), 4, 3 / 4 / 3),
-    (FamilyLoss(loss_type="luspo", importance_sampling_level="sequence"), 3, 2 / 3),
+    (GRPOLossOptions(loss_type="rloo"), 2, 1),
+    (GRPOLossOptions(loss_type="rloo"), 4, 1),
+    (GRPOLossOptions(loss_type="dr_grpo"), 2, 1 / 2 / 3),
+    (GRPOLossOptions(loss_type="dr_grpo"), 4, 3 / 4 / 3),
+    (GRPOLossOptions(loss_type="luspo", importance_sampling_level="sequence"), 3, 2 / 3),
 ])  # fmt: skip
 def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length):
     found = bias.gradient(bias.expected_policy_loss, bias.POLICY, bias.GRADED, options, "none", G, True)
@@ -78,7 +78,7 @@ def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
     groups = torch.cartesian_prod(*[bias.ALL] * G)
     logps = bias.logps_of(bias.POLICY)
     chance = bias.chances(logps)
-    options = FamilyLoss(loss_type=name)
+    options = GRPOLossOptions(loss_type=name)
 
     def loss(logits, i):
         rewards = bias.BINARY[i]
@@ -100,7 +100,7 @@ def test_the_gradient_of_the_kl_of_completions():
     """Differentiated as it is written, the log ratio included."""
     kl = bias.gradient(lambda logps: bias.chances(logps) @ (logps - bias.REF).sum(1), bias.POLICY)
     close(-bias.reward_gradient(bias.POLICY, 0 * bias.GRADED, 1.0), kl)
-    options = FamilyLoss(loss_type="luspo", beta=1.0, kl_estimator="k2")
+    options = GRPOLossOptions(loss_type="luspo", beta=1.0, kl_estimator="k2")
     k2 = bias.gradient(bias.expected_policy_loss, bias.POLICY, 0 * bias.GRADED, options, ref=bias.REF)
     close(k2, bias.token_kl_gradient(bias.POLICY, bias.OLD))
     assert torch.cosine_similarity(k2, kl, dim=0).item() == pytest.approx(0.98654, abs=1e-5)
@@ -120,7 +120,7 @@ def test_dpo_has_the_gradient_of_its_paper():
             wins = torch.sigmoid(rewards[c] - rewards[r])
             weight = torch.sigmoid(torch.tensor(beta * (u[r] - u[c]), dtype=torch.float64))
             target -= 2 * chance[c] * chance[r] * wins * beta * weight * (scores[c] - scores[r])
-    close(bias.gradient(bias.expected_dpo_loss, bias.POLICY, DPOLoss("sigmoid", beta=beta)), target)
+    close(bias.gradient(bias.expected_dpo_loss, bias.POLICY, DPOLossOptions("sigmoid", beta=beta)), target)
 
 
 # through a picture: a tiny Qwen2.5-VL with three tokens to say, and the gradient of its vision tower
@@ -155,7 +155,7 @@ def pictures(stage, monkeypatch):
         prompt = OnePicture()[0].prompt(run.algorithm.processor)
         batch = pack([prompt], [[torch.tensor(c) for c in bias.COMPLETIONS]], run.model.config)
         logps = batch.pad(per_token_logps(run.model, batch)[0])
-        loss = bias.expected_policy_loss(logps, bias.GRADED, FamilyLoss(), "group", one_group=True)
+        loss = bias.expected_policy_loss(logps, bias.GRADED, GRPOLossOptions(), "group", one_group=True)
         expected = flat(torch.autograd.grad(loss, weights))
         drawn = (flat(torch.autograd.grad(run.algorithm.loss(batch)[0], weights)) for [batch] in iter(run.next, None))
         return drawn, expected, bias.chances(logps.detach())

@@ -33,7 +33,7 @@ from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run import loop as train
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers.registry import ALGORITHMS
+from minivlmrl.trainers.registry import TRAINERS
 from tests.parity.families import families as make_families
 
 from draws import ids_of
@@ -125,7 +125,7 @@ def test_the_band_of_the_default_run():
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distill"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
-WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*ALGORITHMS, *FILES.values()])}]"])  # every stage
+WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*TRAINERS, *FILES.values()])}]"])  # every stage
 STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
 SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fields(TrainingOptions))}
 

@@ -16,7 +16,7 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.results import Results
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers.registry import ALGORITHMS
+from minivlmrl.trainers.registry import TRAINERS
 
 from stages import ONE, SECOND
 
@@ -40,7 +40,7 @@ def results(home, tmp_path, monkeypatch):
 def trained(stage, max_steps=3, saved=None, **says):
     """An algorithm at the end of its stage."""
     config = SimpleNamespace(max_steps=max_steps)
-    mine = ALGORITHMS[stage].trains_policy
+    mine = TRAINERS[stage].trains_policy
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
 

@@ -19,7 +19,7 @@ from minivlmrl.rewards.text import tag_format
 from minivlmrl.run.checkpoints import Progress
 from minivlmrl.run.rollout_log import CompletionsLog, describe, tokens
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers.grpo import Rollout
+from minivlmrl.trainers.base import Rollout
 
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", "--grpo.max_steps=2", LETTERS)
 completions = partial(metrics, name="completions.jsonl")

@@ -19,7 +19,7 @@ from minivlmrl.run import model
 from minivlmrl.run.setup import describe_run, fit_rows, notes, stage_lengths, try_rewards
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers.registry import find_algorithm
+from minivlmrl.trainers.registry import find_trainer
 from recipes.localisation import Localisation
 from tests.model.test_checkpoint import edit_json
 
@@ -114,7 +114,7 @@ def told(*options, **datasets):
 
 
 def notes_of(config, **datasets):
-    algorithms = {name: find_algorithm(name, config) for name in config.stage_names}
+    algorithms = {name: find_trainer(name, config) for name in config.stage_names}
     return list(notes(config, algorithms, datasets))
 
 

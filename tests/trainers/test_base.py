@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.trainers.registry import find_algorithm
+from minivlmrl.trainers.registry import find_trainer
 
 from stages import STAGES, Stage, snapshot
 
@@ -15,7 +15,7 @@ def test_a_later_stage_trains_everything_again(stage, following):
     first = run.algorithm
     first.run.stages = [following]
     first.run.model.freeze = []
-    algorithm = find_algorithm(following, first.run)(first.run, run.model, first.processor, first.world)
+    algorithm = find_trainer(following, first.run)(first.run, run.model, first.processor, first.world)
     assert all(p.requires_grad for p in run.model.parameters())
     alone = {name for name, p in algorithm.trained.named_parameters() if not p.requires_grad}
     assert alone == ({"backbone.lm_head.weight"} if following == "reward_model" else set())

@@ -10,7 +10,7 @@ from talk import assistant, user
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import offline
-from minivlmrl.trainers.offline import PairAlgorithm
+from minivlmrl.trainers.offline import PairTrainer
 
 from stages import ONE, Rows
 
@@ -25,7 +25,7 @@ class Rank(World):
         return [value + 1 for value in values]
 
 
-class Pairs(PairAlgorithm):
+class Pairs(PairTrainer):
     """Margins by a function of the rows, without a model."""
 
     def __init__(self, world, margins=None):

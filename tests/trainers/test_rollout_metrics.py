@@ -1,4 +1,4 @@
-"""What a rollout earned, by hand."""
+"""Metrics of a rollout, by hand."""
 
 import math
 from types import SimpleNamespace
@@ -8,41 +8,52 @@ import torch
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.rewards.registry import RewardLog
-from minivlmrl.trainers.grpo_stage import GRPOStage
+from minivlmrl.trainers.rollout_metrics import (
+    completion_metrics,
+    group_metrics,
+    logged_metrics,
+    reward_metrics,
+    tool_metrics,
+)
 
 from stages import ONE, SECOND
 
 
-def rollout(*lengths):
-    """Completions in groups of two; those of three tokens are cut."""
+def completions(*lengths):
+    """Groups of two; those of three tokens are cut."""
     made = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
-    return SimpleNamespace(completions=[made[i : i + 2] for i in range(0, len(made), 2)])
+    return [made[i : i + 2] for i in range(0, len(made), 2)]
 
 
-def run(**rewards):
-    return SimpleNamespace(rewards=rewards, sampling=SimpleNamespace(environment=None))
-
-
-def stage(**parts):
-    """A stage with these parts alone."""
-    algorithm = GRPOStage.__new__(GRPOStage)
-    vars(algorithm).update({"reward_log": RewardLog(), **parts})
-    return algorithm
+def test_rewards_by_hand():
+    """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
+    total = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert reward_metrics(rewards, total, ["format", "accuracy"]) | group_metrics(total, 2) == pytest.approx({
+        "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
+        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5,
+        "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [ONE, SECOND])
-def test_metrics_of_a_rollout_by_hand(world):
-    """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
-    algorithm = stage(world=world, run=run(format=0.5, accuracy=1.0), config=SimpleNamespace(num_generations=2))
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
-    found = algorithm.metrics(rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
-    assert found == pytest.approx({
-        "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
-        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5, "completions/mean_length": 2.5,
+def test_lengths_by_hand(world):
+    assert completion_metrics(completions(1, 3, 3, 3), False, world) == pytest.approx({
+        "completions/mean_length": 2.5,
         "completions/min_length": 1, "completions/max_length": 3, "completions/mean_terminated_length": 1,
         "completions/min_terminated_length": 1, "completions/max_terminated_length": 1,
-        "completions/clipped_ratio": 0.75, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
+        "completions/clipped_ratio": 0.75,
     })  # fmt: skip
+
+
+def test_calls_of_tools_by_hand():
+    """Of three completions: two calls, one of which failed; none; two that failed, and an answer that did not fit."""
+    assert tool_metrics([(2, 1, False), (0, 0, False), (3, 2, True)]) == {
+        "tools/call_frequency": pytest.approx(5 / 3),
+        "tools/answered_frequency": pytest.approx(2 / 3),
+        "tools/failure_frequency": pytest.approx(3 / 5),
+        "tools/cut_ratio": pytest.approx(1 / 3),
+    }
 
 
 def test_what_rewards_log_is_a_mean_over_ranks():
@@ -50,21 +61,19 @@ def test_what_rewards_log_is_a_mean_over_ranks():
     log = RewardLog()
     log.log_metric("length", 4)
     world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
-    algorithm = stage(world=world, reward_log=log)
-    assert algorithm.logged_metrics({"reward": 0.0}) == {"length": 2.0, "other": 5.0} and log.metrics == {}
+    assert logged_metrics(log, {"reward": 0.0}, world) == {"length": 2.0, "other": 5.0} and log.metrics == {}
     log.log_metric("reward", 1)
     with pytest.raises(ValueError, match="log_metric: the run logs 'reward' itself"):
-        algorithm.logged_metrics({"reward": 0.0})
+        logged_metrics(log, {"reward": 0.0}, world)
 
 
-def test_without_groups_nothing_is_said_of_them():
-    algorithm = stage(compares_groups=False, world=ONE, run=run(format=1.0))
-    found = algorithm.metrics(rollout(1, 3), torch.ones(2, 1), torch.ones(2))
-    assert not found.keys() & {"reward_std", "frac_reward_zero_std"} and found["reward"] == 1
+def test_without_groups_nothing_is_said_of_them(stage):
+    line = stage("ppo").go(1)[0]
+    assert not line.keys() & {"reward_std", "frac_reward_zero_std"} and math.isfinite(line["reward"])
+    assert line.keys() >= {"rewards/letters/mean", "completions/mean_length"}
 
 
 def test_a_rollout_that_nothing_could_judge_ends_the_run():
-    algorithm = stage(run=SimpleNamespace(rewards={"format": 1.0, "accuracy": 1.0}))
     nothing = torch.full((4, 2), math.nan)
     with pytest.raises(ValueError, match=r"rewards: format, accuracy judged none of 4 completions"):
-        algorithm.metrics(rollout(1, 3, 3, 3), nothing, nothing[:, 0])
+        reward_metrics(nothing, nothing[:, 0], ["format", "accuracy"])

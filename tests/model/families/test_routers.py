@@ -44,7 +44,7 @@ def test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches(stage, name
         run = stage(name, f"--{name}.router_aux_loss_coef={coefficient}", model="qwen3_vl_moe")
         batches = run.next()
         algorithm = run.algorithm
-        algorithm.teaching = lambda rows, advantages: rows
+        algorithm.rows_with_signal = lambda rows, advantages: rows
         gradients, losses, balance = 0, 0, 0
         for batch in batches:
             loss, metrics = algorithm.training_loss(batch)

@@ -1,4 +1,4 @@
-"""The rest of GRPO's family, step by step on a tiny model: which completions count, and how much."""
+"""Options of GRPO beyond the paper, step by step on a tiny model: which completions count, and how much."""
 
 import re
 from types import SimpleNamespace
@@ -9,9 +9,9 @@ import torch
 from minivlmrl.data.rows import Processor
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
-from minivlmrl.trainers import grpo_family as family_file
-from minivlmrl.trainers.grpo_family import Family, soft_overlong_punishment
-from minivlmrl.trainers.grpo_stage import GRPOStage
+from minivlmrl.trainers import grpo as grpo_file
+from minivlmrl.trainers.dynamic_sampling import gather_groups
+from minivlmrl.trainers.grpo import soft_overlong_punishment
 from tests.trainers.test_grpo import FOURS, REWARDS
 
 from stages import drawn, earned, snapshot
@@ -19,38 +19,17 @@ from stages import drawn, earned, snapshot
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What policy_loss is given, call by call."""
+    """What grpo_loss is given, call by call."""
     calls = []
-    original = family_file.policy_loss
+    original = grpo_file.grpo_loss
 
     def spy(per_token_logps, advantages, mask, options, **more):
         per_token_logps.retain_grad()
         calls.append(SimpleNamespace(logps=per_token_logps, mask=mask, options=options, **more))
         return original(per_token_logps, advantages, mask, options, **more)
 
-    monkeypatch.setattr(family_file, "policy_loss", spy)
+    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
     return calls
-
-
-BOOK = [
-    ["--grpo.loss_type=grpo", "--grpo.beta=0.2", "--grpo.num_iterations=2", "--grpo.epsilon_high=0.28"],
-    ["--grpo.loss_type=dr_grpo", "--grpo.importance_sampling_level=sequence", "--grpo.steps_per_generation=2"],
-]
-
-
-@pytest.mark.parametrize("options", BOOK, ids=range(len(BOOK)))
-def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkeypatch, options):
-    """The same bits: metrics of four steps and every weight after them."""
-    found = []
-    for algorithm in (GRPOStage, Family):
-        monkeypatch.setattr("minivlmrl.trainers.registry.find_algorithm", lambda *_, algorithm=algorithm: algorithm)
-        run = stage("grpo", *options, dtype=torch.float32)
-        assert type(run.algorithm) is algorithm
-        found.append((run.go(4), snapshot(run.model)))
-    (lines, weights), (again, same) = found
-    assert lines == again
-    assert all(line["grad_norm"] > 0 for line in lines)
-    torch.testing.assert_close(weights, same, rtol=0, atol=0)
 
 
 PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
@@ -115,8 +94,8 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
-        rollout = GRPOStage.roll_out(run.algorithm, next(run.batches))
-        assert sum(group.differs for group in run.algorithm.all_groups(rollout)) == teaching
+        rollout = run.algorithm.sample_rollout(next(run.batches))
+        assert sum(group.differs for group in gather_groups(run.algorithm, rollout)) == teaching
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
@@ -136,7 +115,6 @@ def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
         assert (grad[stopped].abs().sum(1) > 0).any()
         assert counts.tokens == sum(len(c.ids) for c in drawn(rollout) if c.stopped)
         assert counts.sequences == 12
-        assert given.num_entropy_tokens == counts.tokens
 
 
 def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
@@ -173,7 +151,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
     """Weights pi / sampler of each token, from what the trainer computes and the sampler said."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4")  # fmt: skip
-    original = run.algorithm.roll_out
+    original = run.algorithm.sample_rollout
 
     def drift(rows):
         rollout = original(rows)
@@ -181,12 +159,12 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
             c.logps = c.logps + (c.ids % 5 - 2) / 2
         return rollout
 
-    monkeypatch.setattr(run.algorithm, "roll_out", drift)
+    monkeypatch.setattr(run.algorithm, "sample_rollout", drift)
     run.go()
     [given] = asked
     drifted = torch.cat([c.logps for c in drawn(samples[0])])
     real = given.mask.bool()
-    ratio = given.importance_sampling_ratio
+    ratio = given.token_weights
     expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5)
     torch.testing.assert_close(ratio[real], expected, rtol=1e-9, atol=1e-9)
     assert (ratio[~real] == 1).all()
@@ -258,7 +236,6 @@ def test_a_loss_of_a_file_is_called_as_the_books(stage, own_loss):
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
     found = stage("grpo", f"{own_loss}:same", *options)
-    assert type(found.algorithm) is Family
     assert found.go(3) == [line | {"seen": 1.0} for line in expected]
 
 
