@@ -7,15 +7,13 @@ gradient's cosine with the gradient that it is to have, and its length in multip
 
 from collections.abc import Callable
 from itertools import product
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from minivlmrl.losses.advantages import EPSILON, group_advantages
-from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.grpo_variants import GRPOLossOptions, LossType, policy_loss
-from minivlmrl.losses.ppo import PPOLossOptions, gae, leave_one_out, ppo_loss, token_rewards
+from minivlmrl.losses.advantages import EPSILON, group_advantages, leave_one_out
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards
 from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss
 
 END, T = 2, 3  # the token that ends a completion; tokens of the longest
@@ -38,6 +36,9 @@ def logps_of(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1)[PREFIX, TOKENS] * MASK
 
 
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo")
+
+
 def chances(logps: Tensor) -> Tensor:
     """(15, T) -> (15,) probabilities of the completions."""
     return logps.sum(1).exp()
@@ -55,18 +56,9 @@ def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
 
 
 def expected_policy_loss(
-    logps: Tensor,
-    rewards: Tensor,
-    options: GRPOLossOptions,
-    scale="none",
-    G=2,
-    one_group=False,
-    *,
-    old=None,
-    ref=None,
-    **terms,
+    logps: Tensor, rewards: Tensor, options: GRPOLossOptions, scale="none", G=2, one_group=False, *, old=None, ref=None
 ) -> Tensor:
-    """Mean of policy_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
+    """Mean of grpo_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
 
     A step has one_group, or so many that its number of tokens and its standard deviation of rewards are not random.
     """
@@ -80,7 +72,7 @@ def expected_policy_loss(
             advantages = leave_one_out(rewards[i], G)
         constants = {"old_per_token_logps": sampler[i], "ref_per_token_logps": None if ref is None else ref[i]}
         counts = Counts(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
-        return policy_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants, **terms)[0]
+        return grpo_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants)[0]
 
     return expect(loss, sampler, G)
 
@@ -138,7 +130,7 @@ PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoi
 
 def policy_table() -> list[list[str]]:
     """Policy losses: the gradient of the expected reward."""
-    kinds = {name: (name, "token", "none") for name in get_args(LossType)}
+    kinds = {name: (name, "token", "none") for name in LOSS_TYPES}
     kinds |= {f"dr_grpo, scale_rewards {scale}": ("dr_grpo", "token", scale) for scale in ("group", "batch")}
     kinds |= {"dr_grpo, level sequence": ("dr_grpo", "sequence", "none")}
     columns = {
@@ -165,8 +157,10 @@ def kl_table() -> list[list[str]]:
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
     for loss_type, kind in product(("luspo", "grpo"), kinds):
-        options = GRPOLossOptions(loss_type, beta=1.0, kl_estimator=kind[:2], use_bias_correction_kl="corrected" in kind)
-        constants = {"old": OLD, "ref": REF, "kl_straight_through": "straight" in kind}
+        estimator = kind[:2] + "+" * ("straight" in kind)
+        options = GRPOLossOptions(loss_type, beta=1.0, kl_estimator=estimator)
+        options.use_bias_correction_kl = "corrected" in kind
+        constants = {"old": OLD, "ref": REF}
         on, off = (gradient(expected_policy_loss, x, none, options, **constants) for x in (POLICY, MOVED))
         cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
         table.append([f"{kind}, {loss_type}", *cells])

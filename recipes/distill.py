@@ -16,6 +16,7 @@ Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m =
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated

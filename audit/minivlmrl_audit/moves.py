@@ -18,8 +18,11 @@ from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
 from minivlmrl.config.parsing import parse_yaml
-from minivlmrl.losses.grpo import kl_term  # noqa: F401
-from minivlmrl.losses.grpo_variants import importance_ratio, kept_tokens  # noqa: F401
+from minivlmrl.losses.grpo import (
+    importance_ratio,  # noqa: F401
+    kl_term,  # noqa: F401
+)
+from minivlmrl.losses.grpo_variants import kept_tokens  # noqa: F401
 
 TABLE = {}  # of causes, of units, and of the names of a step's tensors
 for name in ("causes.yaml", "units.yaml", "step.yaml"):

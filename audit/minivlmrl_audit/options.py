@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
-from minivlmrl.losses.grpo_variants import GRPOLossOptions
+from minivlmrl.losses.grpo import TERMS, GRPOLossOptions
 from minivlmrl.losses.preference import DPOLossOptions
 
 
 @dataclass
 class PolicyOptions(GRPOLossOptions):
-    """GRPOLossOptions, and what policy_terms takes as arguments."""
+    """All options of GRPO's family: of the loss, of its terms, and of the weights of tokens."""
 
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
     delta: float | None = None
     kl_straight_through: bool = False
     off_policy_mask_threshold: float | None = None
@@ -44,6 +46,8 @@ def options_of(kind: str, values: dict) -> dict:
 
 
 def arguments(options: PolicyOptions | DPOOptions) -> dict:
-    """List the options that the loss takes as arguments of their own."""
-    fields = type(options).__base__.__dataclass_fields__
-    return {name: value for name, value in vars(options).items() if name not in fields}
+    """List the options that the loss, or the term of its loss_type, takes as arguments."""
+    if isinstance(options, DPOOptions):
+        return {"discopop_tau": options.discopop_tau}
+    names = TERMS[options.loss_type].__kwdefaults__ or {}
+    return {name: getattr(options, name) for name in names.keys() & vars(options).keys()}

@@ -16,15 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.config.options import DPOOptions, SFTOptions
 from minivlmrl.losses.advantages import nanstd
-from minivlmrl.losses.grpo import Counts, correct_kl, kl_term
-from minivlmrl.losses.grpo_variants import (
+from minivlmrl.losses.grpo import (
     AVERAGES,
-    family_kl,
+    Counts,
+    correct_kl,
     importance_ratio,
-    kept_tokens,
-    mean_entropy,
+    kl_term,
     policy_terms,
 )
+from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, shown_as
@@ -372,16 +372,30 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
     no_mismatch = torch.ones(len(d.all_rows), 1)
     correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
+    correction = correction[pieces.part]
+    arguments_of_term = arguments(without_kl)
+    weights = pieces.kept
+    if without_kl.loss_type == "vespo":
+        arguments_of_term["importance_sampling_ratio"] = correction
+    else:
+        weights = weights * correction
+    if without_kl.off_policy_mask_threshold is not None:
+        old = pieces.per_token_logps - pieces.log_ratio
+        weights = weights * off_policy_mask(
+            pieces.per_token_logps,
+            old if sampler_logps is None else sampler_logps,
+            pieces.advantages,
+            pieces.mask,
+            without_kl.off_policy_mask_threshold,
+        )
     terms, _ = policy_terms(
         pieces.per_token_logps,
         pieces.advantages,
         pieces.mask,
         without_kl,
-        kept=pieces.kept,
         old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
-        sampling_per_token_logps=sampler_logps,
-        importance_sampling_ratio=correction[pieces.part],
-        **arguments(pieces.options),
+        token_weights=weights,
+        **arguments_of_term,
     )
     terms = change("terms", terms, selection=(pieces.part,), **pieces._asdict())
     return averaged(pieces.part, terms, change)
@@ -392,7 +406,9 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     names = pieces._asdict()
-    kl = family_kl(*of_both, pieces.ratio, options, options.kl_straight_through)
+    straight = copy.copy(options)
+    straight.kl_estimator += "+" * options.kl_straight_through
+    kl = correct_kl(kl_term(*of_both, straight.kl_estimator), pieces.ratio, straight)
     if "KL estimate" in change:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
         kl = correct_kl(estimate, pieces.ratio, options)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from minivlmrl.config.options import DPOOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Prompt
-from minivlmrl.losses.grpo_variants import policy_terms
+from minivlmrl.losses.grpo import TERMS
 from minivlmrl.losses.parity import FIXTURES
 from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.model.config import ModelConfig
@@ -111,6 +111,8 @@ def test_our_numbers_are_those_of_the_fixture():
 
 
 def test_options_are_those_of_the_losses():
-    """What the audit may change is what a loss takes, with the same default."""
-    for options, loss in ((PolicyOptions(), policy_terms), (DPOOptions(), dpo_loss)):
-        assert arguments(options).items() <= loss.__kwdefaults__.items()
+    """What the audit may change is what a loss, or the term of its loss_type, takes, with the same default."""
+    assert arguments(DPOOptions()).items() <= dpo_loss.__kwdefaults__.items()
+    for loss_type, term in TERMS.items():
+        ours = arguments(PolicyOptions(loss_type=loss_type))
+        assert ours == {name: x for name, x in (term.__kwdefaults__ or {}).items() if name in vars(PolicyOptions())}

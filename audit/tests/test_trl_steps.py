@@ -22,9 +22,8 @@ from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.trainers.base import Step
+from minivlmrl.trainers.base import Rollout, Step
 from minivlmrl.trainers.dpo import DPOTrainer
-from minivlmrl.trainers.base import Rollout
 from minivlmrl.trainers.grpo import GRPOTrainer
 from minivlmrl.trainers.registry import find_trainer
 from minivlmrl.trainers.sft import SFTTrainer

@@ -29,17 +29,19 @@ RATIOS |= {
     # the value of "sequence", with the gradient of each token's own log-probability: GSPO-token,
     # arXiv 2507.18071 eq. 14
     "sequence_token": lambda log_ratio, mask: (
-        (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
-    ),
+        row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
+    ).exp(),
     # prod_t r_t, the ratio of whole completions: RLOO, arXiv 2402.14740
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 
 
-def rloo_term(inputs: TermInputs, options: LossOptions, **term_options) -> tuple[Tensor, dict]:
+def rloo_term(
+    inputs: TermInputs, options: LossOptions, *, delta: float | None = None
+) -> tuple[Tensor, dict]:
     """Clip the ratio of whole completions, whatever importance_sampling_level is."""
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
-    return clipped(inputs, options, **term_options)
+    return clipped(inputs, options, delta=delta)
 
 
 def cispo_term(inputs: TermInputs, options: LossOptions) -> tuple[Tensor, dict]:

@@ -25,8 +25,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.files import json_text, read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.boxes import box_columns, read_boxes
-from minivlmrl.trainers.base import Step, Trainer
-from minivlmrl.trainers.base import Rollout
+from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
 GROUPS = 4  # prompts of a step that are logged, the first ones of the first rank

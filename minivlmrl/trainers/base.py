@@ -1,7 +1,7 @@
 """The base class of all trainers, one for each stage of a recipe, and what they train on."""
 
-from dataclasses import dataclass, field
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn

@@ -83,8 +83,7 @@ def choose_groups(trainer: GRPOTrainer, groups: list[Group], count: int) -> Roll
     local = []  # this rank's share of each optimizer step
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
-    batches = trainer.batches
-    rows = [batches.noted(*batches.make(group.index, group.key)) for group in local]
+    rows = [trainer.batches.row(group.index, group.key) for group in local]
     prompts = [row.prompt(trainer.processor) for row in rows]
     completions = [group.completions for group in local]
     rewards = torch.cat([group.rewards for group in local])

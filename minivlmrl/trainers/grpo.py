@@ -30,12 +30,7 @@ from minivlmrl.generation.environments import (
     samples_trajectories,
 )
 from minivlmrl.generation.sampler import find_engine, make_sampler
-from minivlmrl.losses.advantages import (
-    combine,
-    group_advantages,
-    leave_one_out,
-    normalize_then_sum,
-)
+from minivlmrl.losses.advantages import combine, group_advantages, leave_one_out, normalize_then_sum
 from minivlmrl.losses.grpo import AVERAGES, Counts, LossOptions, grpo_loss
 from minivlmrl.losses.grpo_variants import (
     kept_tokens,
@@ -56,7 +51,6 @@ from minivlmrl.trainers.rollout_metrics import (
     logged_metrics,
     reward_metrics,
 )
-
 
 REWARD_MODEL = "reward_model"  # the reward of a trained model, see reward_model.py
 
@@ -182,9 +176,7 @@ class GRPOTrainer(Trainer):
             total = total + torch.tensor(punished)
         return total
 
-    def rollout_metrics(
-        self, rollout: Rollout, rewards: Tensor, total: Tensor
-    ) -> dict[str, float]:
+    def rollout_metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
         """Compute metrics of all ranks' completions: (n, K) rewards, (n,) their weighted sums."""
         metrics = reward_metrics(rewards, total, list(self.run.rewards))
         has_tools = bool(self.run.sampling.environment)

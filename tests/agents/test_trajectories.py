@@ -30,8 +30,8 @@ from minivlmrl.diagnostics.trace import Film
 from minivlmrl.generation import generate
 from minivlmrl.generation.environments import pack_rollout, packed_length
 from minivlmrl.generation.sampler import make_sampler
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.losses.advantages import leave_one_out
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.loop import optimizer_step

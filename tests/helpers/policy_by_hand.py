@@ -1,4 +1,4 @@
-"""Shared by test_losses.py and test_policy_losses.py: a loss of the family, with grpo_loss beside it where it can."""
+"""grpo_loss with all options by TRL's names in one call, and completions whose loss can be computed by hand."""
 
 from dataclasses import fields
 from math import log
@@ -6,33 +6,48 @@ from math import log
 import torch
 from by_hand import tensor
 
-from minivlmrl.losses.grpo import AVERAGES, Counts, GRPOLossOptions, counts_of, grpo_loss
-from minivlmrl.losses.grpo_variants import GRPOLossOptions, policy_loss, policy_terms
+from minivlmrl.losses.grpo import TERMS, Counts, GRPOLossOptions, clipped, counts_of, grpo_loss
+from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
-OPTIONS, BOOK = ({field.name for field in fields(c)} for c in (GRPOLossOptions, GRPOLossOptions))
-INPUTS = {"entropies", "entropy_threshold", "num_entropy_tokens", *policy_terms.__kwdefaults__}
-BOOKS_INPUTS = {"old_per_token_logps", "ref_per_token_logps"}
+OPTIONS = {field.name for field in fields(GRPOLossOptions)}
+TENSORS = "old_per_token_logps", "ref_per_token_logps"
+COUNTS = {field.name for field in fields(Counts)}
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Loss and metrics of policy_loss. With options and tensors that grpo_loss knows too it gives the same bits.
+    """Loss and metrics of grpo_loss, with the token weights and the entropy bonus that options of TRL ask for.
 
     Args:
-        given: fields of GRPOLossOptions and Counts, and keywords of policy_loss, by name; what is None is left out.
+        given: fields of GRPOLossOptions and Counts, keywords of grpo_loss and of TERMS, and `entropies`,
+            `entropy_threshold`, `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
+            `sampling_per_token_logps`, `off_policy_mask_threshold`, `importance_sampling_ratio`,
+            `kl_straight_through`; what is None is left out.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    options = {name: given.pop(name) for name in OPTIONS & given.keys()}
-    inputs = {name: given.pop(name) for name in INPUTS & given.keys()}
+    options = GRPOLossOptions(**{name: given.pop(name) for name in OPTIONS & given.keys()})
+    if given.pop("kl_straight_through", False):
+        options.kl_estimator += "+"
     own = counts_of(mask)
-    counts = Counts(**{"sequences": own.sequences, "tokens": own.tokens, **given})
-    found = policy_loss(per_token_logps, advantages, mask, GRPOLossOptions(**options), counts=counts, **inputs)
-    plain = inputs.keys() - {"entropies"} <= BOOKS_INPUTS and options.keys() <= BOOK
-    plain = plain and options.get("importance_sampling_level") != "sequence_token"
-    if plain and options.get("loss_type", "dapo") in AVERAGES:
-        tensors = {name: inputs[name] for name in BOOKS_INPUTS & inputs.keys()}
-        loss, metrics = grpo_loss(per_token_logps, advantages, mask, GRPOLossOptions(**options), **tensors, counts=counts)
-        assert torch.equal(loss, found[0]) and metrics == found[1]
-    return found
+    counts = {"sequences": own.sequences, "tokens": own.tokens}
+    counts = Counts(**counts | {name: given.pop(name) for name in COUNTS & given.keys()})
+    entropies, coefficient = given.pop("entropies", None), given.pop("entropy_coef", 0.0)
+    num_tokens = given.pop("num_entropy_tokens", None)
+    quantile = given.pop("top_entropy_quantile", 1.0)
+    kept = kept_tokens(entropies, mask, quantile, given.pop("entropy_threshold", None))
+    weights = kept
+    threshold = given.pop("off_policy_mask_threshold", None)
+    old = given.get("old_per_token_logps", per_token_logps.detach())
+    sampler = given.pop("sampling_per_token_logps", old)
+    if threshold is not None:
+        weights = weights * off_policy_mask(per_token_logps, sampler, advantages, mask, threshold)
+    if options.loss_type != "vespo":
+        weights = weights * given.pop("importance_sampling_ratio", 1)
+    takes = {*TENSORS, *(TERMS.get(options.loss_type, clipped).__kwdefaults__ or {})}
+    given = {name: value for name, value in given.items() if name in takes}  # as TRL, which ignores the others
+    loss, metrics = grpo_loss(per_token_logps, advantages, mask, options, counts=counts, token_weights=weights, **given)
+    if coefficient:
+        loss = loss - coefficient * mean_entropy(entropies, kept, counts, num_tokens)
+    return loss, metrics
 
 
 def policy(ratios, advantages, **options):

@@ -8,14 +8,9 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.losses.grpo_variants import (
-    CORRECTION_MODES,
-    GRPOLossOptions,
-    family_kl,
-    policy_terms,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
+from minivlmrl.config.options import GRPOOptions
+from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, kl_term
+from minivlmrl.losses.grpo_variants import CORRECTION_MODES, rollout_importance_ratio, top_entropy_threshold
 
 from policy_by_hand import loss_of, policy
 
@@ -23,13 +18,19 @@ NAN = float("nan")
 
 
 def test_options_have_the_names_and_defaults_of_trl(trl):
-    """But for epsilon, which is epsilon_low here, tensors, and two options of the KL that TRL does not have."""
+    """But for epsilon, which is epsilon_low here, tensors, and the estimator of the KL, which TRL does not have."""
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
     ours = {field.name: field.default for field in fields(GRPOLossOptions)}
-    ours |= {name: value for name, value in policy_terms.__kwdefaults__.items() if "per_token" not in name}
-    assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through", "importance_sampling_ratio"}
+    for term in TERMS.values():
+        ours |= term.__kwdefaults__ or {}
+    assert ours.keys() - theirs.keys() == {"kl_estimator", "importance_sampling_ratio"}
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
+
+
+def test_options_of_a_recipe_have_the_same_defaults():
+    recipe = GRPOOptions()
+    assert {name: getattr(recipe, name) for name in vars(GRPOLossOptions())} == vars(GRPOLossOptions())
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():
@@ -43,8 +44,7 @@ def kl(estimator, straight_through):
     """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     ref = torch.full((2, 2), log(0.25), dtype=torch.float64)
-    options = GRPOLossOptions(kl_estimator=estimator, use_bias_correction_kl=False)
-    value = family_kl(logps, ref, torch.ones(2, 2), options, straight_through)
+    value = kl_term(logps, ref, estimator + "+" * straight_through)
     return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 
 
@@ -113,8 +113,7 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
 
 @pytest.mark.parametrize("options, says", [
     ({"beta": 0.1}, "with beta over 0 the KL term needs ref_per_token_logps"),
-    ({"entropy_coef": 0.1}, "need entropies"),
-    ({"top_entropy_quantile": 0.2}, "need entropies"),
+    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile below 1 needs entropies"),
     ({"loss_type": "dr_grpo"}, "divides by counts.max_completion_length; give it"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_is_refused(options, says):

@@ -9,8 +9,7 @@ import torch
 
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference
-from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.grpo_variants import GRPOLossOptions, policy_loss
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.losses.parity import cases, check, distance, sees
 
 import tiny
@@ -27,7 +26,7 @@ def my_loss(batch, options):
     names = GRPOLossOptions.__dataclass_fields__
     chosen = GRPOLossOptions(**{name: options[name] for name in names if name in options})
     counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return policy_loss(**batch, options=chosen, counts=counts)[0]
+    return grpo_loss(**batch, options=chosen, counts=counts)[0]
 
 
 def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):

@@ -9,7 +9,8 @@ import torch
 from by_hand import tensor
 from links import ROOT
 
-from minivlmrl.losses.ppo import PPOLossOptions, gae, leave_one_out, ppo_loss, token_rewards, whiten
+from minivlmrl.losses.advantages import leave_one_out
+from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards, whiten
 
 RECORDED = json.loads((ROOT / "tests" / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]

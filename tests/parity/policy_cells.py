@@ -5,17 +5,17 @@ A batch comes from a seed alone. The names of options are ours, which are TRL's 
 
 import random
 import re
-from dataclasses import fields
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from minivlmrl.losses import advantages, grpo, grpo_variants, ppo
+from minivlmrl.losses import advantages, grpo_variants
 from minivlmrl.trainers import grpo as grpo_trainer
 from tests.parity.compare import Cell, Question, Result, loss_cell
 
-LEVELS = ("token", "sequence")
+from policy_by_hand import loss_of
+
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
 MASKED = {"a row masked": (1,), "all rows masked": (0, 1, 2, 3)}
 B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens of the generation batch on all processes
@@ -46,21 +46,13 @@ def policy_batch(seed: int, old: bool = True, empty=(), by_token: bool = False) 
 
 
 def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_generation=None, **options):
-    """grpo_loss of the book where it has the options, else policy_loss.
+    """grpo_loss, with what TRL's options ask for.
 
     TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
     """
     share = accumulation / (steps_per_generation or accumulation) / processes
-    counts = grpo.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
-    terms = {name: options.pop(name) for name in grpo_variants.policy_terms.__kwdefaults__.keys() & options.keys()}
-    family = grpo_variants.GRPOLossOptions(**options)
-    common = {field.name: getattr(family, field.name) for field in fields(grpo.GRPOLossOptions)}
-    in_book = family.loss_type in grpo.AVERAGES and family.importance_sampling_level in LEVELS
-    in_book = in_book and not any(terms.values()) and "importance_sampling_ratio" not in batch
-    if in_book and family == grpo_variants.GRPOLossOptions(**common):
-        tensors = {name: value for name, value in batch.items() if name != "entropies"}
-        return grpo.grpo_loss(**tensors, options=grpo.GRPOLossOptions(**common), counts=counts)
-    return grpo_variants.policy_loss(**batch, **terms, options=family, counts=counts)
+    counts = {"sequences": B * accumulation, "tokens": ITEMS * share, "max_completion_length": MAX_LENGTH}
+    return loss_of(**batch, **options, **counts)
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
@@ -115,7 +107,7 @@ def advantages_cell(q: Question) -> Cell:
     def ours() -> Result:
         weights, scale = torch.tensor(WEIGHTS), q.options.get("scale_rewards")
         if scale is None:
-            return {"advantages": ppo.normalize_then_sum(rewards, weights, size)}
+            return {"advantages": advantages.normalize_then_sum(rewards, weights, size)}
         combined = advantages.combine(rewards, weights)
         flat = (advantages.group_std(combined, size).abs() < 1e-8).float().mean()
         result = {"advantages": advantages.group_advantages(combined, size, scale)}
@@ -137,7 +129,9 @@ def rloo_advantages_cell(q: Question) -> Cell:
     asked = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
     asked["completions"] = [[5] * int(length) for length in mask.sum(1)]
     theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
-    return Cell(q.family, q.name, lambda: {"advantages": ppo.leave_one_out(total, size, normalize)}, theirs, 1e-6)
+    return Cell(
+        q.family, q.name, lambda: {"advantages": advantages.leave_one_out(total, size, normalize)}, theirs, 1e-6
+    )
 
 
 def correction_cell(q: Question) -> Cell:

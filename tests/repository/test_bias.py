@@ -9,10 +9,8 @@ from links import ROOT
 from docs import bias
 from minivlmrl.data.rows import Completion
 from minivlmrl.generation.sampler import RunSampler
-from minivlmrl.losses.advantages import group_advantages
-from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.grpo_variants import GRPOLossOptions, policy_loss
-from minivlmrl.losses.ppo import leave_one_out
+from minivlmrl.losses.advantages import group_advantages, leave_one_out
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.losses.preference import DPOLossOptions
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
@@ -85,7 +83,7 @@ def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
         drawn = bias.logps_of(logits)[i]
         advantages = leave_one_out(rewards, G) if name == "rloo" else group_advantages(rewards, G, "none")
         counts = Counts(G, bias.MASK[i].sum(), bias.T)
-        return policy_loss(drawn, advantages, bias.MASK[i], options, counts=counts)[0] / length
+        return grpo_loss(drawn, advantages, bias.MASK[i], options, counts=counts)[0] / length
 
     found = torch.vmap(torch.func.grad(loss), (None, 0))(bias.POLICY, groups).flatten(1)
     mean = bias.reward_gradient(bias.POLICY, bias.BINARY)

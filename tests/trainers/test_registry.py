@@ -7,6 +7,7 @@ from minivlmrl.trainers.registry import TRAINERS, find_trainer
 
 from stages import STAGES
 
+
 class Run:
     """A recipe that has a section `grpo` alone."""
 
