@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.config.options import DPOOptions, SFTOptions
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import (
     AVERAGES,
@@ -28,7 +27,7 @@ from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, shown_as
-from minivlmrl_audit.options import OPTIONS, PolicyOptions, arguments
+from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 

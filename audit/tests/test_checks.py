@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from minivlmrl.config.options import DPOOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses.grpo import TERMS
@@ -21,7 +20,7 @@ from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 from minivlmrl_audit.checks import assert_rank_invariant, assert_same_logps, assert_split_invariant
-from minivlmrl_audit.options import PolicyOptions, arguments
+from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 

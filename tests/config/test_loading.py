@@ -252,7 +252,7 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     ("--again.share=2", r"again.share is 2.0, it must be in \[0, 1\]"),
     ("--stages=3", "command line: stages is 3, it must be of type list"),
     ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', of which there is a section"),
-    ("--stages=again.py:Other", "it is <class .*, it must be an Trainer of minivlmrl.trainers.base"),
+    ("--stages=again.py:Other", "it is <class .*, it must be a Trainer of minivlmrl.trainers.base"),
     ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
     ("--stages=[gone.py:Again]", r"gone\.py:Again: it cannot be loaded \(FileNotFoundError"),
 ])  # fmt: skip
