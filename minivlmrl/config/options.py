@@ -6,6 +6,7 @@ the others is refused, see config/validation.py. A stage in a file of your own d
 in that file.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -178,16 +179,6 @@ class SamplingOptions:
     engine: Literal["own", "vllm"] | Code = "own"
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
 
-    # see config/validation.py
-    needs = (
-        ("top_k", "temperature > 0"),
-        ("top_p", "temperature > 0"),
-        ("min_p", "temperature > 0"),
-        ("history", "environment is not None"),
-        ("graph", "engine != 'vllm'"),
-        ("vllm", "engine != 'own'"),  # a copy of the file reads them too
-    )
-
     def __post_init__(self):
         if self.environment and self.engine != "own":
             raise ValueError(f"engine is {self.engine!r}, it must be own with an environment")
@@ -257,8 +248,19 @@ class TrainingOptions:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
     router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0  # of load_balancing_loss
 
-    # see config/validation.py
-    needs = (("min_lr_ratio", "lr_scheduler_type != 'constant'"),)
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, reason) for options of this section that have no effect with the others.
+
+        Such an option is refused if its value is not the default, see config/validation.py. The
+        section of a stage in your own file can extend the method, here for an option `warmdown`:
+
+            def without_effect(self):
+                yield from super().without_effect()
+                if self.max_steps == 0:
+                    yield "warmdown", "there are no steps unless max_steps > 0"
+        """
+        if self.lr_scheduler_type == "constant":
+            yield "min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is"
 
 
 @dataclass

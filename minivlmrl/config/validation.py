@@ -1,124 +1,248 @@
-"""What options need to have an effect: one that is set without it is refused, before a run begins.
+"""Reject options that have no effect beside the other options of a recipe, before the run starts.
 
-"Set" means other than its default. A dataclass of options may have rows of its own, `needs`, whose
-conditions name options of that section: so have the options of a stage that a file brings.
+Each function below checks one section: it yields (option, reason) for every option that has no
+effect with the other options as they are. `check_effects` raises an error for the first of them
+whose value is not its default. A section of a stage, also of one in your own file, checks options
+of its own in a method, see `TrainingOptions.without_effect`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from operator import attrgetter
 
-from minivlmrl.config.options import TrainingOptions
+from minivlmrl.config.options import GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.config.parsing import naming
-from minivlmrl.trainers.base import Trainer
 
-FILES = "not data.task"  # a task makes its rows itself
-HELD_OUT = "data.eval_file or data.task"
-# ratios of probabilities leave 1: the policy moves between a rollout and the last step on it
-PASSES = "grpo.num_iterations * grpo.steps_per_generation > 1"
-OWN_LOSS = "':' in grpo.loss_type"  # it is handed the section, and may read any of it
-REFERENCE = "stages_with_a_reference  # dpo that keeps one, grpo with beta > 0"
-# option -> a condition on the recipe, in Python, as a user reads it who lacks it
-NEEDS = {
-    "eval_steps": HELD_OUT,
-    "keep_best": HELD_OUT,
-    "adapter.path": "adapter.r > 0",
-    "adapter.alpha": "adapter.r > 0",
-    "adapter.dropout": "adapter.r > 0",
-    "adapter.target": "adapter.r > 0",
-    "adapter.quantize": "adapter.r > 0",
-    "data.image_root": FILES,
-    "data.columns": FILES,
-    "data.skip_unreadable": FILES,
-    "data.eval_file": FILES,
-    "data.eval_rows": HELD_OUT,
-    "data.eval_blind": HELD_OUT,
-    "data.eval_rewards": HELD_OUT,
-    "sharding.replicas": "sharding.enabled",
-    "sharding.cpu_offload": "sharding.enabled",
-    "rollout.gather_weights": (
-        "sampling.engine == 'own' and (sharding.enabled or model.compute_dtype)"
-    ),
-    # with dropout, which the sampler has not, the two are not compared
-    "rollout.max_logp_mismatch": "adapter.dropout == 0 or sampling.engine != 'own'",
-    "reference.path": REFERENCE,
-    "reference.sync_ref_model": REFERENCE,
-    "reference.ref_model_mixup_alpha": "reference.sync_ref_model",
-    "reference.ref_model_sync_steps": "reference.sync_ref_model",
-    "reference.num_shared_layers": REFERENCE,
-    "reference.pattern": "reference.num_shared_layers is not None",
-    "reward_model.path": "'reward_model' in rewards",
-    # they are the policy's as it was
-    "dpo.precompute_ref_log_probs": (
-        "not (dpo.reference_free or reference.path or reference.sync_ref_model)"
-    ),
-    "dpo.f_divergence_type": "dpo.loss_type != ['sft']",
-    "dpo.f_alpha_divergence_coef": "dpo.f_divergence_type == 'alpha_divergence'",
-    "grpo.epsilon_low": (
-        f"{OWN_LOSS} or {PASSES} and grpo.loss_type not in ('cispo', 'sapo', 'vespo')"
-    ),
-    "grpo.epsilon_high": (
-        f"{OWN_LOSS} or grpo.loss_type == 'cispo'"
-        f" or {PASSES} and grpo.loss_type not in ('sapo', 'vespo')"
-    ),
-    "grpo.rollout_correction": f"not {OWN_LOSS}",
-    "grpo.top_entropy_quantile": f"not {OWN_LOSS}",
-    "grpo.entropy_coef": f"not {OWN_LOSS}",
-    # ratios of 1 have the same gradient by row and by token, unless tokens of a row weigh differently
-    "grpo.importance_sampling_level": (
-        f"{OWN_LOSS} or grpo.loss_type != 'rloo' and ({PASSES} or grpo.rollout_correction"
-        " or grpo.top_entropy_quantile < 1 or grpo.beta > 0 and grpo.use_bias_correction_kl)"
-    ),
-    # the KL of rloo is in its reward
-    "grpo.kl_estimator": "grpo.beta > 0 and grpo.loss_type != 'rloo'",
-    "grpo.use_bias_correction_kl": (
-        f"grpo.beta > 0 and grpo.loss_type != 'rloo' and (grpo.kl_estimator != 'k2' or {PASSES})"
-    ),
-    "grpo.scale_rewards": (
-        "grpo.loss_type != 'rloo' and grpo.multi_objective_aggregation == 'sum_then_normalize'"
-    ),
-    "grpo.multi_objective_aggregation": "grpo.loss_type != 'rloo'",
-    "grpo.soft_punish_cache": "grpo.multi_objective_aggregation == 'sum_then_normalize'",
-    "grpo.rollout_correction_bounds": "grpo.rollout_correction",
-    "ppo.critic_path": "ppo.critic == 'separate'",
-    "ppo.kl_estimator": "ppo.kl_coef > 0",
-    "ppo.cliprange": "ppo.num_ppo_epochs * ppo.num_mini_batches > 1",
-}
+WithoutEffect = Iterator[tuple[str, str]]  # option ("grpo.beta"), and why it has no effect
 
 
-def check_effects(run, algorithms: dict[str, type[Trainer]]):
-    """Refuse a recipe (ValueError) with an option that has no effect beside the others.
+def check_effects(run: RunConfig, has_reference: bool):
+    """Raise ValueError if an option is set that has no effect beside the other options.
 
-    Of stages that it does not name run/setup.py only prints a note.
+    Options of stages that the recipe does not name are not checked here: run/setup.py prints a note
+    about these.
+
+    Args:
+        has_reference: whether a stage of the recipe keeps a reference model.
     """
-    has_reference = [cls.has_reference(getattr(run, name)) for name, cls in algorithms.items()]
-    facts = {"stages_with_a_reference": any(has_reference) or not algorithms}
     unnamed = unnamed_stages(run)
-    needs = {option: need for option, need in NEEDS.items() if option.split(".")[0] not in unnamed}
     with naming(run.recipe or "recipe"):
-        refuse_without("", run, needs.items(), facts)
-        for name, section in vars(run).items():
-            if name not in unnamed:
-                refuse_without(f"{name}.", section, getattr(section, "needs", ()), facts)
+        for option, reason in options_without_effect(run, has_reference):
+            if option.partition(".")[0] not in unnamed and is_set(option, run):
+                value = attrgetter(option)(run)
+                raise ValueError(f"{option} is {value!r} and has no effect: {reason}")
 
 
-def refuse_without(prefix: str, section, needs: Iterable[tuple[str, str]], facts: dict):
-    """Refuse (ValueError) an option of a section that is set and lacks what it needs."""
-    for option, need in needs:
-        if is_set(option, section) and not eval(need, facts, vars(section)):
-            value = attrgetter(option)(section)
-            raise ValueError(f"{prefix}{option} is {value!r}, it has no effect: it needs {need}")
+def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
+    """Return whether an option, "beta" or "grpo.beta", differs from its default."""
+    path, _, name = option.rpartition(".")
+    section = attrgetter(path)(config) if path else config
+    return getattr(section, name) != getattr(type(section)(), name)
 
 
-def is_set(option: str, section) -> bool:
-    """Tell whether an option, "beta" or "grpo.beta", is other than its default."""
-    find = attrgetter(option)
-    return find(section) != find(type(section)())
-
-
-def unnamed_stages(run) -> list[str]:
-    """Name the sections of stages that a recipe does not name."""
+def unnamed_stages(run: RunConfig) -> list[str]:
+    """List the sections of stages that `stages` does not name."""
     unnamed = []
     for name, section in vars(run).items():
         if isinstance(section, TrainingOptions) and name not in run.stage_names:
             unnamed.append(name)
     return unnamed
+
+
+def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect:
+    """Yield every option that has no effect beside the other options, set or not, and the reason."""
+    yield from check_rows(run)
+    yield from check_adapter(run)
+    yield from check_sharding(run)
+    yield from check_rollout(run)
+    yield from check_reference(run, has_reference)
+    yield from check_reward_model(run)
+    yield from check_dpo(run)
+    yield from check_grpo_clipping(run.grpo)
+    yield from check_grpo_kl(run.grpo)
+    yield from check_grpo_rewards(run.grpo)
+    yield from check_grpo_corrections(run.grpo)
+    yield from check_ppo(run)
+    yield from check_sampling(run)
+    for name, section in vars(run).items():
+        if isinstance(section, TrainingOptions):
+            for option, reason in section.without_effect():
+                yield f"{name}.{option}", reason
+
+
+def check_rows(run: RunConfig) -> WithoutEffect:
+    """Check options of rows: those of files with a task, and those of an evaluation without rows."""
+    if not (run.data.eval_file or run.data.task):
+        evaluation = ("data.eval_rows", "data.eval_blind", "data.eval_rewards")
+        for option in ("eval_steps", "keep_best", *evaluation):
+            yield option, "there are no rows to evaluate unless data.eval_file or data.task is set"
+    if run.data.task:
+        for name in ("image_root", "columns", "skip_unreadable", "eval_file"):
+            yield f"data.{name}", "data.task makes all rows itself, so that no file is read"
+
+
+def check_adapter(run: RunConfig) -> WithoutEffect:
+    if run.adapter.r == 0:
+        for name in ("path", "alpha", "dropout", "target", "quantize"):
+            yield f"adapter.{name}", "there is no adapter unless adapter.r > 0"
+
+
+def check_sharding(run: RunConfig) -> WithoutEffect:
+    if not run.sharding.enabled:
+        for name in ("replicas", "cpu_offload"):
+            yield f"sharding.{name}", "no weights are sharded unless sharding.enabled is true"
+
+
+def check_rollout(run: RunConfig) -> WithoutEffect:
+    engine = run.sampling.engine
+    if engine != "own":
+        yield "rollout.gather_weights", f"sampling.engine {engine} has its own copy of the weights"
+    elif not run.uses_fsdp:
+        reason = "each rank has all weights unless sharding.enabled or model.compute_dtype is set"
+        yield "rollout.gather_weights", reason
+    if engine == "own" and run.adapter.dropout > 0:
+        yield (
+            "rollout.max_logp_mismatch",
+            "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, "
+            "because only the trainer applies dropout",
+        )
+
+
+def check_reference(run: RunConfig, has_reference: bool) -> WithoutEffect:
+    if not has_reference:
+        for name in ("path", "sync_ref_model", "num_shared_layers"):
+            yield (
+                f"reference.{name}",
+                "no stage of this recipe keeps a reference model: grpo needs beta > 0, and dpo "
+                "needs neither reference_free nor precompute_ref_log_probs",
+            )
+    if not run.reference.sync_ref_model:
+        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+            yield (
+                f"reference.{name}",
+                "the reference model does not move unless reference.sync_ref_model is true",
+            )
+    if run.reference.num_shared_layers is None:
+        reason = "no layers are shared unless reference.num_shared_layers is set"
+        yield "reference.pattern", reason
+
+
+def check_reward_model(run: RunConfig) -> WithoutEffect:
+    if "reward_model" not in run.rewards:
+        yield "reward_model.path", "no reward uses a reward model unless rewards has reward_model"
+
+
+def check_dpo(run: RunConfig) -> WithoutEffect:
+    if run.dpo.reference_free or run.reference.path or run.reference.sync_ref_model:
+        yield (
+            "dpo.precompute_ref_log_probs",
+            "log-probabilities of a reference can be computed in advance only if the reference is "
+            "the policy at the start of the stage; this is not so with dpo.reference_free, "
+            "reference.path or reference.sync_ref_model",
+        )
+    if run.dpo.loss_type == ["sft"]:
+        yield "dpo.f_divergence_type", "the loss sft is the same for every divergence"
+    if run.dpo.f_divergence_type != "alpha_divergence":
+        yield (
+            "dpo.f_alpha_divergence_coef",
+            "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
+        )
+
+
+def _on_policy(grpo: GRPOOptions) -> bool:
+    """Return whether the policy never moves between a rollout and the last step on that rollout.
+
+    Then all ratios of policies are 1.
+    """
+    return grpo.num_iterations * grpo.steps_per_generation == 1
+
+
+def check_grpo_clipping(grpo: GRPOOptions) -> WithoutEffect:
+    """Check the bounds and the level of the ratio of policies.
+
+    A loss from a file is given the whole section, so any of these options may have an effect.
+    """
+    if ":" in grpo.loss_type:
+        return
+    if grpo.loss_type in ("sapo", "vespo"):
+        for option in ("grpo.epsilon_low", "grpo.epsilon_high"):
+            yield option, f"loss_type {grpo.loss_type} does not clip the ratio of policies"
+    elif grpo.loss_type == "cispo":
+        yield "grpo.epsilon_low", "loss_type cispo clips the ratio of policies only from above"
+    elif _on_policy(grpo):
+        for option in ("grpo.epsilon_low", "grpo.epsilon_high"):
+            yield (
+                option,
+                "the ratio of policies is 1 unless num_iterations * steps_per_generation > 1",
+            )
+    weighs_tokens = (
+        grpo.rollout_correction
+        or grpo.top_entropy_quantile < 1
+        or (grpo.beta > 0 and grpo.use_bias_correction_kl)
+    )
+    if grpo.loss_type == "rloo":
+        yield "grpo.importance_sampling_level", "loss_type rloo uses ratios of whole completions"
+    elif _on_policy(grpo) and not weighs_tokens:
+        yield (
+            "grpo.importance_sampling_level",
+            "ratios of 1 have the same gradient at every level; the level matters only with "
+            "num_iterations * steps_per_generation > 1, rollout_correction, top_entropy_quantile "
+            "< 1, or beta > 0 and use_bias_correction_kl",
+        )
+
+
+def check_grpo_kl(grpo: GRPOOptions) -> WithoutEffect:
+    for option in ("grpo.kl_estimator", "grpo.use_bias_correction_kl"):
+        if grpo.beta == 0:
+            yield option, "there is no KL unless beta > 0"
+        if grpo.loss_type == "rloo":
+            yield option, "loss_type rloo subtracts the k1 estimate of the KL from the reward"
+    if grpo.kl_estimator == "k2" and _on_policy(grpo):
+        yield (
+            "grpo.use_bias_correction_kl",
+            "the correction does not change the gradient of kl_estimator k2 unless "
+            "num_iterations * steps_per_generation > 1",
+        )
+
+
+def check_grpo_rewards(grpo: GRPOOptions) -> WithoutEffect:
+    if grpo.loss_type == "rloo":
+        for option in ("grpo.scale_rewards", "grpo.multi_objective_aggregation"):
+            yield option, "loss_type rloo computes leave-one-out advantages instead"
+    if grpo.multi_objective_aggregation == "normalize_then_sum":
+        for option in ("grpo.scale_rewards", "grpo.soft_punish_cache"):
+            yield option, "only multi_objective_aggregation sum_then_normalize uses it"
+
+
+def check_grpo_corrections(grpo: GRPOOptions) -> WithoutEffect:
+    if ":" in grpo.loss_type:
+        for name in ("rollout_correction", "top_entropy_quantile", "entropy_coef"):
+            yield f"grpo.{name}", f"the function {grpo.loss_type} computes the whole loss"
+    if not grpo.rollout_correction:
+        reason = "there is no correction to bound unless rollout_correction is set"
+        yield "grpo.rollout_correction_bounds", reason
+
+
+def check_ppo(run: RunConfig) -> WithoutEffect:
+    ppo = run.ppo
+    if ppo.critic != "separate":
+        yield "ppo.critic_path", "the critic is a head on the policy unless critic is separate"
+    if ppo.kl_coef == 0:
+        yield "ppo.kl_estimator", "there is no KL unless kl_coef > 0"
+    if ppo.num_ppo_epochs * ppo.num_mini_batches == 1:
+        yield (
+            "ppo.cliprange",
+            "the ratio of policies is 1 unless num_ppo_epochs * num_mini_batches > 1",
+        )
+
+
+def check_sampling(run: RunConfig) -> WithoutEffect:
+    sampling = run.sampling
+    if sampling.temperature == 0:
+        for name in ("top_k", "top_p", "min_p"):
+            yield f"sampling.{name}", "temperature 0 always takes the most likely token"
+    if sampling.environment is None:
+        yield "sampling.history", "completions have only one turn unless environment is set"
+    if sampling.engine == "vllm":
+        yield "sampling.graph", "engine vllm decides itself when to use CUDA graphs"
+    if sampling.engine == "own":  # an engine from a file may use the options of vLLM too
+        yield "sampling.vllm", "these options are read only with engine vllm"

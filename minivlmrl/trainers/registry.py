@@ -40,7 +40,9 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Find the class of each stage of a recipe, and let it check the recipe (ValueError)."""
     algorithms = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    check_effects(config, algorithms)
+    # without stages nothing is known about a reference, so that its options are not refused
+    references = [cls.has_reference(getattr(config, name)) for name, cls in algorithms.items()]
+    check_effects(config, has_reference=any(references) or not algorithms)
     for algorithm in algorithms.values():
         algorithm.check(config)
     return algorithms

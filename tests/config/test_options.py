@@ -339,7 +339,7 @@ REFUSED = [(name, value, others) for name, value, without, _ in CASES for others
 
 @pytest.mark.parametrize(("name", "value", "others"), REFUSED, ids=[f"{name} {others}" for name, _, others in REFUSED])
 def test_what_is_refused_would_change_nothing(lines_of, lively, monkeypatch, name, value, others):
-    monkeypatch.setattr("minivlmrl.trainers.registry.check_effects", lambda *_: None)
+    monkeypatch.setattr("minivlmrl.trainers.registry.check_effects", lambda *_, **__: None)
     base = [*BASES.get(name.split(".")[0], GRPO), *as_overrides(others)]
     assert not differ(lines_of(*base), lines_of(*base, *as_overrides({name: value})))
 
