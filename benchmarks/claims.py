@@ -134,6 +134,7 @@ def train_once(name: str, seed: int, folder: Path):
     """Train one arm, from its start's checkpoint, and answer held-out pictures: folder/result.json."""
     from minivlmrl.config.loading import load_config
     from minivlmrl.run import loop  # torch takes seconds, and the page needs none
+    from minivlmrl.run.callbacks import Callback, default_callbacks
 
     arm = ARMS[name]
     options = ["--stages=[sft]"]
@@ -146,12 +147,15 @@ def train_once(name: str, seed: int, folder: Path):
     change = arm.change and arm.change()
     algorithms = []
 
-    def see(algorithm, optimizer, step, number, batches):
-        algorithms[:] = [algorithm]
-        if change:
-            change(algorithm, step, number)
+    class Change(Callback):
+        """Applies the arm's change before each step."""
 
-    loop.start(config, see)
+        def on_step_begin(self, algorithm, optimizer, step, number, batches):
+            algorithms[:] = [algorithm]
+            if change:
+                change(algorithm, step, number)
+
+    loop.start(config, [*default_callbacks(config), Change()])
     right, unseen, lengths = answer_pictures(algorithms[0], config)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     times = os.times()

@@ -1,6 +1,6 @@
 """What the runs of claims.py change that is no option of a recipe: tasks, a reward, and changes of a step.
 
-A change is called before each step, as `minivlmrl.run.loop.start` does: change(algorithm, step, number). It may replace
+A change is called before each step, by a callback: change(algorithm, step, number). It may replace
 micro-batches of the step, or how the next rollouts are drawn; the loop itself is the one of every run.
 """
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from minivlmrl.config.loading import load_config
 from minivlmrl.model.families.experts import Experts, ExpertsConfig, choose_experts
 from minivlmrl.model.vision import MLP
+from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import start
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -61,16 +62,27 @@ def measure(tokens: int, width: int, size: int, count: int, k: int):
     print(f"{tokens} tokens, {(width, size, count, k)}: ms {shown}; same bits in batches of 1, 7, half: {alike}")
 
 
+class StepClock(Callback):
+    """Notes the processor time at which each update begins."""
+
+    def __init__(self):
+        self.times = []
+
+    def on_step_begin(self, *_):
+        self.times.append(time.process_time())
+
+
 def whole_step(model: dict) -> float:
     """Median over ten steps of GRPO with a random model, which writes as much as it may: rollout and update."""
-    marks = []
+    clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         model_file = Path(folder, "model.json")
         model_file.write_text(json.dumps(model))
         options = ["--stages=[grpo]", "--grpo.max_steps=11", "--num_threads=1", "--data.eval_rows=1"]
         options += [f"--model.config={model_file}", f"--output_dir={folder}/run"]
-        start(load_config(RECIPES / "shapes.yaml", options), lambda *_: marks.append(time.process_time()))
-    return statistics.median(end - begin for begin, end in pairwise(marks))
+        config = load_config(RECIPES / "shapes.yaml", options)
+        start(config, [*default_callbacks(config), clock])
+    return statistics.median(end - begin for begin, end in pairwise(clock.times))
 
 
 def measure_steps(name: str):

@@ -19,6 +19,7 @@ from minivlmrl.generation.generate import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run import loop
+from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.tasks.shapes import CHANCE, Shapes
 
 SHOWN = 4  # pictures
@@ -29,8 +30,8 @@ FILE = Path(__file__).with_suffix(".json")
 LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238
 
 
-class Recorder:
-    """Keeps what the policy answers while it is trained: `train.start` calls it before each step."""
+class Recorder(Callback):
+    """Keeps what the policy answers while it is trained, before each step."""
 
     def __init__(self, sampling):
         pictures = Shapes(HELD_OUT, "first_run")
@@ -38,7 +39,7 @@ class Recorder:
         self.rows = [pictures[i] for i in range(HELD_OUT)]
         self.moments = []
 
-    def __call__(self, algorithm, optimizer, step, number, batches):
+    def on_step_begin(self, algorithm, optimizer, step, number, batches):
         if algorithm.stage == "grpo" and number % EVERY == 0:
             self.look(algorithm.policy, algorithm.processor, number)
 
@@ -57,7 +58,7 @@ def record(options: list[str]):
     config = load_config(recipes_folder() / "shapes.yaml", options)
     folder = Path(config.output_dir)
     recorder = Recorder(config.sampling)
-    loop.start(config, recorder)
+    loop.start(config, [*default_callbacks(config), recorder])
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     kept = {

@@ -27,6 +27,7 @@ from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.rewards.boxes import iou
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run import loop
+from minivlmrl.run.callbacks import Callback, default_callbacks
 from recipes.localisation import GRID, UNIT, Localisation, constant_box
 
 SHOWN, DRAWN, HELD_OUT, EVERY = 8, 8, 256, 4
@@ -39,14 +40,14 @@ CHART, FLOOR, WIDE, HIGH = 628, 390, 204, 278
 MONO = FONT.replace("Helvetica, Arial, sans-serif", "ui-monospace, Menlo, Consolas, monospace")
 
 
-class Recorder:
-    """Keep what a policy answers while it is trained: `train.start` calls it before each step."""
+class Recorder(Callback):
+    """Keeps what a policy answers while it is trained, before each step."""
 
     def __init__(self, sampling):
         pictures = Localisation(HELD_OUT, "test")
         self.sampling, self.rows, self.moments = sampling, [pictures[i] for i in range(HELD_OUT)], []
 
-    def __call__(self, algorithm, optimizer, step, number, batches):
+    def on_step_begin(self, algorithm, optimizer, step, number, batches):
         if algorithm.stage == "grpo" and number % EVERY == 0:
             self.look(algorithm.policy, algorithm.processor, number)
 
@@ -77,7 +78,7 @@ def record(options: list[str], folder: Path):
     """Train, and write held_out.json."""
     config = load_config(recipes_folder() / "localisation.yaml", [*options, f"--output_dir={folder}"])
     recorder = Recorder(config.sampling)
-    loop.start(config, recorder)
+    loop.start(config, [*default_callbacks(config), recorder])
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -16,9 +16,10 @@ from torch import Tensor
 from minivlmrl.config.parsing import parse_yaml, require
 from minivlmrl.files import digest, json_text, parse_json, read_json
 from minivlmrl.run.checkpoint_files import find_pieces, read_rows
-from minivlmrl.run.checkpoints import COMPLETE, RUN
+from minivlmrl.run.checkpoints import COMPLETE
 from minivlmrl.run.metrics import TIMINGS
 from minivlmrl.run.rollout_log import COMPLETIONS
+from minivlmrl.run.trainer_state import RUN
 
 # of a recipe, what a resumption may say otherwise
 OPTIONS = {

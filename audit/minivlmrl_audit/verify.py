@@ -13,9 +13,11 @@ from pathlib import Path
 from minivlmrl.commands.process import is_first
 from minivlmrl.diagnostics.replay import run_config, train_again
 from minivlmrl.files import digest, json_text, read_lines
-from minivlmrl.run.checkpoints import RUN, state_folders
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.checkpoints import state_folders
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.rollout_log import COMPLETIONS, Logged
+from minivlmrl.run.trainer_state import RUN
 from minivlmrl_audit.difference import DAMAGED, content, difference, distance
 
 DERIVED = [".lock", "page.html"]  # the page is made of the other files
@@ -47,19 +49,26 @@ def main(arguments: list[str]) -> int:
         if name not in differences and str(name) not in skipped:
             differences[name] = difference(path, folder / name, bool(overrides))
 
-    def see(*_):  # a run keeps its last states alone
+    def compare_states():
         for path in states:
             again_state = again_folder / "states" / path.name
             if is_first() and again_state.is_dir():
                 compare(again_state)
                 compare(again_state / RUN)
 
+    class CompareStates(Callback):
+        """Compares states before they are removed: a run keeps its last ones alone."""
+
+        def on_step_begin(self, *_):
+            compare_states()
+
     config = run_config(folder, options.recipe, overrides)
     state_steps = math.gcd(*(int(path.name) for path in states))
-    code = train_again(config, state, again_folder, see, state_steps=state_steps, state_minutes=0.0)
+    options = {"state_steps": state_steps, "state_minutes": 0.0}
+    code = train_again(config, state, again_folder, CompareStates(), **options)
     if code or not is_first():
         return code
-    see()
+    compare_states()
     for path in again_folder.rglob("*"):
         if path.is_file() and again_folder / "states" not in path.parents:
             compare(path)

@@ -30,13 +30,13 @@ from minivlmrl.data.tokenize_completions import (
     shown_parts_of,
     text_of,
 )
-from minivlmrl.diagnostics.memory import check_memory
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.distributed import process_group
 from minivlmrl.generation.sampler import RunSampler, make_sampler
 from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
 from minivlmrl.rewards.text import ask_rewards, find_answer
+from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.evaluate import BLIND, draw
 from minivlmrl.run.setup import mistakes, prepare
 from minivlmrl.trainers.registry import find_class, find_trainers
@@ -94,7 +94,8 @@ def check(config) -> Iterator[str]:
     """Sentences about a recipe, each with the cause and what to do."""
     stages = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    check_memory(config, world)
+    for callback in default_callbacks(config):
+        callback.on_setup(config, world)
     model, processor, datasets = prepare(config, stages, world)
     online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
     yield from mistakes(config, datasets)

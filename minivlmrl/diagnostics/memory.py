@@ -37,6 +37,7 @@ from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.model.vision import lay_out
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import KEPT
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.trainers.reference import freeze_shared
@@ -391,15 +392,19 @@ def check_disk(run: RunConfig, stage: str, costs: Costs):
         )
 
 
-def check_memory(run: RunConfig, world: World):
-    """Refuse a run (ValueError) that fits neither disk nor GPUs, of images of data.max_pixels."""
-    if not run.check_memory or not run.model.path:
-        return
-    costs = Costs(read_config(find_folder(run.model.path)))
-    for stage in run.stage_names:
-        check_disk(run, stage, costs)
-    if world.device.type != "cuda":
-        return
+class MemoryCheck(Callback):
+    """Refuses a run that does not fit disk and GPUs, with images of data.max_pixels."""
+
+    def on_setup(self, config: RunConfig, world: World):
+        costs = Costs(read_config(find_folder(config.model.path)))
+        for stage in config.stage_names:
+            check_disk(config, stage, costs)
+        if world.device.type == "cuda":
+            check_gpus(config, world, costs)
+
+
+def check_gpus(run: RunConfig, world: World, costs: Costs):
+    """Refuse a run (ValueError) with a stage that needs more memory than a GPU has."""
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
     vision = costs.config.vision_config
     token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2

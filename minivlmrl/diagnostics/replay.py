@@ -9,16 +9,18 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch.optim import Optimizer
 
 from minivlmrl.commands.process import is_first
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.tokenize_completions import text_of
 from minivlmrl.diagnostics.trace import Film
@@ -27,9 +29,12 @@ from minivlmrl.files import json_text, parse_json, read_lines
 from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run import loop
-from minivlmrl.run.checkpoints import COMPLETE, read_progress, state_folders
+from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged, groups, is_past
+from minivlmrl.run.trainer_state import read_trainer_state
+from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
@@ -102,7 +107,26 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]):
 
 
 class Reached(Exception):
-    """The step that was asked for comes next; its arguments are what train.start shows of it."""
+    """The requested step comes next. Its arguments are algorithm, optimizer, Step and rows."""
+
+
+class StopBefore(Callback):
+    """Raises Reached before the update of a step."""
+
+    def __init__(self, stage: str, number: int, film: Film | None = None):
+        self.wanted = stage, number
+        self.film = film
+
+    def on_step_begin(
+        self, algorithm: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
+    ):
+        if (algorithm.stage, number) != self.wanted:
+            return
+        if self.film:
+            self.film.pause(algorithm, step)
+        last_batch = Batches(batches.dataset, algorithm, batches.draws - 1)
+        rows = step.rollout.rows if step.rollout else next(last_batch)
+        raise Reached(algorithm, optimizer, step, rows)
 
 
 def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
@@ -121,18 +145,10 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     for path in states:
         if not (path / COMPLETE).is_file():  # it is damaged, or the run goes on and has removed it
             continue
-        progress = read_progress(path)
+        progress = read_trainer_state(path)
         if (progress.stage, progress.step) <= wanted_step:
             state = path
     print(f"{stage} step {number}, trained again from {state or 'the beginning'}")
-
-    def see(algorithm, optimizer, step, done, batches):
-        if (algorithm.stage, done) == (stage, number):
-            if film:
-                film.pause(algorithm, step)
-            last_batch = Batches(batches.dataset, algorithm, batches.draws - 1)
-            rows = step.rollout.rows if step.rollout else next(last_batch)
-            raise Reached(algorithm, optimizer, step, rows)
 
     data = replace(config.data, eval_rows=0)
     if film:
@@ -141,8 +157,9 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
         try:
             with film or nullcontext():
                 folder = Path(scratch) / "run"
+                stop = StopBefore(stage, number, film)
                 nothing_else = {"eval_steps": 0, "save_steps": 0, "keep_best": None, "data": data}
-                exit_code = train_again(config, state, folder, see, **nothing_else)
+                exit_code = train_again(config, state, folder, stop, **nothing_else)
         except Reached as reached:
             return reached.args
     if exit_code:
@@ -150,12 +167,14 @@ def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
     raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
 
 
-def train_again(config, state: Path | None, folder: Path, see: Callable, **options) -> int:
+def train_again(
+    config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options
+) -> int:
     """Let train resume a copy of a run, cut back to a state or to nothing; returns its exit code.
 
     Args:
         folder: of the copy (ValueError: it is there).
-        see: before_step of train.start.
+        callback: called in addition to the default callbacks.
         options: fields of the recipe.
     """
     if is_first():  # the other ranks wait for it in train.start
@@ -168,12 +187,12 @@ def train_again(config, state: Path | None, folder: Path, see: Callable, **optio
     resume = str(state) if state else "never"
     config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
     with redirect_stdout(sys.stderr):
-        return loop.start(config, see)
+        return loop.start(config, [*default_callbacks(config), callback])
 
 
 def earlier_files(run: Path, state: Path) -> Iterator[Path]:
     """Name the files that a state does not hold: completions so far, a trained reward model."""
-    progress = read_progress(state)
+    progress = read_trainer_state(state)
     if (run / COMPLETIONS).is_file():
         yield Path(COMPLETIONS)
     for line in read_lines(run / COMPLETIONS, Logged):

@@ -4,11 +4,19 @@ import base64
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic as clock
 
+from torch.optim import Optimizer
+
+from minivlmrl.config.options import RunConfig
 from minivlmrl.files import json_text, read_json, read_lines
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, curves
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, curves
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged
+from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.base import Step, Trainer
 
+PAGE = "page.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 EXPERT_STEPS = 10  # the last ones, whose tokens the picture of experts counts
 STEPS = 60  # logged steps on a page, at most: a page has to open
@@ -31,6 +39,34 @@ class Shown(Logged):
     row: int = 0
     truth: list[list[float]] = field(default_factory=list)
     completions: list[Earned] = field(default_factory=list)
+
+
+class ReportPage(Callback):
+    """Writes page.html while the run goes on, every page_minutes, and when it ends."""
+
+    def on_run_begin(self, config: RunConfig, log: MetricsLog):
+        self.folder = Path(config.output_dir)
+        self.is_main = log.world.is_main
+        self.seconds = 60 * config.page_minutes
+        self.next_time = 0.0  # when the page is written again
+        self.refresh()
+
+    def on_stage_begin(self, algorithm: Trainer, optimizer: Optimizer, state: TrainerState):
+        self.refresh()
+
+    def on_step_end(self, algorithm: Trainer, step: Step, number: int, values: dict):
+        self.refresh()
+
+    def on_run_end(self):
+        if self.is_main:
+            write_page([self.folder], self.folder / PAGE)
+
+    def refresh(self):
+        """Write the page if it is time, in a long run for at most a hundredth of its time."""
+        begin = clock()
+        if self.is_main and self.seconds and begin >= self.next_time:
+            write_page([self.folder], self.folder / PAGE, self.seconds)
+            self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):

@@ -8,11 +8,20 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import compress
+from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
+from minivlmrl.config.options import RunConfig
+from minivlmrl.files import read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.registry import training_rewards
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.metrics import EVALUATIONS, MetricsLog
+from minivlmrl.run.rollout_log import Logged
+from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.base import Step, Trainer
 
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
@@ -22,7 +31,36 @@ LONGER = "raise it, or ask for shorter answers"
 FORM = "say the form in data.prompt_template, train sft first, or drop the reward"
 
 
-class Alarms:
+class TrainingWarnings(Callback):
+    """Writes the warnings of each step and evaluation to warnings.jsonl and the terminal."""
+
+    def on_run_begin(self, config: RunConfig, log: MetricsLog):
+        self.log = log
+        self.evaluations = Path(config.output_dir, EVALUATIONS)
+
+    def on_stage_begin(self, algorithm: Trainer, optimizer: Optimizer, state: TrainerState):
+        self.rules = WarningRules(algorithm, optimizer)
+        if state.step and "alarms" in state.logs:
+            self.rules.restore(state.logs["alarms"])
+
+    def on_step_end(self, algorithm: Trainer, step: Step, number: int, values: dict):
+        if self.log.world.is_main:
+            for warning in self.rules.step(values, step.rollout):
+                self.log.warn(algorithm.stage, number, warning, number + 1)
+
+    def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
+        if self.log.world.is_main:
+            lines = read_lines(self.evaluations, Logged)
+            for rule in (looks_away, forgets):
+                warning = rule(lines, num_rows)
+                if warning:
+                    self.log.warn(stage, steps_done, warning, steps_done)
+
+    def state_dict(self) -> dict[str, str]:
+        return {"alarms": self.rules.state()}
+
+
+class WarningRules:
     """The rules of one stage."""
 
     def __init__(self, algorithm, optimizer):
@@ -286,19 +324,3 @@ def forgets(evaluations: list[dict], rows: int) -> str | None:
         f"greedy answers to held-out rows earned {before:.3g} before {stage} and earn {after:.3g} "
         f"now; lower {stage}.learning_rate, or raise {stage}.beta if it has one"
     )
-
-
-def check_mismatch(run, metrics: dict[str, float]):
-    """Stop a run whose sampler and trainer disagree about tokens that were just drawn (ValueError):
-    in float32 about one of them, in 16 bits, where single tokens do, on average."""
-    name = "rollout/logp_mismatch"
-    bound = run.rollout.max_logp_mismatch
-    if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
-        name = "rollout/logp_mismatch_rms"
-        bound = bound / 10
-    mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not run.adapter.dropout:  # which the sampler has not
-        raise ValueError(
-            f"{name} is {mismatch:.3g} nats: sampler and trainer disagree, a bug or a dtype too "
-            f"coarse; rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
-        )

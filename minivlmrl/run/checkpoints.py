@@ -2,7 +2,7 @@
 
 output_dir/states/000120/    after 120 optimizer steps of all stages
     *.safetensors            weights, moments and the algorithm's state_dict, see run/checkpoint_files.py
-    run.json                 Progress
+    run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
 A state is written between rollouts and has nothing of one; every draw depends on a key, so it has
@@ -11,13 +11,12 @@ no random generator. While it is written its folder is called 000120.partial.
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import monotonic as clock
-from typing import Annotated
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +25,6 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import build
 from minivlmrl.data.download import find_split
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.distributed.process_group import World
@@ -42,59 +40,21 @@ from minivlmrl.files import (
 )
 from minivlmrl.model.lora import plain_name, shared_base
 from minivlmrl.rewards.registry import RewardFailed
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoint_files import blocks, find_pieces, read_into, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
 from minivlmrl.run.signals import StopSignals
+from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
-RUN, COMPLETE = "run.json", "complete.json"
+COMPLETE = "complete.json"
 KEPT = 2  # states of a run, in case the newest is damaged
 # fields of a stage's section that say how many rows a draw has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # names under which a state holds hashes of files that a recipe only names
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
-
-
-@dataclass
-class Progress:
-    """How far a run has come: the same on all ranks, but for rank 0's `seconds` and `logs`."""
-
-    seed: int  # of the run
-    stages: list[str]  # as in the recipe
-    stage: Annotated[int, ">= 0"] = 0  # the index of the present one
-    step: Annotated[int, ">= 0"] = 0  # its optimizer steps so far ...
-    steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
-    draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
-    rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
-    kept: dict[str, list[float]] | None = None  # by the present stage; None: it has not begun
-    # evaluations between stages so far
-    results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # of keep_best so far, a loss with a minus
-    seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
-    recipe: dict = field(default_factory=dict)  # see recipe_values
-    # metrics.jsonl, timings.jsonl and evaluations.jsonl so far, and what the alarms know
-    logs: dict[str, str] = field(default_factory=dict)
-
-    def begin_stage(self, number: int):
-        self.stage = number
-        self.step = 0
-        self.draws = 0
-        self.rows = 0
-        self.kept = None
-
-    def check_rows(self, rows: int):
-        """Refuse to go on with another number of rows: they would come in another order."""
-        if self.rows not in (0, rows):
-            raise ValueError(f"resume: the state is of a run with {self.rows} rows, not {rows}")
-        self.rows = rows
-
-    def advance(self, stage: str, draws: int, seconds: float):
-        self.step += 1
-        self.steps += 1
-        self.draws = draws
-        self.seconds[stage] = seconds
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
@@ -133,11 +93,6 @@ def state_folders(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def read_progress(folder: Path) -> Progress:
-    """Read how far a run had come when it wrote a state."""
-    return build(Progress, read_json(folder / RUN), str(folder / RUN), json=True)
-
-
 def check_resume(config: RunConfig) -> list[Path]:
     """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
     folder = Path(config.output_dir) / "states"
@@ -160,20 +115,23 @@ def check_resume(config: RunConfig) -> list[Path]:
     return states
 
 
-class States:
-    """The states of one run."""
+class CheckpointManager:
+    """Saves and restores the states of one run."""
 
-    def __init__(self, config: RunConfig, world: World, signals: StopSignals):
+    def __init__(
+        self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]
+    ):
         self.folder = Path(config.output_dir) / "states"
         self.config = config
         self.world = world
         self.signals = signals
+        self.callbacks = callbacks
         self.resumed = None  # the folder of the state that the next stage begins with
         self.saved_steps = 0  # optimizer steps of the last state
         self.saved_time = clock()  # when it was saved
         self.between_rollouts = True  # what was trained can be saved
 
-    def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
+    def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
         """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
         stage = progress.stages[progress.stage]
         stage_ends = progress.step == getattr(self.config, stage).max_steps
@@ -197,16 +155,18 @@ class States:
             return True
         return stage_ends and bool(every_steps or minutes)
 
-    def keep(self, progress: Progress, log: MetricsLog) -> Path:
+    def keep(self, progress: TrainerState, log: MetricsLog) -> Path:
         """Save what was trained, if that is not done yet; returns the folder of its state."""
         folder = self.folder / f"{progress.steps:06d}"
         if self.saved_steps != progress.steps:
             progress.logs = log.written()
+            for callback in self.callbacks:
+                progress.logs.update(callback.state_dict())
             self.save(folder, progress)
         return folder
 
     @contextmanager
-    def saved_on_error(self, progress: Progress, log: MetricsLog) -> Iterator[None]:
+    def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
         """Where a rollout or an evaluation fails (ValueError), save what was trained before it.
 
         Not what diverged. Of several ranks only if a reward has failed: all of them hear of that.
@@ -224,10 +184,10 @@ class States:
                 f"{error}; the state is in {folder}: mend it, then --resume=auto"
             ) from error
 
-    def to_resume(self) -> Progress:
+    def to_resume(self) -> TrainerState:
         """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
         config = self.config
-        new_progress = Progress(config.seed, config.stage_names, recipe=recipe_values(config))
+        new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config))
         progress = self.choose()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
@@ -252,7 +212,7 @@ class States:
         progress.stages = config.stage_names
         return progress
 
-    def compare(self, progress: Progress, recipe: dict[str, object]):
+    def compare(self, progress: TrainerState, recipe: dict[str, object]):
         """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
         stage = self.config.stage_names[progress.stage]
         same_rows = self.config.resume == "auto"  # who names a state may take other rows
@@ -305,7 +265,7 @@ class States:
                 f"{folder}: this state is of another model or recipe; {error}"
             ) from error
 
-    def choose(self) -> Progress | None:
+    def choose(self) -> TrainerState | None:
         """Read the state that config.resume means, and remove those that are given up by that."""
         resume = self.config.resume
         # the first rank's list: a shared file system may show another host an older one
@@ -331,17 +291,17 @@ class States:
                     shutil.rmtree(folder)
         return progress
 
-    def read(self, folder: Path) -> Progress | None:
+    def read(self, folder: Path) -> TrainerState | None:
         """Read a state without its tensors; None and a line that says why if it is damaged."""
 
-        def check() -> Progress:
+        def check() -> TrainerState:
             checksums = read_json(folder / COMPLETE)
             if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
                 raise ValueError(f"{folder} does not have the files that {COMPLETE} lists")
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
                 if _checksum(folder / name) != checksums[name]:
                     raise ValueError(f"{name} is not what was written")
-            return read_progress(folder)
+            return read_trainer_state(folder)
 
         try:
             return self.world.together(check)
@@ -350,7 +310,7 @@ class States:
                 print(f"state {folder} is damaged and not used: {error}", flush=True)
             return None
 
-    def save(self, folder: Path, progress: Progress):
+    def save(self, folder: Path, progress: TrainerState):
         """Write a state, all ranks together, and remove the oldest of too many."""
         draft = folder.with_name(folder.name + ".partial")
         named_tensors = tensors(self.algorithm, self.optimizer)

@@ -7,20 +7,22 @@ torchrun train.py --help [SECTION]             # every option with its default
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from minivlmrl.config.loading import load_config, recipes_folder
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
-from minivlmrl.diagnostics.memory import check_memory
+from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.files import locked
-from minivlmrl.run.checkpoints import States
-from minivlmrl.run.metrics import MetricsLog, merge, to_floats
+from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.checkpoints import CheckpointManager
+from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import Results, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.registry import find_trainers
 
@@ -32,76 +34,103 @@ def main(arguments: list[str]) -> int:
     return start(load_config(arguments[0], arguments[1:]))
 
 
-def start(config: RunConfig, before_step: Callable = lambda *_: None) -> int:
+def start(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
     """Train by a recipe; returns the exit code, as main.
 
     Args:
-        before_step: called before each step with (algorithm, optimizer, Step, its number, Batches).
+        callbacks: what happens beside training, by default what run/callbacks.py lists.
     """
+    if callbacks is None:
+        callbacks = default_callbacks(config)
     algorithms = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
-        run(config, algorithms, signals, before_step)
+        run(config, algorithms, signals, callbacks)
     process_group.shutdown(signals.world)
     return signals.exit_code
 
 
-def run(config: RunConfig, algorithms: dict[str, type[Trainer]], signals, before_step: Callable):
+def run(
+    config: RunConfig,
+    algorithms: dict[str, type[Trainer]],
+    signals: StopSignals,
+    callbacks: Sequence[Callback],
+):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
     world = signals.world
     check_outputs(config)
     if world.is_main:
         print(f"output: {config.output_dir}; open page.html there in a browser", flush=True)
-    check_memory(config, world)
+    for callback in callbacks:
+        callback.on_setup(config, world)
     model, processor, datasets = prepare(config, algorithms, world)
-    states = States(config, world, signals)
-    progress = states.to_resume()
-    with MetricsLog(config, world, progress) as log:
-        results = Results(config, model, processor, log, datasets.get("eval"), progress)
+    checkpoints = CheckpointManager(config, world, signals, callbacks)
+    state = checkpoints.to_resume()
+    with MetricsLog(config, world, state) as log:
+        held_out = datasets.get("eval")
+        results = Results(config, model, processor, log, held_out, state, callbacks)
+        for callback in callbacks:
+            callback.on_run_begin(config, log)
+            log.callback(callback.on_run_end)  # called however the run ends
         algorithm = None
-        if states.resumed is None:
+        if checkpoints.resumed is None:
             results.measure("start")
-        for number in range(progress.stage, len(config.stage_names)):
+        for number in range(state.stage, len(config.stage_names)):
             stage = config.stage_names[number]
             if algorithm is not None:
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved
-            algorithm = algorithms[stage](config, model, processor, world, progress.step)
-            train(algorithm, datasets[stage], results, log, states, progress, before_step)
-            progress.begin_stage(number + 1)
+            algorithm = algorithms[stage](config, model, processor, world, state.step)
+            train(algorithm, datasets[stage], results, log, checkpoints, state, callbacks)
+            state.begin_stage(number + 1)
         results.write(algorithm)
 
 
-def train(algorithm: Trainer, rows, results, log, states, progress, before_step: Callable):
+def train(
+    algorithm: Trainer,
+    rows: Dataset,
+    results: Results,
+    log: MetricsLog,
+    checkpoints: CheckpointManager,
+    state: TrainerState,
+    callbacks: Sequence[Callback],
+):
     """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
     stage = algorithm.stage
     config = algorithm.config
-    progress.check_rows(len(rows))
-    batches = Batches(rows, algorithm, progress.draws)
+    state.check_rows(len(rows))
+    batches = Batches(rows, algorithm, state.draws)
     optimizer = build_optimizer(algorithm.trained, config, algorithm.run.optimizer)
-    states.restore(algorithm, optimizer)
-    progress.kept = algorithm.begin(batches, results.held_out, progress.kept)
-    log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
+    checkpoints.restore(algorithm, optimizer)
+    state.kept = algorithm.begin(batches, results.held_out, state.kept)
+    log.stage(algorithm, state.step, state.seconds.get(stage, 0.0))
+    for callback in callbacks:
+        callback.on_stage_begin(algorithm, optimizer, state)
     steps = algorithm.steps(batches)
-    for number in range(progress.step, config.max_steps):
+    for number in range(state.step, config.max_steps):
         try:
-            with states.saved_on_error(progress, log):
+            with checkpoints.saved_on_error(state, log):
                 # Evaluation and saving after `number` steps come before the next step, so that a
                 # run that was killed between state and evaluation does them when it is resumed.
                 results.after_step(algorithm, number)
                 step = next(steps)
-            before_step(algorithm, optimizer, step, number, batches)
+            for callback in callbacks:
+                callback.on_step_begin(algorithm, optimizer, step, number, batches)
             metrics = optimizer_step(algorithm, step, optimizer, number)
         except FloatingPointError as error:
             raise ValueError(
                 f"{stage} step {number}: {error}; "
                 f"stopped before the update; try a lower {stage}.learning_rate"
             ) from error
-        log.step(number, metrics, step)
-        progress.advance(stage, batches.draws, log.seconds)
-        states.after_step(progress, log, step.ends_rollout)
-    progress.seconds[stage] = log.end_stage()
-    with states.saved_on_error(progress, log):
+        check_mismatch(algorithm.run, metrics)
+        values = log.step(number, metrics, step)
+        for callback in callbacks:
+            callback.on_step_end(algorithm, step, number, values)
+        log.mark()
+        state.advance(stage, batches.draws, log.seconds)
+        checkpoints.after_step(state, log, step.ends_rollout)
+    state.seconds[stage] = log.end_stage()
+    with checkpoints.saved_on_error(state, log):
         results.after_step(algorithm, config.max_steps)
         results.measure(f"after_{stage}", algorithm)
 

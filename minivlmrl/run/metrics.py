@@ -18,12 +18,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import naming
-from minivlmrl.diagnostics.warnings import Alarms, check_mismatch, forgets, looks_away
 from minivlmrl.distributed.process_group import World
-from minivlmrl.files import json_text, read_lines
+from minivlmrl.files import json_text
 from minivlmrl.rewards.registry import guarded
-from minivlmrl.run.rollout_log import CompletionsLog, Logged
+from minivlmrl.run.rollout_log import CompletionsLog
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
@@ -43,7 +43,6 @@ class MetricsLog(ExitStack):
         super().__init__()
         self.world = world
         self.steps = progress.steps  # of all stages
-        self.resumed_alarms = progress.logs.get("alarms")  # of the resumed stage
         self.begin_time = 0.0  # of the present stage
         self.completions = CompletionsLog(config, world, progress)
         self.files = {}
@@ -70,13 +69,10 @@ class MetricsLog(ExitStack):
         for log in self.trackers:
             log(values, self.steps)
 
-    def stage(self, algorithm, optimizer, steps_done: int, seconds: float):
+    def stage(self, algorithm, steps_done: int, seconds: float):
         """Begin a stage with a new bar; a resumed one has done steps, which took `seconds`."""
         self.algorithm = algorithm
         self.name = algorithm.stage
-        self.alarms = Alarms(algorithm, optimizer)
-        if steps_done and self.resumed_alarms:
-            self.alarms.restore(self.resumed_alarms)
         bar = progress_bar(self.name, algorithm.config.max_steps, self.world.is_main, steps_done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
         self.begin_time = time.perf_counter() - seconds
@@ -93,28 +89,25 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin_time
 
     def written(self) -> dict[str, str]:
-        """What the files held at the last mark, and the alarms know, for the state of the run.
+        """Return what the files held at the last mark, for the state of the run.
 
-        A resumed run makes evaluations since then again.
+        A resumed run repeats the evaluations since then.
         """
         logs = {}
         for name, file in self.files.items():
             file.seek(0)  # the next write is at the end again: all was read
             logs[name] = file.read()[: self.file_ends[name]].decode()
-        if self.files:
-            logs["alarms"] = self.alarms.state()
         return logs
 
-    def step(self, number: int, metrics: dict[str, float], step):
-        """Record one optimizer step; warn of what is about to go wrong."""
-        check_mismatch(self.algorithm.run, metrics)
+    def step(self, number: int, metrics: dict[str, float], step) -> dict:
+        """Record one optimizer step; returns its metrics with the tables of its routers."""
         self.steps += 1
-        tables = self.algorithm.router_log.take()
+        values = metrics | self.algorithm.router_log.take()
         if not self.files:
-            return
+            return values
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
-        self.write(METRICS, line | metrics | tables)
+        self.write(METRICS, line | values)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         step_time = seconds - self.last_seconds
@@ -127,10 +120,12 @@ class MetricsLog(ExitStack):
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
         self.completions.step(self.algorithm, step, number)
-        for warning in self.alarms.step(metrics | tables, step.rollout):
-            self.write(WARNINGS, line | {"warning": warning})
-            tqdm.write(f"step {number + 1}: {warning}", file=sys.stderr)
-        self.mark()
+        return values
+
+    def warn(self, stage: str, step: int, warning: str, steps_done: int):
+        """Add a line to warnings.jsonl, and print it as a sentence about so many steps."""
+        self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
+        tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
         """Advance the bar; without a terminal print a line, in a notebook one in ten steps."""
@@ -152,9 +147,7 @@ class MetricsLog(ExitStack):
             with ending_unread():
                 print(done, *values, f"{step_time:.2f} s", flush=True)
 
-    def evaluation(
-        self, stage: str, steps_done: int, values: dict[str, float], seconds: float, rows=1
-    ):
+    def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
         """Record what held-out rows say after so many steps; its `seconds` are not the stage's."""
         self.begin_time += seconds
         if not self.files:
@@ -165,12 +158,6 @@ class MetricsLog(ExitStack):
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
         with ending_unread():
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
-        evaluations = read_lines(Path(self.files[EVALUATIONS].name), Logged)
-        for rule in (looks_away, forgets):
-            warning = rule(evaluations, rows)
-            if warning:
-                self.write(WARNINGS, line | {"warning": warning})
-                tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""
@@ -202,6 +189,25 @@ def progress_bar(
         mininterval=0.5,
         dynamic_ncols=True,
     )
+
+
+def check_mismatch(run: RunConfig, metrics: dict[str, float]):
+    """Raise ValueError if sampler and trainer disagree about tokens that were just sampled.
+
+    In float32 no token may differ by more than the bound. In 16 bits single tokens do, so that
+    the root mean square is compared with a tenth of it.
+    """
+    name = "rollout/logp_mismatch"
+    bound = run.rollout.max_logp_mismatch
+    if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
+        name = "rollout/logp_mismatch_rms"
+        bound = bound / 10
+    mismatch = metrics.get(name, 0.0)
+    if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
+        raise ValueError(
+            f"{name} is {mismatch:.3g} nats: sampler and trainer disagree, a bug or a dtype too "
+            f"coarse; rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
+        )
 
 
 def peak_memory() -> dict[str, float]:

@@ -1,21 +1,21 @@
-"""What a run leaves beside metrics: config.yaml, summary.json, its page and its checkpoints."""
+"""What a run leaves beside metrics: config.yaml, summary.json and its weights."""
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic as clock
 
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.diagnostics.report import write_page
 from minivlmrl.files import write_json
 from minivlmrl.model.checkpoint import save_model
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
 from minivlmrl.tasks.registry import get_task
 
-SUMMARY, BEST, PAGE = "summary.json", "best", "page.html"
+SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
@@ -38,7 +38,10 @@ def check_outputs(config: RunConfig):
 class Results:
     """Evaluations of a run, added to progress.results, and its folder; held_out may be None."""
 
-    def __init__(self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress):
+    def __init__(
+        self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress,
+        callbacks: Sequence[Callback] = (),
+    ):  # fmt: skip
         self.config = config
         self.model = model
         self.processor = processor
@@ -46,15 +49,13 @@ class Results:
         self.world = log.world
         self.held_out = held_out
         self.progress = progress
+        self.callbacks = callbacks
         self.folder = Path(config.output_dir)
         if self.world.is_main:
             rows = f"evaluated on {len(held_out)} rows" if held_out else "not evaluated"
             first_line = f"# {config.recipe}; {rows}\n"  # the page reads it
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())
-            log.callback(write_page, [self.folder], self.folder / PAGE)  # however the run ends
-        self.next_page = 0.0  # when the page is written again
-        self.show_page()
 
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
@@ -62,17 +63,8 @@ class Results:
             steps_done = algorithm.config.max_steps if algorithm else 0
             self.progress.results[name] = self.evaluate(name, algorithm, steps_done)
 
-    def show_page(self):
-        """Write the page if it is time; in a run of days that takes a hundredth of it at most."""
-        begin = clock()
-        seconds = 60 * self.config.page_minutes
-        if self.world.is_main and seconds and begin >= self.next_page:
-            write_page([self.folder], self.folder / PAGE, seconds)
-            self.next_page = clock() + max(seconds, 100 * (clock() - begin))
-
     def after_step(self, algorithm, steps_done: int):
         """Evaluate and save if it is time after so many steps; at the end measure() evaluates."""
-        self.show_page()
         if steps_done == 0:
             return
         config = self.config
@@ -95,7 +87,9 @@ class Results:
             stage = algorithm.stage
             values |= algorithm.evaluate(self.held_out)
         seconds = time.perf_counter() - begin
-        self.log.evaluation(stage, steps_done, values, seconds, len(self.held_out))
+        self.log.evaluation(stage, steps_done, values, seconds)
+        for callback in self.callbacks:
+            callback.on_evaluation(stage, steps_done, len(self.held_out))
         if algorithm is not None and config.keep_best in values:
             value = values[config.keep_best]
             score = -value if config.keep_best == "loss" else value

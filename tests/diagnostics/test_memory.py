@@ -11,7 +11,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
-from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, Work, plan
+from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, MemoryCheck, Work, plan
 from minivlmrl.distributed.fsdp import copy_model, recompute_blocks
 from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
@@ -26,6 +26,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import dropout
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run import loop
+from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.optimizer import build_optimizer
 
 import tiny
@@ -212,14 +213,17 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
     """By the same numbers as the command; the reserve alone is 3 GB."""
     given = [f"--model.path={checkpoint}", "--model.config=null"]
     run = load_config(home / "recipe.yaml", given)
-    memory.check_memory(run, gpus(1, 4))
+    MemoryCheck().on_setup(run, gpus(1, 4))
     with pytest.raises(
         ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, and one has 2\.0: .*check_memory"
     ):
-        memory.check_memory(run, gpus(2, 2))
-    memory.check_memory(load_config(home / "recipe.yaml", [*given, "--check_memory=false"]), gpus(2, 2))
-    memory.check_memory(load_config(home / "recipe.yaml", []), gpus(2, 2))  # random weights are as small as one likes
-    memory.check_memory(run, World())
+        MemoryCheck().on_setup(run, gpus(2, 2))
+    # random weights are as small as one likes
+    for options in ([*given, "--check_memory=false"], []):
+        callbacks = default_callbacks(load_config(home / "recipe.yaml", options))
+        assert callbacks and not any(isinstance(callback, MemoryCheck) for callback in callbacks)
+    assert isinstance(default_callbacks(run)[0], MemoryCheck)
+    MemoryCheck().on_setup(run, World())
 
 
 def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_path, monkeypatch):
@@ -237,7 +241,7 @@ def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * size))
         run.output_dir = str(tmp_path / output)
         with contextlib.nullcontext() if fits else refused:
-            memory.check_memory(run, World())
+            MemoryCheck().on_setup(run, World())
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

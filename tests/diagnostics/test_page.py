@@ -11,8 +11,10 @@ from runs import LETTERS, metrics, write_lines
 
 from minivlmrl.commands import report
 from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics import report as report_file
 from minivlmrl.diagnostics.report import TEMPLATE, collect, write_page
-from minivlmrl.run import loop, results
+from minivlmrl.run import loop
+from minivlmrl.run.callbacks import Callback, default_callbacks
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -147,16 +149,18 @@ def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(train
 def watched(home, tmp_path, monkeypatch):
     """watched(look, options) trains three steps of 61 seconds, before each look() sees tmp_path / "run"."""
     now = [0]
-    monkeypatch.setattr(results, "clock", lambda: now[0])
+    monkeypatch.setattr(report_file, "clock", lambda: now[0])
 
-    def before_step(*_):
-        now[0] += 61
-        now[1]()
+    class Look(Callback):
+        def on_step_begin(self, *_):
+            now[0] += 61
+            now[1]()
 
     def watched(look, *options):
         now[1:] = [look]
         options = "--stages=[sft]", f"--output_dir={tmp_path / 'run'}", "--resume=never", *options
-        loop.start(load_config(home / "recipe.yaml", options), before_step)
+        config = load_config(home / "recipe.yaml", options)
+        loop.start(config, [*default_callbacks(config), Look()])
 
     return watched
 

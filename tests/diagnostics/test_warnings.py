@@ -8,9 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import metrics
 
 from minivlmrl.config.options import LoRAOptions, RunConfig, SamplingOptions
-from minivlmrl.diagnostics.warnings import BLIND, IDLE, WINDOW, Alarms, check_mismatch, forgets, looks_away
+from minivlmrl.diagnostics.warnings import BLIND, IDLE, WINDOW, TrainingWarnings, WarningRules, forgets, looks_away
+from minivlmrl.run.metrics import MetricsLog, check_mismatch
+from minivlmrl.run.trainer_state import TrainerState
+
+from stages import ONE
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -41,7 +46,9 @@ def alarms(temperature=1.0, model=None, state=()):
     run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
-    return Alarms(SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state))
+    return WarningRules(
+        SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state)
+    )
 
 
 @pytest.mark.parametrize(("change", "temperature", "sentence"), CASES, ids=[case[2][:30] for case in CASES])
@@ -259,3 +266,29 @@ def test_a_stage_that_makes_answers_worse_is_named():
 def test_no_stage_forgot(healthy):
     assert forgets(healthy, 256) is None
     assert forgets(FORGOTTEN, 64) is None  # of few rows
+
+
+def evaluated(folder, *lines):
+    """The warnings.jsonl of a run with these evaluations of 256 rows."""
+    config = RunConfig(output_dir=str(folder))
+    log = MetricsLog(config, ONE, TrainerState(0, ["sft", "grpo"]))
+    warnings = TrainingWarnings()
+    warnings.on_run_begin(config, log)
+    for stage, step, values in lines:
+        log.evaluation(stage, step, values, 1.0)
+        warnings.on_evaluation(stage, step, 256)
+    return metrics(folder, "warnings.jsonl")
+
+
+def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
+    shares = enumerate([(0.4, 0.1), (0.9, 0.8)])
+    lines = [("grpo", step, {"sampled": x, "grey": grey, "swapped": 0.0}) for step, (x, grey) in shares]
+    [line] = evaluated(tmp_path, *lines)
+    assert (line["stage"], line["step"]) == ("grpo", 1) and "pictures add 0.1 to it instead of 0.3" in line["warning"]
+    assert f"step 1: {line['warning']}\n" in capsys.readouterr().err
+
+
+def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
+    [line] = evaluated(tmp_path, ("sft", 9, {"greedy": 0.6}), ("dpo", 9, {"greedy": 0.5}))
+    assert line["stage"] == "dpo" and "0.6 before dpo" in line["warning"]
+    assert line["warning"] in capsys.readouterr().err

@@ -40,7 +40,7 @@ def run(home, tmp_path):
 
 def leave_out(patch):
     """Leave out the page, the lengths of rows, and the order of a million of them."""
-    patch.setattr("minivlmrl.run.results.write_page", lambda *_: None)
+    patch.setattr("minivlmrl.diagnostics.report.write_page", lambda *_: None)
     patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
 

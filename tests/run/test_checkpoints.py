@@ -35,9 +35,9 @@ from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
 from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run.checkpoint_files import find_pieces
-from minivlmrl.run.checkpoints import Progress
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers import dpo as dpo_file
 
 import tiny
@@ -112,7 +112,7 @@ PLACES = {
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
     "in the precomputing": (dpo_file, "pair_key", {"before": kill}),
-    "while resuming": (resume_file.States, "restore", {"after": kill}),
+    "while resuming": (resume_file.CheckpointManager, "restore", {"after": kill}),
 }
 
 
@@ -550,7 +550,7 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
 
 
 def test_another_number_of_rows_is_refused():
-    progress = Progress(0, ["sft", "grpo"])
+    progress = TrainerState(0, ["sft", "grpo"])
     progress.check_rows(8)
     progress.check_rows(8)
     with pytest.raises(ValueError, match="the state is of a run with 8 rows, not 9"):

@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -10,9 +13,12 @@ import torch
 import yaml
 from runs import LETTERS, metrics, summary
 
+from minivlmrl.config.loading import load_config
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model
+from minivlmrl.run import loop
 from minivlmrl.run import results as results_file
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import sft as sft_file
 
@@ -134,11 +140,66 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
         run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
 
 
-def test_memory_is_checked_before_rows_and_weights_are_read(run, monkeypatch):
+def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatch):
     monkeypatch.setattr("minivlmrl.run.loop.prepare", None)  # calling it would fail
-    monkeypatch.setattr("minivlmrl.run.loop.check_memory", Mock(side_effect=ValueError("sft needs more")))
+    monkeypatch.setattr("minivlmrl.diagnostics.memory.check_disk", Mock(side_effect=ValueError("sft needs more")))
     with pytest.raises(ValueError, match="sft needs more"):
-        run("--stages=[sft]")
+        run(*own, "--stages=[sft]")
+
+
+class Recorder(Callback):
+    """Writes down the events of a run in order."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_setup(self, config, world):
+        self.events.append("setup")
+
+    def on_run_begin(self, config, log):
+        assert (Path(config.output_dir) / "config.yaml").is_file()
+        self.events.append("run begins")
+
+    def on_stage_begin(self, algorithm, optimizer, state):
+        self.events.append(f"{algorithm.stage} begins after {state.step}")
+
+    def on_step_begin(self, algorithm, optimizer, step, number, batches):
+        self.events.append(f"step {number}")
+
+    def on_step_end(self, algorithm, step, number, values):
+        self.events.append(f"loss {values['loss']}")
+
+    def on_evaluation(self, stage, steps_done, num_rows):
+        self.events.append(f"{num_rows} rows after {steps_done} of {stage}")
+
+    def on_run_end(self):
+        self.events.append("run ends")
+
+    def state_dict(self):
+        return {"recorder": str(len(self.events))}
+
+
+def test_callbacks_are_called_in_order_and_are_not_needed(run, home, tmp_path, plain):
+    options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--state_steps=2"]
+    config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'a'}", *options])
+    recorder = Recorder()
+    assert loop.start(config, [recorder]) == 0
+    losses = [f"loss {line['loss']}" for line in metrics(tmp_path / "a")]
+    assert recorder.events == [
+        "setup", "run begins", "4 rows after 0 of sft", "sft begins after 0", "step 0", losses[0],
+        "4 rows after 1 of sft", "step 1", losses[1], "4 rows after 2 of sft", "run ends",
+    ]  # fmt: skip
+    saved = json.loads((tmp_path / "a" / "states" / "000002" / "run.json").read_text())
+    assert saved["logs"]["recorder"] == "9" and "alarms" not in saved["logs"]
+    assert not (tmp_path / "a" / "page.html").exists() and not (tmp_path / "a" / "warnings.jsonl").read_text()
+    usual = run(*options, name="b")
+    for name in ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (usual / name).read_bytes()
+
+
+def test_the_loop_needs_no_diagnostics():
+    code = "import sys, minivlmrl.run.loop; print([name for name in sys.modules if 'diagnostics' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch):

@@ -13,8 +13,8 @@ from runs import LETTERS, metrics
 from minivlmrl.config.options import RunConfig
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
-from minivlmrl.run.checkpoints import Progress
 from minivlmrl.run.metrics import MetricsLog, merge
+from minivlmrl.run.trainer_state import TrainerState
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,7 +24,7 @@ from stages import ONE
 
 def open_log(folder, world=ONE, report_to=(), **progress):
     config = RunConfig(output_dir=str(folder), report_to=list(report_to))
-    return MetricsLog(config, world, Progress(0, ["sft", "grpo"], **progress))
+    return MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **progress))
 
 
 IDS = torch.zeros(3, dtype=torch.long)
@@ -42,7 +42,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     algorithm = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
     algorithm.router_log = RouterLog(None, ONE)
-    log.stage(algorithm, SimpleNamespace(state={}), done, seconds)
+    log.stage(algorithm, done, seconds)
     return log
 
 
@@ -69,12 +69,14 @@ def test_a_file_that_was_deleted_is_in_the_state(tmp_path):
     log.step(0, {"loss": 1.0}, STEP)
     (tmp_path / "metrics.jsonl").unlink()
     log.step(1, {"loss": 2.0}, STEP)
+    log.mark()
     assert [line.split(": ")[-1] for line in log.written()["metrics.jsonl"].splitlines()] == ["1.0}", "2.0}"]
 
 
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
     log = begin(open_log(tmp_path), "sft", 3)
     log.step(0, {"loss": 1.0}, STEP)
+    log.mark()
     written = log.written()
     log.step(1, {"loss": 9.0}, STEP)  # lost: made again
     log = begin(open_log(tmp_path, logs=written), "sft", 3, 1, seconds=100.0)
@@ -94,24 +96,6 @@ def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_pa
     assert second == {"stage": "sft", "step": 1, "greedy": 0.25, "iou greedy": 0.125}
     assert 100 <= metrics(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
     assert "held-out, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
-
-
-def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
-    log = open_log(tmp_path)
-    for step, (sampled, grey) in enumerate([(0.4, 0.1), (0.9, 0.8)]):
-        log.evaluation("grpo", step, {"sampled": sampled, "grey": grey, "swapped": 0.0}, 1.0, 256)
-    [line] = metrics(tmp_path, "warnings.jsonl")
-    assert (line["stage"], line["step"]) == ("grpo", 1) and "pictures add 0.1 to it instead of 0.3" in line["warning"]
-    assert line["warning"] in capsys.readouterr().err
-
-
-def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
-    log = open_log(tmp_path)
-    for stage, value in [("sft", 0.6), ("dpo", 0.5)]:
-        log.evaluation(stage, 9, {"greedy": value}, 1.0, 256)
-    [line] = metrics(tmp_path, "warnings.jsonl")
-    assert line["stage"] == "dpo" and "0.6 before dpo" in line["warning"]
-    assert line["warning"] in capsys.readouterr().err
 
 
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():

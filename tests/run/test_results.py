@@ -11,12 +11,12 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.report import collect
 from minivlmrl.model.checkpoint import load_model, random_model
 from minivlmrl.run import results as file
-from minivlmrl.run.checkpoints import Progress
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.results import Results
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers.registry import TRAINERS
+from minivlmrl.trainers.registry import find_class
 
 from stages import ONE, SECOND
 
@@ -29,7 +29,7 @@ def results(home, tmp_path, monkeypatch):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:
             (tmp_path / "run").mkdir()
-        progress = Progress(0, config.stages, seconds={"sft": 1.5})
+        progress = TrainerState(0, config.stages, seconds={"sft": 1.5})
         log = MetricsLog(config, world, progress)
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
         return Results(config, model, processor, log, held_out, progress)
@@ -40,7 +40,7 @@ def results(home, tmp_path, monkeypatch):
 def trained(stage, max_steps=3, saved=None, **says):
     """An algorithm at the end of its stage."""
     config = SimpleNamespace(max_steps=max_steps)
-    mine = TRAINERS[stage].trains_policy
+    mine = find_class(stage).trains_policy
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
 

@@ -16,8 +16,8 @@ from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.rewards.text import tag_format
-from minivlmrl.run.checkpoints import Progress
 from minivlmrl.run.rollout_log import CompletionsLog, describe, tokens
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.base import Rollout
 
@@ -60,7 +60,7 @@ def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, publ
     group = [Completion(ids, torch.zeros(len(ids))), Completion(ids[:2], torch.zeros(2))]
     prompt = row.prompt(one.processor)
     assert one.processor.decode(prompt.input_ids).endswith("<|im_start|>assistant\n<think>\n")
-    columns = one.columns([row], [prompt], [group])
+    columns = one.reward_columns([row], [prompt], [group])
     texts = columns["completions"]
     assert texts == [f"<think>\nThe square is green.\n{end}", "<think>\n" + one.processor.decode(ids[:2])]
     assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]
@@ -102,7 +102,7 @@ def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_p
     path = tmp_path / "completions.jsonl"
     path.write_text("".join(lines)[:-20])
     before = path.stat().st_ino
-    progress = Progress(0, ["sft", "grpo"], stage=1, step=2, steps=5)
+    progress = TrainerState(0, ["sft", "grpo"], stage=1, step=2, steps=5)
     CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
     assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
     path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
