@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minivlmrl.model.trainable import trained_parameters
-
 
 @dataclass
 class World:
@@ -99,14 +97,13 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def sum_gradients(self, model: nn.Module):
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Add up the gradients of all ranks. No mean: each loss is divided by the global count."""
         if self.size == 1:
             return
-        trained = trained_parameters(model)
-        num_ranks = self.sum(*(parameter.grad is not None for parameter in trained))
-        # what no rank has a gradient of stays None, as alone
-        trained = [parameter for parameter, n in zip(trained, num_ranks, strict=True) if n]
+        num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
+        # a parameter without a gradient on every rank keeps None, as in a single process
+        trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)

@@ -75,7 +75,7 @@ def check_optimizer(section: OptimizerOptions):
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
     """Add up the gradients of all ranks unless sharded, and clip them; return the norm before."""
     if not is_sharded(model):
-        world.sum_gradients(model)
+        world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     return full(norm).item()
 
