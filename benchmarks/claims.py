@@ -232,7 +232,7 @@ def length_slopes(random: dict) -> dict[str, float]:
     import torch
 
     from docs import bias
-    from minivlmrl.losses.grpo_variants import GRPOLossOptions
+    from minivlmrl.losses.grpo import GRPOLossOptions
 
     lengths = bias.MASK.sum(1)
     logits = torch.randn(bias.POLICY.shape, **random)

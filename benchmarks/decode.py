@@ -23,7 +23,7 @@ from gpu_step import CARD, Case, build, make_case, take_turns, twin, write_numbe
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import Decode, draw_by, generate, make_choose
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each

@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 
 from minivlmrl.commands.process import run_rank
-from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.run import loop
 

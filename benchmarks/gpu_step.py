@@ -41,7 +41,7 @@ from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import draw_by, generate, make_choose
 from minivlmrl.losses.grpo import Counts, grpo_loss
-from minivlmrl.model.checkpoint import initialize
+from minivlmrl.model.build import initialize
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps

@@ -32,7 +32,8 @@ from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion, Processor, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack

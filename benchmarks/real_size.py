@@ -27,8 +27,9 @@ from sizes import HUB, small_model
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.memory import RESERVE, Costs, peak_bytes, plan
 from minivlmrl.files import INDEX, read_json, read_lines, save_tensors, write_json
-from minivlmrl.model.checkpoint import plain_weights, save_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.lora import plain_weights
 from minivlmrl.run.rollout_log import Logged
 
 SHARD = 5 * 10**8  # weights of one file, about

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.tasks import shapes
 

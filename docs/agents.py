@@ -16,7 +16,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import packed_length
 from minivlmrl.generation.generate import Decode
 from minivlmrl.generation.sampler import make_sampler
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 
 ROUNDS = (2, 4, 8, 16, 32)

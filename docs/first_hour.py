@@ -48,7 +48,7 @@ rows[0]["image"].resize((168, 168))
 ---
 **A prompt is tensors.** The image becomes rows of patches, the text ids; the image has an id for each 2 x 2 patches.
 ---
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.config.loading import recipes_folder
 from minivlmrl.tasks import shapes
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from docs.draw import FAINT, FONT, INK, SOFT, Picture
-from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import load_config
 from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.generation.generate import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor

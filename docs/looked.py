@@ -14,7 +14,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.config.loading import recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.diagnostics.trace import looked
 from minivlmrl.generation.generate import Sampler

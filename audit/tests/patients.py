@@ -13,7 +13,8 @@ import trl
 from talk import CHATML, assistant, user
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 
-from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 from minivlmrl_audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import help_of
 from minivlmrl.data.conversations import conversation

@@ -18,7 +18,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group

@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.memory import (
     GB,
     IMAGE_TOKENS,

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.attention import GroupAttention, GroupLayout
+from minivlmrl.model.build import assign
 from minivlmrl.model.families.experts import Experts
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import place_like, shared_base
@@ -269,13 +270,6 @@ def twin_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         twin = family_of(model).model(model.config).to(dtype)
     place_like(twin, model)
     return twin
-
-
-def assign(model: nn.Module, weights: dict[str, Tensor]):
-    """Give a model on the meta device its weights, by name; a tied head gets the embedding's."""
-    model.load_state_dict(weights, assign=True, strict=False)
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def recompute_blocks(model: nn.Module):

@@ -1,17 +1,14 @@
 """A Hugging Face folder <-> a model and its processor, by the names that both share."""
 
-import math
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -21,8 +18,6 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import read_image_processor, write_image_processor
 from minivlmrl.data.rows import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
-from minivlmrl.distributed.fsdp import Sharding, assign, reshard
-from minivlmrl.distributed.process_group import World
 from minivlmrl.files import (
     ASKED,
     INDEX,
@@ -35,14 +30,14 @@ from minivlmrl.files import (
     weight_files,
     write_json,
 )
+from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Sharder
 from minivlmrl.model.families.experts import StackedExperts, split_experts, stack_experts
-from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
 from minivlmrl.model.families.qwen3_vl import write_videos
 from minivlmrl.model.families.registry import (
     CONTROL_TOKENS,
     FAMILIES,
-    Family,
     family_of,
     hub_name,
     memory_name,
@@ -50,8 +45,8 @@ from minivlmrl.model.families.registry import (
 from minivlmrl.model.lora import LoRALinear, adapters, base_weights, full, plain_name, plain_weights
 from minivlmrl.model.peft import gather_adapter
 
-INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+MAX_SHARD_SIZE = 5 * 10**9  # bytes of one file of weights
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files of a model besides its weights: a checkpoint that we write keeps those it was read with
 CARRIED = re.compile(
@@ -59,20 +54,14 @@ CARRIED = re.compile(
     r"|special_tokens_map|chat_template)\.json"
     rf"|merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
 )
-# fields of ImageProcessor -> of VisionConfig
-PATCHES = {
-    "patch_size": "patch_size",
-    "temporal_patch_size": "temporal_patch_size",
-    "merge_size": "spatial_merge_size",
-}
 
 
 def load_model(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     device="cpu",
-    sharding: Sharding | None = None,
-    adapt=None,
+    sharding: Sharder | None = None,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Build the model of a folder or repository with its weights (ValueError: names what is wrong).
 
@@ -85,7 +74,9 @@ def load_model(
     config = read_config(folder)
     files = weight_files(folder)
     with torch.device("meta"):
-        model = _make(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
+        model = model_from_config(config, folder / "config.json").to(
+            dtype or DTYPES[config.torch_dtype]
+        )
     if adapt is not None:
         adapt(model)
     if sharding is not None:
@@ -98,14 +89,6 @@ def load_model(
     assign(model, _read_weights(folder, files, model, part, device))
     model.folder = folder.resolve()  # from which save_model copies tensors that no module has
     return model
-
-
-def _make(config: ModelConfig, where: str | Path) -> nn.Module:
-    try:
-        return FAMILIES[config.model_type].model(config)
-    except (RuntimeError, OverflowError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{where}: no model has these sizes ({reason})") from error
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -187,9 +170,9 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def _unread_tensors(model: nn.Module) -> dict[str, Tensor]:
+def unread_tensors(model: nn.Module) -> dict[str, Tensor]:
     """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
-    folder = getattr(model, "folder", None)
+    folder = model.folder
     prefixes = family_of(model).unread
     tensors = {}
     if folder is None or not prefixes:
@@ -202,51 +185,6 @@ def _unread_tensors(model: nn.Module) -> dict[str, Tensor]:
             if name.startswith(prefixes):
                 tensors[name] = tensor
     return tensors
-
-
-def random_model(
-    config_file: str, tokenizer, seed: int, min_pixels=None, max_pixels=None
-) -> tuple[nn.Module, Processor]:
-    """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
-    values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
-    config = ModelConfig.from_dict(values, str(config_file))
-    token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    vocab_size = max(len(tokenizer), config.vocab_size)  # that of a text_config may be larger
-    config = replace(config, vocab_size=vocab_size, **token_ids)
-    model = _make(config, config_file)
-    initialize(model, torch.Generator().manual_seed(seed))
-    family = FAMILIES[config.model_type]
-    patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
-    token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2  # of one merged token
-    images = read_image_processor(
-        family.images | patches,
-        "data",
-        min_pixels or token_pixels,
-        max_pixels or ImageProcessor.max_pixels,
-    )
-    images = replace(images, videos=family.read_videos({}, "data", images))
-    return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
-
-
-@torch.no_grad()
-def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
-
-    The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm | nn.LayerNorm | GatedDeltaNet):
-            module.reset_parameters()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
-            parameter.normal_(0, 0.02, generator=generator)
-        elif parameter.dim() > 1:
-            blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
-            into_residual = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
-            scale = 1 / math.sqrt(2 * len(blocks)) if into_residual else 1.0
-            parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
-        elif name.endswith(".bias"):
-            parameter.zero_()
 
 
 def load_processor(
@@ -301,74 +239,62 @@ def carried_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def default_template(family: Family) -> ChatTemplate | None:
-    """Return the chat template of a folder that has none; None: chat.render."""
-    return None if family.default_system else ChatTemplate(DEFAULT_QWEN3, "the default template")
-
-
 def save_model(
-    folder,
+    folder: str | Path,
     model: nn.Module,
     processor: Processor,
-    world=None,
     base: str | None = None,
-    more=None,
-    max_shard_size=5 * 10**9,
+    more: Callable[[Path], None] | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ):
     """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
 
+    distributed/checkpoint.save_model writes a model that is sharded or trained by several ranks.
+
     Args:
-        world: all its ranks call this and the first one writes; None: this process alone.
         base: the folder or repository that adapters are on, which PEFT's folder names.
         more: (folder) -> writes what else belongs into it.
         max_shard_size: bytes of one file of weights.
     """
-    reshard(model)
-    world = world or World()
     weights = file_weights(model)
     write_adapter = gather_adapter(model, base) if adapters(model) else None
-    unread_tensors = world.on_main(lambda: _unread_tensors(model)) or {}
-    file_split = world.gather_objects(split_weights(weights | unread_tensors, max_shard_size))[0]
-    with ExitStack() as saving:
-        new_folder = world.on_main(lambda: saving.enter_context(replacing(folder)))
-
-        def write_weights(file: str, tensors: dict[str, Tensor]):
-            for name, tensor in tensors.items():
-                if name in weights:
-                    check_finite(name, tensor, folder)
-            save_tensors(tensors, new_folder / file)
-
-        def finish():
-            write_settings(new_folder, model, processor)
-            if file_split.is_sharded:
-                index = {
-                    "metadata": file_split.metadata,
-                    "weight_map": file_split.tensor_to_filename,
-                }
-                write_json(new_folder / INDEX, index)
-            if write_adapter is not None:
-                write_adapter(new_folder / "adapter")
-                if (new_folder / ASKED).exists():
-                    shutil.copy(new_folder / ASKED, new_folder / "adapter")
-            if more is not None:
-                more(new_folder)
-            saving.pop_all().close()  # here: all ranks hear of an error
-
-        # one file after the other; torch's get_model_state_dict would gather all
-        for file, names in file_split.filename_to_tensors.items():
+    unread = unread_tensors(model)
+    files = split_weights(weights | unread, max_shard_size)
+    with replacing(folder) as new_folder:
+        for file, names in files.filename_to_tensors.items():
             tensors = {}
             for name in names:
                 if name in weights:
-                    weight = full(weights[name])  # which all ranks gather
-                    if world.is_main:
-                        tensors[name] = weight.cpu().contiguous()
-                elif world.is_main:
-                    tensors[name] = unread_tensors[name]
-            world.on_main(partial(write_weights, file, tensors))
-        world.on_main(finish)
+                    tensors[name] = full(weights[name]).cpu().contiguous()
+                    check_finite(name, tensors[name], folder)
+                else:
+                    tensors[name] = unread[name]
+            save_tensors(tensors, new_folder / file)
+        write_settings(new_folder, model, processor)
+        write_index(new_folder, files)
+        write_extras(new_folder, write_adapter, more)
 
 
-def split_weights(weights: dict[str, object], max_shard_size: int):
+def write_index(folder: Path, files: StateDictSplit):
+    """Write which file has which tensor, if there are several files of weights."""
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        write_json(folder / INDEX, index)
+
+
+def write_extras(
+    folder: Path, write_adapter: Callable[[Path], None] | None, more: Callable[[Path], None] | None
+):
+    """Write the adapter into a folder of its own, and what the caller adds."""
+    if write_adapter is not None:
+        write_adapter(folder / "adapter")
+        if (folder / ASKED).exists():
+            shutil.copy(folder / ASKED, folder / "adapter")
+    if more is not None:
+        more(folder)
+
+
+def split_weights(weights: dict[str, object], max_shard_size: int) -> StateDictSplit:
     """Share weights out to files of at most so many bytes, or one weight each."""
     shapes = {}
     for name, weight in weights.items():

@@ -7,6 +7,10 @@ Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `conf
 ModelConfig of model/config.py.
 """
 
+from pathlib import Path
+from typing import Protocol
+
+import torch
 from torch import Tensor, nn
 
 from minivlmrl.kernels.dense_attention import gather_rows
@@ -17,7 +21,25 @@ from minivlmrl.model.rope import apply_rotary, text_rotary
 from minivlmrl.model.vision import MLP, VisionTransformer
 
 
+class Sharder(Protocol):
+    """Shards the weights of models over the ranks: distributed/fsdp.Sharding."""
+
+    compute_dtype: torch.dtype  # of gathered weights and of activations
+
+    def shard(self, model: nn.Module) -> None:
+        """Shard a model on any device, also on the meta device."""
+
+    def shard_head(self, head: nn.Module) -> None:
+        """Shard a value head of a sharded model."""
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Copy this rank's rows of a full tensor, in the form of a sharded parameter."""
+
+
 class Qwen2_5_VL(nn.Module):
+    sharding: Sharder | None = None  # how the weights are sharded; None: every rank has all of them
+    folder: Path | None = None  # the folder that the weights were read from
+
     def __init__(self, config, tower=VisionTransformer, layer_type=None):
         super().__init__()
         self.config = config

@@ -238,7 +238,7 @@ def draw_adapters(model: nn.Module, seed: int):
 
 def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
     """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
-    sharding = getattr(model, "sharding", None)
+    sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
     new_parameters = {}

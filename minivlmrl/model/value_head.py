@@ -2,20 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.data.rows import Completion, Processor, Prompt
-from minivlmrl.distributed.fsdp import copy_model, is_sharded, recompute_blocks, reshard
-from minivlmrl.files import save_tensors
-from minivlmrl.model.checkpoint import PATCHES, load_model, load_processor, read_tensors, save_model
+from minivlmrl.model.build import PATCHES
+from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.lora import adapters, draw_adapters, full, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
-from minivlmrl.model.peft import load_adapter
 from minivlmrl.model.trainable import select_trained
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files
@@ -81,51 +77,9 @@ def value_head(model: nn.Module, weight: Tensor | None = None) -> ValueHead:
             head.weight.zero_()
         else:
             head.weight.copy_(weight)
-    if is_sharded(model):
+    if model.sharding is not None:
         model.sharding.shard_head(head)
     return head
-
-
-def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Read what save_value_model wrote; options as of load_model."""
-    check_value_model_folder(folder)
-    backbone = load_model(folder, *options)
-    return _with_head(backbone, folder)
-
-
-def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) -> ValueModel:
-    """Read a value model that runs beside a policy; on its own base the adapters and head alone."""
-    if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
-        backbone = copy_model(policy)
-        load_adapter(backbone, Path(folder) / "adapter")
-        return _with_head(backbone, folder)
-    sharding = getattr(policy, "sharding", None)
-    return load_value_model(folder, policy.lm_head.weight.dtype, device, sharding)
-
-
-def load_critic(
-    folder: str | Path, policy: nn.Module, processor: Processor, run, device
-) -> ValueModel:
-    """Read a value model that is trained beside a policy, adapted as the recipe says (RunConfig).
-
-    Raises:
-        ValueError: it would read the policy's tokens as others.
-    """
-    sharding = getattr(policy, "sharding", None)
-    dtype = policy.lm_head.weight.dtype
-    critic = load_value_model(
-        folder, dtype, device, sharding, partial(inject_adapters, options=run.adapter)
-    )
-    if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
-        raise ValueError(
-            f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "
-            "or family; take one of the policy's"
-        )
-    draw_adapters(critic.backbone, run.seed)
-    if run.model.activation_checkpointing and sharding is None:
-        recompute_blocks(critic.backbone)
-    select_trained(critic, run.model.freeze)
-    return critic
 
 
 def input_form(model: nn.Module, processor: Processor) -> tuple:
@@ -138,16 +92,6 @@ def input_form(model: nn.Module, processor: Processor) -> tuple:
     return model.config.model_type, processor.tokenizer.backend.get_vocab(), patch_sizes
 
 
-def _with_head(backbone: nn.Module, folder: str | Path) -> ValueModel:
-    file = Path(folder) / HEAD_FILE
-    shape = (1, backbone.config.hidden_size)
-    tensors = dict(read_tensors(file))
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if shapes != {"score.weight": shape}:
-        raise ValueError(f"{file}: it must hold score.weight, {shape}")
-    return ValueModel(backbone, weight=tensors["score.weight"])
-
-
 def check_value_model_folder(folder: str | Path):
     """Refuse a folder without a value model (ValueError)."""
     if not (Path(folder) / HEAD_FILE).is_file():
@@ -156,12 +100,18 @@ def check_value_model_folder(folder: str | Path):
         )
 
 
-def save_value_model(folder: Path, model: ValueModel, processor, world, base=None):
-    """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
-    reshard(model.score)
-    head = {"score.weight": full(model.score.weight).cpu()}
+def load_value_model(folder: str | Path, *options) -> ValueModel:
+    """Read the folder of a value model; the options are those of load_model."""
+    check_value_model_folder(folder)
+    return add_saved_head(load_model(folder, *options), folder)
 
-    def more(written: Path):
-        save_tensors(head, written / HEAD_FILE)
 
-    save_model(folder, model.backbone, processor, world, base, more)
+def add_saved_head(backbone: nn.Module, folder: str | Path) -> ValueModel:
+    """Build a value model of a backbone and the head that a folder has."""
+    file = Path(folder) / HEAD_FILE
+    shape = (1, backbone.config.hidden_size)
+    tensors = dict(read_tensors(file))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != {"score.weight": shape}:
+        raise ValueError(f"{file}: it must hold score.weight, {shape}")
+    return ValueModel(backbone, weight=tensors["score.weight"])

@@ -9,7 +9,8 @@ torchrun train.py --help [SECTION]             # every option with its default
 import math
 from collections.abc import Sequence
 
-from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset

@@ -18,7 +18,8 @@ from minivlmrl.distributed.fsdp import Sharding, recompute_blocks
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import ASKED, read_json
 from minivlmrl.generation.environments import prepare_tools
-from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.lora import draw_adapters, inject_adapters
 from minivlmrl.model.peft import begin_with

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
+from minivlmrl.distributed.checkpoint import save_model
 from minivlmrl.files import write_json
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import evaluate

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
+from minivlmrl.distributed.checkpoint import save_model
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.model.lora import dropout

@@ -14,17 +14,12 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import PPOOptions
 from minivlmrl.data.rows import Row
+from minivlmrl.distributed.checkpoint import load_critic, save_value_model
 from minivlmrl.distributed.fsdp import copy_model
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from minivlmrl.model.logprobs import completion_states, logps_of_states
-from minivlmrl.model.value_head import (
-    ValueModel,
-    check_value_model_folder,
-    load_critic,
-    save_value_model,
-    value_head,
-)
+from minivlmrl.model.value_head import ValueModel, check_value_model_folder, value_head
 from minivlmrl.trainers.base import MicroBatch, Rollout
 from minivlmrl.trainers.grpo import GRPOTrainer, mask_completions
 

@@ -12,17 +12,11 @@ from torch import Tensor, nn
 from minivlmrl.config.options import RewardModelOptions
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.distributed.checkpoint import load_beside, save_value_model
 from minivlmrl.distributed.fsdp import copy_model, reshard
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
-from minivlmrl.model.value_head import (
-    ValueModel,
-    check_value_model_folder,
-    input_form,
-    load_beside,
-    pack_to_end,
-    save_value_model,
-)
+from minivlmrl.model.value_head import ValueModel, check_value_model_folder, input_form, pack_to_end
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
 FOLDER = "reward_model"  # also the name of the stage and of its reward

@@ -23,7 +23,8 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.data.video import Video
 from minivlmrl.generation import sampler
 from minivlmrl.generation.sampler import RunSampler
-from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 
 import tiny
 from stages import ONE

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig, SFTOptions
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.config.validation import check_effects, options_without_effect

@@ -12,7 +12,8 @@ from record_vision import encoded, noise
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 from minivlmrl.data.video import load_video
-from minivlmrl.model.checkpoint import load_model, random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny

@@ -18,7 +18,8 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.files import read_json
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import draw_by, make_choose
-from minivlmrl.model.checkpoint import initialize, load_model
+from minivlmrl.model.build import initialize
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.routers import load_balancing_loss

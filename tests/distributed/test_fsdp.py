@@ -17,12 +17,15 @@ from torch.torch_version import TorchVersion
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
+from minivlmrl.distributed import checkpoint as distributed_checkpoint
 from minivlmrl.distributed import fsdp as file
 from minivlmrl.distributed.fsdp import Sharding, VisionInStep, copy_model, is_sharded, rollout_weights
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import weight_files
-from minivlmrl.model.checkpoint import load_model, load_processor, random_model, read_tensors, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors, save_model
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import inject_adapters
 from minivlmrl.run.model import build_model
 from minivlmrl.tasks import shapes
 from tests.model.test_lora import adapted
@@ -59,9 +62,9 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
-    save_model(output, model, processor, world, max_shard_size=100_000)
+    distributed_checkpoint.save_model(output, model, processor, world, max_shard_size=100_000)
     with pytest.raises(OSError) as failed:
-        save_model(folder / "in the way" / "checkpoint", model, processor, world)
+        distributed_checkpoint.save_model(folder / "in the way" / "checkpoint", model, processor, world)
     with rollout_weights(model, gather_weights=True) as plain:
         whole = {name: p.clone() for name, p in plain.named_parameters()}
     return {
@@ -314,7 +317,7 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
 
 def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
     sharding, model = Sharding(ShardingOptions(enabled=True), ONE, torch.float32), tiny.model()
-    LoRAOptions(r=2, quantize="nf4").place(model)
+    inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     with pytest.raises(ValueError, match=r"adapter\.quantize: torch 2\.11.* install torch 2\.13"):
         sharding.shard(model)

@@ -11,7 +11,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Processor
 from minivlmrl.distributed.process_group import World
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.model.lora import draw_adapters, inject_adapters
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop

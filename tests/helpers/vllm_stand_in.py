@@ -10,7 +10,8 @@ import torch
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.sampler import ENGINES
-from minivlmrl.model.checkpoint import _make, read_config
+from minivlmrl.model.build import model_from_config
+from minivlmrl.model.checkpoint import read_config
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
@@ -21,7 +22,7 @@ EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "l
 class LLM:
     def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
         self.llm_engine, self.normalises = self, mm_device_do_normalize
-        self.model = _make(read_config(Path(folder)), folder).to(dtype)
+        self.model = model_from_config(read_config(Path(folder)), folder).to(dtype)
         self.choosing = logits_processors[0](None)
         self.batch = []
         self.reset_encoder_cache = self.reset_prefix_cache = lambda: None

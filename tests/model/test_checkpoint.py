@@ -6,6 +6,7 @@ import math
 import shutil
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from minivlmrl.data.folder_template import FILES
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor
 from minivlmrl.files import INDEX
-from minivlmrl.model import checkpoint
-from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_model
+from minivlmrl.model import build, checkpoint
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.lora import inject_adapters
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -60,7 +63,7 @@ def test_random_weights(model_type):
     """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms scale
     by 1, biases are 0, and heads with a memory forget half after 0.4 to 700 tokens."""
     model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
-    checkpoint.initialize(model, torch.Generator().manual_seed(0))
+    build.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
     for name, module in model.named_modules():
         if isinstance(module, CentredRMSNorm):
@@ -338,7 +341,7 @@ def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bi
     checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), name, copy)
     edit_weights(copy, lambda weights: weights[name][0].fill_(torch.inf))
     with pytest.raises(ValueError, match=f"tensor {name} has numbers that are not finite"):
-        load_model(copy, None, "cpu", None, LoRAOptions(r=2, quantize="nf4").place)
+        load_model(copy, None, "cpu", None, partial(inject_adapters, options=LoRAOptions(r=2, quantize="nf4")))
 
 
 @pytest.mark.parametrize("file, content, says", [

@@ -11,7 +11,7 @@ from hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
 
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.model import checkpoint
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.registry import FAMILIES
 

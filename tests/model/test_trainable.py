@@ -12,9 +12,9 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model import value_head
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, is_adapter
+from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, is_adapter, part_of
 from minivlmrl.model.peft import gather_adapter, load_adapter
-from minivlmrl.model.trainable import part_of, select_trained
+from minivlmrl.model.trainable import select_trained
 from minivlmrl.run.model import build_model
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import reward_model
@@ -109,7 +109,7 @@ def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it
 
 def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):
     """As its folder does when it is loaded alone, with merged weights."""
-    seen, original = [], value_head.load_beside
+    seen, original = [], reward_model.load_beside
     monkeypatch.setattr(
         reward_model, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
     )

@@ -7,11 +7,12 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor, Prompt
+from minivlmrl.distributed.checkpoint import save_value_model
 from minivlmrl.distributed.fsdp import Sharding, copy_model
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end, save_value_model
+from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end
 from minivlmrl.tasks import shapes
 
 import tiny

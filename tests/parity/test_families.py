@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from minivlmrl.losses import preference
-from minivlmrl.losses.grpo_variants import AVERAGES
+from minivlmrl.losses.grpo import AVERAGES
 from tests.parity.compare import ask, judge
 from tests.parity.families import families
 

@@ -12,7 +12,8 @@ from teachers import hint
 
 from minivlmrl.data.rows import Row
 from minivlmrl.model import checkpoint
-from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
 from minivlmrl.run import loop

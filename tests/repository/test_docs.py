@@ -26,9 +26,9 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.diagnostics.trace import READING_LIST
-from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.preference import DPO_LOSSES
-from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run import loop as train
@@ -204,7 +204,7 @@ def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
     runpy.run_path("counts.py", run_name="__main__")
     [theirs] = seen
     model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
-    save_model(tmp_path / "model", model, processor, World(device=model.lm_head.weight.device))
+    save_model(tmp_path / "model", model, processor)
     ours = load_config("counts.yaml")
     arguments = theirs["args"]
     prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
@@ -271,7 +271,7 @@ def own(tmp_path_factory):
     PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
     (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def brevity" in code))
     model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
-    save_model(folder / "model", model, processor, World(device=model.lm_head.weight.device))
+    save_model(folder / "model", model, processor)
     return folder
 
 

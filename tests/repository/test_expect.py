@@ -6,7 +6,8 @@ import pytest
 from runs import summary
 
 from benchmarks import expect
-from minivlmrl.config.loading import load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import load_config
 
 
 @pytest.fixture

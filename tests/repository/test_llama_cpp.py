@@ -7,7 +7,8 @@ import numpy as np
 import on_llama_cpp
 import pytest
 
-from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 
 gguf = pytest.importorskip("gguf", reason="llama.cpp's converter is missing: tests/llama_cpp.sh installs it")

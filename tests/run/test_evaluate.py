@@ -10,7 +10,7 @@ from talk import user
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.rows import Row
-from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.tasks import shapes

@@ -9,7 +9,8 @@ from runs import LETTERS, metrics, summary
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.report import collect
-from minivlmrl.model.checkpoint import load_model, random_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.results import Results

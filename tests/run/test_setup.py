@@ -8,7 +8,8 @@ import pytest
 import torch
 from runs import write_lines
 
-from minivlmrl.config.loading import as_overrides, load_config, recipes_folder
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor

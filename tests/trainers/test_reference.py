@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.model.checkpoint import random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks import shapes
 

@@ -9,8 +9,10 @@ from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.data.tokenize_completions import encode_completion
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.model.checkpoint import load_processor, random_model
-from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end, save_value_model
+from minivlmrl.distributed.checkpoint import save_value_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_processor
+from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import reward_model as file
 from minivlmrl.trainers.reward_model import RewardModelScores, check_reward_model

@@ -4,6 +4,7 @@ import copy
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -271,7 +272,8 @@ def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_pat
             torch.testing.assert_close(p.grad, others[name].grad, rtol=1e-10, atol=1e-13)
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
-    place = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4").place
+    options = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4")
+    place = partial(inject_adapters, options=options)
     read = load_model(tmp_path / "base", torch.float64, adapt=place)
     name = "model.layers.0.mlp.experts.4.down_proj.base"
     expected = NF4Linear(tiny.model(model_type=model_type).double().get_submodule(name.removesuffix(".base")))

@@ -17,7 +17,8 @@ from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, Sampler, draw_by, generate, make_choose, prefill
 from minivlmrl.model import packing
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
-from minivlmrl.model.checkpoint import load_model, random_model, save_model
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES

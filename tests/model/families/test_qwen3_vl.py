@@ -20,7 +20,8 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import RESIZE, read_image_processor
 from minivlmrl.data.rows import Processor, Prompt
 from minivlmrl.data.video import Video, frame_size, sample_indices
-from minivlmrl.model.checkpoint import default_template, load_model, load_processor, random_model, save_model
+from minivlmrl.model.build import default_template, random_model
+from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.families.registry import FAMILIES

@@ -1,0 +1,99 @@
+"""Build a model from its config.json, with random weights or from tensors that the caller has."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import read_image_processor
+from minivlmrl.data.rows import Processor
+from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.files import read_json
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
+from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, Family
+
+# layers whose result is added to the residual stream
+INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
+# fields of ImageProcessor -> fields of VisionConfig
+PATCHES = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
+
+
+def random_model(
+    config_file: str | Path,
+    tokenizer: Tokenizer,
+    seed: int,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> tuple[nn.Module, Processor]:
+    """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
+    values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
+    config = ModelConfig.from_dict(values, str(config_file))
+    token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
+    vocab_size = max(
+        len(tokenizer), config.vocab_size
+    )  # the vocab_size of text_config may be larger
+    config = replace(config, vocab_size=vocab_size, **token_ids)
+    model = model_from_config(config, config_file)
+    initialize(model, torch.Generator().manual_seed(seed))
+    family = FAMILIES[config.model_type]
+    patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
+    token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2  # of one merged token
+    images = read_image_processor(
+        family.images | patches,
+        "data",
+        min_pixels or token_pixels,
+        max_pixels or ImageProcessor.max_pixels,
+    )
+    images = replace(images, videos=family.read_videos({}, "data", images))
+    return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
+
+
+def default_template(family: Family) -> ChatTemplate | None:
+    """Return the chat template of a folder that has none; None: chat.render."""
+    return None if family.default_system else ChatTemplate(DEFAULT_QWEN3, "the default template")
+
+
+def model_from_config(config: ModelConfig, where: str | Path) -> nn.Module:
+    """Build the model of a config with uninitialised weights (ValueError: its sizes are wrong)."""
+    try:
+        return FAMILIES[config.model_type].model(config)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{where}: no model has these sizes ({reason})") from error
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, generator: torch.Generator):
+    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
+
+    The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm | GatedDeltaNet):
+            module.reset_parameters()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
+            parameter.normal_(0, 0.02, generator=generator)
+        elif parameter.dim() > 1:
+            blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
+            into_residual = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
+            scale = 1 / math.sqrt(2 * len(blocks)) if into_residual else 1.0
+            parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+
+
+def assign(model: nn.Module, weights: dict[str, Tensor]):
+    """Give a model on the meta device its weights, by name; a tied head gets the embedding's."""
+    model.load_state_dict(weights, assign=True, strict=False)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
