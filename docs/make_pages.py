@@ -5,12 +5,12 @@ tests/repository/test_docs.py compares them with the files, test_exercises.py th
 
 from pathlib import Path
 
-from docs import claims, draw, exercises, first_hour, first_run, held_out, photographs, walkthrough
+from docs import draw, exercises, first_hour, first_run, held_out, photographs, walkthrough
 
 DOCS = Path(__file__).parent
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
 PAGES |= {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
-PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES | claims.PAGES
+PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES
 
 
 def main():
