@@ -11,8 +11,8 @@ fall as far unseen. So one honest run in ten may be below: the sentence says how
 seed tells. A number above its band is said, and is no failure.
 
 The bands of `shapes` rest on fourteen runs of ten seeds, those of `zoom` on twenty of ten, those of other recipes on
-ten runs. Three, or one, are there of `localisation_three` and of options beside a recipe (controls, harder variants).
-Each sentence says on how many. Lines whose environment is a page are from a table that it had.
+ten runs, those of options beside a recipe (controls, harder variants) on three or on one. Each sentence says on how
+many. Lines whose environment is a page are from a table that it had.
 """
 
 import json

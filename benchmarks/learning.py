@@ -52,14 +52,9 @@ def grpo(name: str, *overrides: str, **expected) -> Entry:
     return Entry(name, "shapes.yaml", [f"--grpo.{text}" for text in overrides], **{"sampled_gain": 0.25, **expected})
 
 
-def zoom(name: str, task: str, environment: str = "Quarters", file: str = "zoom.py", *more: str, **expected) -> Entry:
-    task = f"--data.task=recipes/{file}:{task}"
-    options = [task, f"--sampling.environment=recipes/{file}:{environment}", *more]
+def zoom(name: str, task: str, environment: str = "Quarters", **expected) -> Entry:
+    options = [f"--data.task=recipes/zoom.py:{task}", f"--sampling.environment=recipes/zoom.py:{environment}"]
     return Entry(f"zoom, {name}", "zoom.yaml", options, **expected)
-
-
-def looks(file: str) -> str:
-    return f"--data.eval_rewards=[accuracy, recipes/{file}:looks]"
 
 
 def shuffled(**weights: float) -> str:
@@ -105,12 +100,9 @@ THOUSANDTHS = [
     "--sampling.max_new_tokens=36",
 ]
 PAID = "--rewards.environment=0.3"
-BOX = ("TASK", "Boxes", "zoom_box.py")
-TWICE = ("TASK", "Twice", "zoom_twice.py")
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),
     Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),
-    Entry("localisation of three", "localisation_three.yaml"),
     Entry("digits", "digits.yaml", sampled_gain=0.1, before="../recipes/digits.py digits"),
     Entry("site", "site.yaml", sampled_gain=0.5),
     Entry("zoom", "zoom.yaml", sampled_gain=0.5),
@@ -119,8 +111,6 @@ LONG = [
     zoom("no thought", "SILENT"),
     zoom("dark squares", "OTHERS", sampled_gain=0.5),
     zoom("a third informed", "INFORMED", sampled_gain=0.5),
-    zoom("a box", *BOX, "--sampling.max_new_tokens=56", looks(BOX[2]), sampled_gain=0.3),
-    zoom("two looks", *TWICE, "--sampling.max_new_tokens=72", looks(TWICE[2]), sampled_gain=0.3),
     Entry("zoom, shuffled rewards", "zoom.yaml", [shuffled(accuracy=1.0), PAID], most_sampled_gain=0.1),
 ]
 

@@ -144,24 +144,18 @@ class Blind(Quarters):
 
 
 @dataclass
-class Drawn:
-    """Rows drawn on demand: row i of a seed is always the same."""
+class Stripes:
+    """Pictures with one square of stripes, drawn on demand: row i of a seed is always the same."""
 
     size: int
     seed: str
-
-    def __len__(self):
-        return self.size
-
-
-@dataclass
-class Stripes(Drawn):
-    """Pictures with one square of stripes."""
-
     environment: type = Quarters
     silent: bool = False  # no thought
     informed: float = 0.0  # share of demonstrations that look at the right quarter on purpose
     others: int = 0  # dark squares in other quarters
+
+    def __len__(self):
+        return self.size
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
@@ -185,16 +179,17 @@ class Stripes(Drawn):
             read_label = rng.choice(LABELS)
         thought = "" if self.silent else f"<think>{CORNERS[right_quarter]}</think>"
         call = f"<zoom>{CORNERS[asked_quarter]}</zoom>"
-        completion = demonstration(thought + call, environment.zoom(CORNERS[asked_quarter]), label=read_label)
+        completion = demonstration(thought + call, environment.zoom(CORNERS[asked_quarter]), read_label)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
-def demonstration(*parts: str | PIL.Image.Image, label: str) -> list[dict]:
-    """Write an assistant's turn: calls and crops, then the answer."""
-    content = []
-    for part in (*parts, ANSWER.format(label)):
-        kind = "text" if isinstance(part, str) else "image"
-        content.append({"type": kind, kind: part})
+def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
+    """Write an assistant's turn: the call, the crop, then the answer."""
+    content = [
+        {"type": "text", "text": thought_and_call},
+        {"type": "image", "image": crop},
+        {"type": "text", "text": ANSWER.format(label)},
+    ]
     return [{"role": "assistant", "content": content}]
 
 
@@ -208,28 +203,23 @@ def looks(completions, corner, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on everything the task says."""
-    return tokenizer_of([*CORNERS, *LABELS, NOTHING])
-
-
-def tokenizer_of(texts: list[str]):
-    """Train byte-level BPE on the question and what may be between tags; a tag is a token, as Qwen3's <think>."""
-    base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
-    trained = train_tokenizer([*base, *texts], vocab_size=384)
+    """Train byte-level BPE on all texts of the task; each tag is one token, as Qwen3's <think> is."""
+    texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
+    trained = train_tokenizer([*texts, *CORNERS, *LABELS, NOTHING], vocab_size=384)
     for tag in ("think", "zoom", "answer"):
         trained.backend.add_tokens([f"<{tag}>", f"</{tag}>"])
     return trained
 
 
-def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:
+def task(**options) -> Task:
     """Make the task; with options of Stripes a control, or a harder one."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {
-            "demonstrations": kind(demonstrations, f"{seed}/sft", **options),
-            "prompts": kind(FRESH_ROWS, f"{seed}/grpo", **options),
+            "demonstrations": Stripes(demonstrations, f"{seed}/sft", **options),
+            "prompts": Stripes(FRESH_ROWS, f"{seed}/grpo", **options),
         }
-        return training, kind(data.eval_rows, "eval", **options)
+        return training, Stripes(data.eval_rows, "eval", **options)
 
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")
 
