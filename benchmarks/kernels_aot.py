@@ -13,10 +13,11 @@ The compiler, the assembler and the disassembler are all inside the triton packa
     barriers       in the innermost loop
     instructions   of the innermost loop, for each element: the bound of a kernel that is not bound by memory
 
-They depend on Triton's version: tests/recorded/kernel_budgets.json has them for two. For one that is not installed:
+The counts depend on Triton's version; tests/recorded/kernel_builds.json has those of two versions. To record a version
+that is not installed:
 
     pip install --target DIR --no-deps triton==3.6.0 'numpy<2.4'
-    PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_budgets.json
+    PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_builds.json
 """
 
 import argparse
@@ -50,7 +51,7 @@ class Build:
     """A kernel at one real size, which this script compiles.
 
     Args:
-        name: in the table and the budgets, unique.
+        name: in the table and the JSON file, unique.
         kernel: the @triton.jit function.
         signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32"), for all but constexprs; pointers and i32
             are assumed to be divisible by 16.

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels at their real sizes, with the installed Triton and as recorded for two."""
+"""Compiled kernels at their real sizes: those of the installed Triton, and those recorded for two versions."""
 
 import json
 import os
@@ -8,12 +8,12 @@ import sys
 import pytest
 from links import ROOT
 
-RECORDED = json.loads((ROOT / "tests" / "recorded" / "kernel_budgets.json").read_text())
+RECORDED = json.loads((ROOT / "tests" / "recorded" / "kernel_builds.json").read_text())
 PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
 
 
 def compiled(*options):
-    """What the command prints, in a process that does not interpret."""
+    """Run the command in a process that does not interpret; return its output."""
     pytest.importorskip("triton")
     command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", *options]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
@@ -22,7 +22,7 @@ def compiled(*options):
 
 
 def assert_good(builds):
-    """The bars that hold for every version."""
+    """Check what holds for every version: no spills, wide accesses, matrix instructions, short loops."""
     for name, row in builds.items():
         assert row["spills"] == 0, name
         assert row["wide"] > 0, f"{name}: no access of 16 bytes"
@@ -33,24 +33,17 @@ def assert_good(builds):
 
 
 @pytest.mark.slow
-def test_the_installed_compiler_reaches_the_bars_and_keeps_to_its_budgets(tmp_path):
-    """For an H100. A tenth more registers than recorded may pass, and the recorded shared memory."""
+def test_the_installed_compiler_builds_good_kernels(tmp_path):
+    """For an H100."""
     compiled("--arch", "90", "--json", str(tmp_path / "numbers.json"))
-    [(version, builds)] = json.loads((tmp_path / "numbers.json").read_text()).items()
+    [builds] = json.loads((tmp_path / "numbers.json").read_text()).values()
     assert_good(builds)
-    if version not in RECORDED:
-        pytest.skip(f"no budgets for Triton {version}: benchmarks/kernels_aot.py says how to record them")
-    budgets = {name: budget for name, budget in RECORDED[version].items() if name.endswith("sm_90")}
-    assert builds.keys() == budgets.keys()
-    for name, budget in budgets.items():
-        assert builds[name]["registers"] <= 1.1 * budget["registers"], name
-        assert builds[name]["shared"] <= budget["shared"], name
-        assert (builds[name]["instructions"] or 0) <= 1.1 * (budget["instructions"] or 0), name
+    assert builds.keys() == {name for name in RECORDED["3.7.1"] if name.endswith("sm_90")}
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
-def test_what_was_recorded_reaches_the_bars_too(version):
-    """3.6.0 is what PyTorch 2.11 brings, 3.7.1 what 2.13 does."""
+def test_the_recorded_builds_are_good_too(version):
+    """PyTorch 2.11 installs Triton 3.6.0, PyTorch 2.13 installs 3.7.1."""
     assert_good(RECORDED[version])
     assert RECORDED[version].keys() == RECORDED["3.7.1"].keys()
     assert {name.rpartition("_")[2] for name in RECORDED[version]} == {"80", "90", "100"}
