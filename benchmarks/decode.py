@@ -22,7 +22,7 @@ from gpu_step import CARD, Case, build, make_case, take_turns, twin, write_numbe
 
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.generate import Decode, draw_by, generate, make_choose
+from minivlmrl.generation.generate import Decode, generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 
@@ -97,8 +97,8 @@ def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
 
     @torch.inference_mode()
     def decode(step: Callable, prompts: int, generations: int):
-        draw = draw_by(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        choose = make_choose(SamplingOptions(), (), draw, device=CARD)
+        draw = sample_by_uniforms(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
+        choose = make_token_sampler(SamplingOptions(), (), draw, device=CARD)
         groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
         assert {len(completion.ids) for group in groups for completion in group} == {tokens}
 

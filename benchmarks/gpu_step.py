@@ -39,7 +39,7 @@ from torch import Tensor
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.generate import draw_by, generate, make_choose
+from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.losses.grpo import Counts, grpo_loss
 from minivlmrl.model.build import initialize
 from minivlmrl.model.config import ModelConfig
@@ -249,8 +249,8 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
         theirs.generation_config.eos_token_id = None  # nothing ends a completion
 
     def rollout():
-        draw = draw_by(torch.rand(G, C).double(), CARD)
-        choose = make_choose(SamplingOptions(), (), draw, device=CARD)
+        draw = sample_by_uniforms(torch.rand(G, C).double(), CARD)
+        choose = make_token_sampler(SamplingOptions(), (), draw, device=CARD)
         (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
         assert {len(completion.ids) for completion in group} == {C}
 

@@ -16,7 +16,7 @@ from docs.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
 from docs.held_out import column, moving, png
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
-from minivlmrl.generation.generate import Sampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run import loop

@@ -23,7 +23,7 @@ from docs.draw import FAINT, FONT, INK, SOFT, Picture
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.boxes import parse_boxes
-from minivlmrl.generation.generate import Sampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.rewards.boxes import iou
 from minivlmrl.rewards.text import find_answer

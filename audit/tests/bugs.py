@@ -94,10 +94,10 @@ def scaled_loss(factor: float) -> Callable:
 def sampled(**options) -> Callable:
     """Sample with other options than log-probabilities are computed with; evaluations have a sampler of their own."""
 
-    class Other(sample.RunSampler):
-        def chooser(self, *given):
+    class Other(sample.Sampler):
+        def token_sampler(self, *given):
             other = replace(self.sampling, **options)
-            return sample.RunSampler(self.model, self.processor, other, self.world).chooser(*given)
+            return sample.Sampler(self.model, self.processor, other, self.world).token_sampler(*given)
 
     return lambda put: put(grpo_trainer, "make_sampler", Other)
 

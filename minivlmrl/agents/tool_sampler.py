@@ -17,8 +17,8 @@ from minivlmrl.agents.tool_calls import answer, begin, find_calls, lay_out, turn
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.boxes import extent
 from minivlmrl.data.rows import Completion, Processor, Prompt
-from minivlmrl.generation.generate import Choose, Decode
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.generate import Decode, TokenSampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import NO_TEXT, token_bytes
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import dense_attention
@@ -251,11 +251,13 @@ class ReadingDecode(Decode):
         # pictures take fewer positions than tokens
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
-        self.sampler.hear(attention.rows[index].repeat_interleave(repeats), batch.input_ids)
+        self.sampler.record_tokens(
+            attention.rows[index].repeat_interleave(repeats), batch.input_ids
+        )
         return float32_matmul(hidden, model.lm_head.weight.T)
 
 
-class ToolSampler(RunSampler):
+class ToolSampler(Sampler):
     """Draws completions that may call the tools of the environment of `sampling`."""
 
     play_type = Play
@@ -266,12 +268,12 @@ class ToolSampler(RunSampler):
         if not self.gather_weights:  # ranks read their answers at different steps
             raise ValueError("sampling.environment: leave out rollout.gather_weights: false")
 
-    def chooser(self, prompts, num_generations, keys) -> Choose:
+    def token_sampler(self, prompts, num_generations, keys) -> TokenSampler:
         self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
-        return super().chooser(prompts, num_generations, keys)
+        return super().token_sampler(prompts, num_generations, keys)
 
-    def draw(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
-        groups = super().draw(model, prompts, num_generations, choose)
+    def generate(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
+        groups = super().generate(model, prompts, num_generations, choose)
         for play, completion in zip(self.plays, chain(*groups), strict=True):
             play.finish(completion)
         return groups
@@ -307,8 +309,8 @@ class ToolSampler(RunSampler):
     def decode(self) -> Decode:
         return ReadingDecode(super().decode(), self)
 
-    def row_ends(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        text_ends = self.hear(rows, ids)
+    def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        text_ends = self.record_tokens(rows, ids)
         drawn = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
         ends = []
         for row, token, turn_end, text_end in zip(*drawn, strict=True):

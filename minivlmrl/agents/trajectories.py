@@ -23,8 +23,8 @@ from minivlmrl.data.chat_template import IMAGE, VIDEO
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.data.tokenize_completions import check_messages, shown_parts_of
 from minivlmrl.distributed.micro_batching import in_pieces
-from minivlmrl.generation.generate import Choose
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.generate import TokenSampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.packing import GroupBatch, pack
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
@@ -123,12 +123,12 @@ class TrajectorySampler(ToolSampler):
 
     play_type = TrajectoryPlay
 
-    def chooser(self, prompts, num_generations, keys) -> Choose:
+    def token_sampler(self, prompts, num_generations, keys) -> TokenSampler:
         self.keys = [f"{key}/{number}" for key in keys for number in range(num_generations)]
-        return super().chooser(prompts, num_generations, keys)
+        return super().token_sampler(prompts, num_generations, keys)
 
-    def draw(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
-        super().draw(model, prompts, num_generations, choose)
+    def generate(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
+        super().generate(model, prompts, num_generations, choose)
         plays = self.plays
         keyed_plays = list(zip(self.keys, plays, strict=True))
         while going_on := [(key, play) for key, play in keyed_plays if play.goes_on]:
@@ -141,8 +141,8 @@ class TrajectorySampler(ToolSampler):
         """Draw the next turn of some trajectories."""
         self.plays = [play for _, play in keyed_plays]
         keys = [f"{key}/{len(play.turns)}" for key, play in keyed_plays]
-        choose = RunSampler.chooser(self, windows, num_generations, keys)
-        groups = super().draw(model, windows, num_generations, choose)
+        choose = Sampler.token_sampler(self, windows, num_generations, keys)
+        groups = super().generate(model, windows, num_generations, choose)
         for window, [turn] in zip(windows, groups, strict=True):
             turn.prompt = window
         return groups

@@ -44,7 +44,7 @@ def main(arguments: list[str]):
         sampling.stop_token_ids = processor.stop_token_ids
     stream = Stream(processor.tokenizer, sampling.stop_token_ids)
     print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
-    sampler = make_sampler(model, processor, sampling, world, listen=stream.hear)
+    sampler = make_sampler(model, processor, sampling, world, on_tokens=stream.write)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
@@ -92,7 +92,7 @@ class Stream:
         # keeps the first bytes of a character
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def hear(self, rows: Tensor, ids: Tensor):
+    def write(self, rows: Tensor, ids: Tensor):
         """Print tokens (n,)."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:

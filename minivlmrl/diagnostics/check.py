@@ -32,7 +32,7 @@ from minivlmrl.data.tokenize_completions import (
 )
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.distributed import process_group
-from minivlmrl.generation.sampler import RunSampler, make_sampler
+from minivlmrl.generation.sampler import Sampler, make_sampler
 from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
 from minivlmrl.rewards.text import ask_rewards, find_answer
@@ -476,7 +476,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
             )
 
 
-def check_rollouts(trial: Trial, sample: RunSampler, num_generations: int) -> Iterator[str]:
+def check_rollouts(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
     rows = trial.rows
     rewards = trial.rewards

@@ -10,7 +10,7 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """A recipe's filters as the `warp` of make_choose; prompts: (P,) int64 ids of each, of one call."""
+    """A recipe's filters as the `warp` of make_token_sampler; prompts: (P,) int64 ids of each, of one call."""
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling = sampling

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.data.rows import Completion, Processor, Prompt, uniform_numbers
+from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.exact_cumsum import running_sum
 from minivlmrl.kernels.float32_matmul import float32_matmul
@@ -21,47 +21,8 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.packing import GroupBatch, pack
 
 UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
-# choose(logits (r, V), rows, counts of tokens so far) -> ids, logps, ends (bool): each (r,)
-Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-class Sampler:
-    """Samples by the key of each prompt alone; generation/sampler.py extends both of its steps."""
-
-    def __init__(self, model, processor: Processor, sampling: SamplingOptions, device=None):
-        self.model = model
-        self.processor = processor
-        self.sampling = sampling
-        self.device = device or model.lm_head.weight.device
-
-    def __call__(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
-    ) -> list[list[Completion]]:
-        """Sample num_generations completions of each prompt: B lists of G."""
-        choose = self.chooser(prompts, num_generations, keys)
-        return self.sample_with(prompts, num_generations, choose)
-
-    def chooser(
-        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str],
-        warp: Callable | None = None,
-    ) -> Choose:  # fmt: skip
-        """Make the function that chooses tokens (ValueError: the model lacks a stop token)."""
-        sampling = self.sampling
-        vocab_size = self.model.config.vocab_size
-        stop_ids = sampling.stop_token_ids
-        if stop_ids is None:
-            stop_ids = self.processor.stop_token_ids
-        largest = max(stop_ids, default=0)
-        if largest >= vocab_size:
-            raise ValueError(f"stop_token_ids has {largest}, the model has {vocab_size} tokens")
-        uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        return make_choose(sampling, stop_ids, draw_by(uniforms, self.device), warp, self.device)
-
-    def sample_with(
-        self, prompts: Sequence[Prompt], num_generations: int, choose: Choose
-    ) -> list[list[Completion]]:
-        """Sample completions whose tokens `choose` chooses."""
-        return generate(self.model, prompts, num_generations, self.sampling.max_new_tokens, choose)
+# sample_token(logits (r, V), rows, counts of tokens so far) -> ids, logps, ends (bool): each (r,)
+TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Decode:
@@ -78,34 +39,37 @@ class Decode:
 
 @torch.no_grad()
 def generate(
-    model, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int, choose: Choose,
+    model, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int,
+    sample_token: TokenSampler,
     decode: Decode | None = None, device: torch.device | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """Sample completions: B lists of num_generations.
 
-    decode: runs one decode step, default Decode(). environments/ pass one that also reads answers.
-    device: where to compute; default: where the head is (offloaded weights are elsewhere).
+    Args:
+        sample_token: see make_token_sampler.
+        decode: runs one decode step, by default Decode(); agents/ pass one that also reads answers.
+        device: where to compute; default: where the head is (offloaded weights are elsewhere).
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
-    going_on = torch.ones_like(attention.rows, dtype=torch.bool)
+    unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
     steps = []  # of each step (r,) row numbers (-1: it had ended), tokens, log-probabilities, ends
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
-        ids, logps, ends = choose(logits, attention.rows, counts)
-        steps.append((attention.rows.where(going_on, -1), ids, logps, ends))
-        going_on = going_on & ~ends & (counts + 1 < max_new_tokens)
+        ids, logps, ends = sample_token(logits, attention.rows, counts)
+        steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
+        unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            going_on_host = going_on.cpu()  # a GPU is waited for here alone
-            if not going_on_host.any():
+            unfinished_host = unfinished.cpu()  # a GPU is waited for here alone
+            if not unfinished_host.any():
                 break
-            left = attention.select(going_on_host)
-            if left is not None:  # finished rows were dropped
-                ids = ids[left]
-                going_on = going_on[left]
+            kept_rows = attention.select(unfinished_host)
+            if kept_rows is not None:  # finished rows were dropped
+                ids = ids[kept_rows]
+                unfinished = unfinished[kept_rows]
         attention.advance()
         logits = decode(model, ids, attention)
     return collect(steps, num_generations)
@@ -137,39 +101,44 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
     return [completions[i : i + num_generations] for i in starts]
 
 
-def make_choose(
-    sampling: SamplingOptions, stop_ids: Sequence[int], draw: Callable,
-    warp: Callable | None = None, device="cpu",
-) -> Choose:  # fmt: skip
-    """Make a `choose` for generate, where `stop_ids` end a completion.
+def make_token_sampler(
+    sampling: SamplingOptions, stop_ids: Sequence[int], sample: Callable,
+    logits_processor: Callable | None = None, device="cpu",
+) -> TokenSampler:  # fmt: skip
+    """Make the function with which `generate` samples tokens.
 
-    draw(probs (r, V), rows, counts) -> ids (r,), see draw_by. warp(logits (r, V), rows, counts) ->
-    scores (r, V), whose softmax is drawn from; default logits / temperature. Filters are such
-    functions: log-probabilities are of what they keep, that is, do not set to -inf.
+    Args:
+        stop_ids: ids that end a completion.
+        sample: (probs (r, V), rows, counts) -> ids (r,), see sample_by_uniforms.
+        logits_processor: (logits (r, V), rows, counts) -> scores (r, V), whose softmax is sampled
+            from; default logits / temperature. Filters are such functions: log-probabilities are
+            those of the tokens that they keep, that is, do not set to -inf.
     """
     stop_ids = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
     temperature = sampling.temperature
 
-    def choose(logits: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_token(logits: Tensor, rows: Tensor, counts: Tensor):
         logits = logits.float()
         scaled = logits if temperature in (0, 1) else logits / temperature
-        scores = scaled if warp is None else warp(logits, rows, counts)
-        ids = draw(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
-        kept = scaled if warp is None else torch.where(scores.isneginf(), scores, scaled)
+        scores = scaled if logits_processor is None else logits_processor(logits, rows, counts)
+        ids = sample(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
+        kept = scaled
+        if logits_processor is not None:
+            kept = torch.where(scores.isneginf(), scores, scaled)
         logps = kept.gather(-1, ids[:, None])[:, 0] - kept.logsumexp(-1)
         return ids, logps, torch.isin(ids, stop_ids)
 
-    return choose
+    return sample_token
 
 
-def draw_by(uniforms: Tensor, device="cpu") -> Callable:
-    """Make a `draw` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
+def sample_by_uniforms(uniforms: Tensor, device="cpu") -> Callable:
+    """Make a `sample` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
     uniforms = to_device(uniforms, device)
 
-    def draw(probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    def sample(probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         return inverse_cdf(probs, uniforms[rows, counts])
 
-    return draw
+    return sample
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -7,84 +7,167 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import find_named, recipes_folder
+from minivlmrl.config.import_utils import find_named
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
-from minivlmrl.data.rows import Completion, Processor, Prompt
+from minivlmrl.data.rows import Completion, Processor, Prompt, uniform_numbers
 from minivlmrl.distributed.fsdp import in_lockstep, is_sharded, rollout_weights
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.filters import Filters
-from minivlmrl.generation.generate import Choose, Decode, Sampler, generate
+from minivlmrl.generation.generate import (
+    Decode,
+    TokenSampler,
+    generate,
+    make_token_sampler,
+    sample_by_uniforms,
+)
 from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families.routes import watch_routes
 
 # samplers of rollouts, by the values of sampling.engine
 ENGINES = {
-    "own": "minivlmrl.generation.sampler:RunSampler",
-    "vllm": f"{recipes_folder()}/vllm_sampler.py:VLLMSampler",
+    "own": "minivlmrl.generation.sampler:Sampler",
+    "vllm": "minivlmrl.generation.vllm:VLLMSampler",
 }
 
 
-class RunSampler(Sampler):
-    """Draws completions as a recipe's section `sampling` says.
+class Sampler:
+    """Samples completions as a recipe's section `sampling` says, by the key of each prompt.
 
     Args:
-        gather_weights: see scale/sharding.rollout_weights.
-        keeps_vision: the tower is frozen: prompts keep what it makes of their images.
-        listen: is told of tokens as they come, listen(rows (r,), ids (r,)), see commands/chat.py.
+        world: the ranks of the run; default: this process alone, where the model is.
+        gather_weights: see distributed/fsdp.rollout_weights.
+        keeps_vision: the tower is frozen: prompts keep the embeddings of their images.
+        on_tokens: called with new tokens, on_tokens(rows (r,), ids (r,)), see commands/chat.py.
     """
 
     def __init__(
-        self, model, processor: Processor, sampling: SamplingOptions, world: World,
-        gather_weights=True, keeps_vision=False, listen: Callable = lambda *_: None,
+        self, model, processor: Processor, sampling: SamplingOptions, world: World | None = None,
+        gather_weights=True, keeps_vision=False, on_tokens: Callable = lambda *_: None,
     ):  # fmt: skip
-        super().__init__(model, processor, sampling, world.device)  # weights may be offloaded
-        self.world = world
+        self.model = model
+        self.processor = processor
+        self.sampling = sampling
+        self.world = world or World(device=model.lm_head.weight.device)
+        self.device = self.world.device  # weights may be offloaded
         self.gather_weights = gather_weights
-        self.listen = listen
+        self.on_tokens = on_tokens
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
         # a graph waits for no counts of experts' tokens
         fits_graph = not by_layer and model.config.experts is None
-        on_gpu = world.device.type == "cuda" and fits_graph
+        on_gpu = self.device.type == "cuda" and fits_graph
         self.captured = sampling.graph == "auto" and on_gpu
-        self.filters = self.texts = None  # of the present call
+        self.filters = self.stop_strings = None  # of the present call
 
-    def __call__(self, prompts, num_generations, keys) -> list[list[Completion]]:
-        """Sample num_generations completions of each prompt; all ranks call this."""
-        sample = super().__call__
+    def __call__(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> list[list[Completion]]:
+        """Sample num_generations completions of each prompt: B lists of G; all ranks call this."""
         if self.sampling.max_tokens_at_once is None:
-            return sample(prompts, num_generations, keys)
-        return in_pieces(sample, prompts, num_generations, keys, self.sampling, self.world)
+            return self.sample(prompts, num_generations, keys)
+        return in_pieces(self.sample, prompts, num_generations, keys, self.sampling, self.world)
 
-    def sample_with(self, prompts, num_generations, choose) -> list[list[Completion]]:
+    def sample(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> list[list[Completion]]:
+        """Sample completions of as many prompts as fit into memory together."""
+        sample_token = self.token_sampler(prompts, num_generations, keys)
+        return self.sample_with(prompts, num_generations, sample_token)
+
+    def token_sampler(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> TokenSampler:
+        """Make the function that samples tokens, with filters and stop strings.
+
+        Raises:
+            ValueError: the model lacks a stop token.
+        """
+        sampling = self.sampling
+        ids = [prompt.input_ids for prompt in prompts]
+        if sampling.filtered:
+            self.filters = Filters(sampling, ids, num_generations)
+        if sampling.stop_strings:
+            ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
+            tokenizer = self.processor.tokenizer
+            self.stop_strings = StopStrings(sampling.stop_strings, tokenizer, ids_of_rows)
+        stop_ids = sampling.stop_token_ids
+        if stop_ids is None:
+            stop_ids = self.processor.stop_token_ids
+        largest = max(stop_ids, default=0)
+        vocab_size = self.model.config.vocab_size
+        if largest >= vocab_size:
+            raise ValueError(f"stop_token_ids has {largest}, the model has {vocab_size} tokens")
+        uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
+        sample = sample_by_uniforms(uniforms, self.device)
+        sample_token = make_token_sampler(sampling, stop_ids, sample, self.filters, self.device)
+
+        def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
+            ids, logps, turn_ends = sample_token(logits, rows, counts)
+            return ids, logps, self.is_finished(rows, ids, turn_ends)
+
+        return sample_and_record
+
+    def sample_with(
+        self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
+    ) -> list[list[Completion]]:
+        """Sample completions with gathered weights; an engine of its own replaces this method."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
-                choose = in_lockstep(choose, self.sampling.max_new_tokens, model, self.world)
-            return self.draw(model, prompts, num_generations, choose)
+                limit = self.sampling.max_new_tokens
+                sample_token = in_lockstep(sample_token, limit, model, self.world)
+            return self.generate(model, prompts, num_generations, sample_token)
 
-    def draw(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
-        """Sample with the weights of rollouts; environments/ draw turn after turn."""
+    def generate(
+        self, model, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
+    ) -> list[list[Completion]]:
+        """Sample with the weights of rollouts; agents/ sample turn after turn."""
         limit = self.sampling.max_new_tokens
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
         decode = self.decode()
-        watched = nullcontext(choose)
+        watched = nullcontext(sample_token)
         if model.config.experts is not None:
+            from minivlmrl.model.families.routes import watch_routes
+
             kept_routes = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
-            watched = watch_routes(model, choose, kept_routes)
-        with watched as choose:
-            groups = generate(model, prompts, num_generations, limit, choose, decode, self.device)
+            watched = watch_routes(model, sample_token, kept_routes)
+        with watched as sample_token:
+            groups = generate(
+                model, prompts, num_generations, limit, sample_token, decode, self.device
+            )
         if model.config.experts is not None:
             for completion, routes in zip(chain(*groups), kept_routes, strict=True):
                 completion.routes = routes
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups
+
+    def decode(self) -> Decode:
+        """Make what computes a decode step; agents/ have one that reads answers."""
+        if not self.captured:
+            return Decode()
+        from minivlmrl.generation.cuda_graphs import CapturedDecode
+
+        return CapturedDecode()
+
+    def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        """Take the tokens (r,) that were sampled; (r,) bool: which rows end with them.
+
+        agents/ answer calls here, and go on.
+        """
+        return turn_ends | self.record_tokens(rows, ids)
+
+    def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Take tokens (r,) of rows (r,), sampled or of an answer; (r,) bool: a stop string ends."""
+        if self.filters is not None:
+            self.filters.add_seen(rows, ids)
+        self.on_tokens(rows, ids)
+        if self.stop_strings is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return self.stop_strings.completed(rows, ids)
 
     # What another engine may have to say; this one says nothing.
 
@@ -101,55 +184,18 @@ class RunSampler(Sampler):
         """Name the bytes that an engine holds in a rollout alone, of a policy of this dtype."""
         return {}
 
-    def prove(self, rollout, max_logp_mismatch: float):
-        """Prove that the policy drew a grpo.Rollout (ValueError: it did not)."""
-
-    def decode(self) -> Decode:
-        """Make what computes a decode step; environments/ have one that reads answers."""
-        return CapturedDecode() if self.captured else Decode()
-
-    def row_ends(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Take the tokens (r,) that were chosen; (r,) bool: which rows end with them.
-
-        environments/ answer calls here, and go on.
-        """
-        return turn_ends | self.hear(rows, ids)
-
-    def hear(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Take tokens (r,) of rows (r,), drawn or answered; (r,) bool: a stop string is complete."""
-        if self.filters is not None:
-            self.filters.add_seen(rows, ids)
-        self.listen(rows, ids)
-        if self.texts is None:
-            return torch.zeros_like(ids, dtype=torch.bool)
-        return self.texts.completed(rows, ids)
-
-    def chooser(self, prompts, num_generations, keys) -> Choose:
-        """Make the function that chooses tokens: the book's, with filters and stop strings."""
-        ids = [prompt.input_ids for prompt in prompts]
-        if self.sampling.filtered:
-            self.filters = Filters(self.sampling, ids, num_generations)
-        strings = self.sampling.stop_strings
-        if strings:
-            ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
-            self.texts = StopStrings(strings, self.processor.tokenizer, ids_of_rows)
-        choose = super().chooser(prompts, num_generations, keys, self.filters)
-
-        def choose_and_tell(logits: Tensor, rows: Tensor, counts: Tensor):
-            ids, logps, turn_ends = choose(logits, rows, counts)
-            return ids, logps, self.row_ends(rows, ids, turn_ends)
-
-        return choose_and_tell
+    def verify_logps(self, rollout, max_logp_mismatch: float):
+        """Verify that the policy sampled a Rollout (ValueError: it did not)."""
 
 
 def make_sampler(
     model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
     gather_weights: bool = True, keeps_vision: bool = False, **options,
-) -> RunSampler:  # fmt: skip
+) -> Sampler:  # fmt: skip
     """Make the sampler that the section `sampling` of a recipe describes.
 
     The class of the sampler is the one that sampling.engine names, or one of agents/ if there is
-    a sampling.environment. See RunSampler for the arguments.
+    a sampling.environment. See Sampler for the arguments.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -160,12 +206,12 @@ def make_sampler(
     return kind(model, processor, sampling, world, gather_weights, keeps_vision, **options)
 
 
-def find_engine(sampling: SamplingOptions) -> type[RunSampler]:
+def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     """Find the sampler of rollouts that sampling.engine names (ValueError: there is none)."""
     with naming(f"sampling.engine {sampling.engine}"):
         kind, options = find_named("engine", sampling.engine, ENGINES)
-        if options or not (isinstance(kind, type) and issubclass(kind, RunSampler)):
-            raise ValueError("it must be a class made of minivlmrl.generation.sampler.RunSampler")
+        if options or not (isinstance(kind, type) and issubclass(kind, Sampler)):
+            raise ValueError("it must be a class made of minivlmrl.generation.sampler.Sampler")
     return kind
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.sampler import RunSampler, make_sampler
+from minivlmrl.generation.sampler import Sampler, make_sampler
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, recipe_columns
 from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import progress_bar
@@ -89,7 +89,7 @@ BLIND = {"grey": grey_pictures, "swapped": following_pictures}
 
 
 def answer_rows(
-    sample: RunSampler, rows, count: int, rewards, key: str, describe: Callable, pictures=None
+    sample: Sampler, rows, count: int, rewards, key: str, describe: Callable, pictures=None
 ) -> Iterator[list]:
     """Answer each row `count` times; ranks share each batch, and each gets all of it in order.
 
@@ -122,7 +122,7 @@ def answer_rows(
     bar.close()
 
 
-def draw(sample: RunSampler, rows, count: int, rewards) -> tuple[Tensor, list]:
+def draw(sample: Sampler, rows, count: int, rewards) -> tuple[Tensor, list]:
     """Draw `count` completions of each row; returns what they earn, (n, K), and the groups."""
     prompts = [row.prompt(sample.processor) for row in rows]
     completions = sample(prompts, count, [row.key for row in rows])

@@ -155,7 +155,7 @@ class GRPOTrainer(Trainer):
         completions = self.sample(prompts, self.config.num_generations, [row.key for row in rows])
         rewards = ask_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
         rollout = Rollout(rows, prompts, completions, rewards)
-        self.sample.prove(rollout, self.run.rollout.max_logp_mismatch)
+        self.sample.verify_logps(rollout, self.run.rollout.max_logp_mismatch)
         return rollout
 
     def reward_columns(self, rows, prompts, completions) -> dict[str, list]:

@@ -126,7 +126,7 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROC
         ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
         return torch.tensor(ids, device=rows.device)
 
-    monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
+    monkeypatch.setattr(sample, "sample_by_uniforms", lambda *_: draw)
     rows = [row((56, 84 + 28 * i), **{"problem": "P"} | dict(columns)) for i in range(2 - len(texts) % 2)]
     prompts = [one.prompt(processor) for one in rows]
     return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
@@ -358,7 +358,7 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
     settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
     plain, tools = (make_sampler(model, PROCESSOR, one, ONE) for one in settings)
-    assert type(plain) is sample.RunSampler and type(tools) is ToolSampler
+    assert type(plain) is sample.Sampler and type(tools) is ToolSampler
     assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
 
 

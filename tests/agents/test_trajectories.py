@@ -27,7 +27,7 @@ from minivlmrl.data.rows import Processor, Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import Film
-from minivlmrl.generation import generate
+from minivlmrl.generation import sampler as sampler_file
 from minivlmrl.generation.environments import pack_rollout, packed_length
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.losses.advantages import leave_one_out
@@ -124,16 +124,16 @@ def play(monkeypatch, scripts, environment="Site", history=None, model=None, row
             ids.append(script[min(drawn_by(sampler.plays[number]), len(script) - 1)])
         return torch.tensor(ids)
 
-    original = type(sampler).chooser
+    original = type(sampler).token_sampler
 
-    def chooser(self, prompts, num_generations, keys):
+    def token_sampler(self, prompts, num_generations, keys):
         choose = original(self, prompts, num_generations, keys)
         for number, play in enumerate(self.plays):
             play.script = number
         return choose
 
-    monkeypatch.setattr(type(sampler), "chooser", chooser)
-    monkeypatch.setattr(generate, "draw_by", lambda *_: draw)
+    monkeypatch.setattr(type(sampler), "token_sampler", token_sampler)
+    monkeypatch.setattr(sampler_file, "sample_by_uniforms", lambda *_: draw)
     prompts = [one.prompt(processor) for one in rows]
     groups = sampler(prompts, len(scripts) // len(rows), [f"k{i}" for i in range(len(rows))])
     monkeypatch.undo()

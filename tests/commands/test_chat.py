@@ -22,7 +22,7 @@ from minivlmrl.data.image import load_image
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.data.video import Video
 from minivlmrl.generation import sampler
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 
@@ -62,7 +62,7 @@ def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels
     processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
     question = processor(messages, [load_image(folder / name) for name in images], list(videos))
-    [[completion]] = RunSampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
+    [[completion]] = Sampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
     return processor.decode(completion.ids), not completion.stopped
 
 
@@ -153,7 +153,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     stream = command.Stream(tokenizer, [stop])
     pieces = []
     for token_id in [*tokenizer.encode(text), *tokenizer.encode("猫")[:-1], stop]:
-        stream.hear(None, torch.tensor([token_id]))
+        stream.write(None, torch.tensor([token_id]))
         pieces.append(capsys.readouterr().out)
     assert pieces == [piece for char in text for piece in [""] * (len(char.encode()) - 1) + [char]] + [""] * 3
     stream.end()

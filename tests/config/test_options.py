@@ -17,8 +17,8 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.rows import Processor
-from minivlmrl.generation import generate
-from minivlmrl.generation.generate import make_choose
+from minivlmrl.generation import sampler
+from minivlmrl.generation.generate import make_token_sampler
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run import loop
 from minivlmrl.run.datasets import load_datasets
@@ -250,11 +250,11 @@ def outputs_of(home, own):
                 options.insert(len(own), f"--data.train_file={home / kind}.jsonl")
                 patch.setattr(Processor, "decode", boxed)
             if "drift" in kinds:
-                patch.setattr(generate, "make_choose", drifting)
+                patch.setattr(sampler, "make_token_sampler", drifting)
             if "evaluated" not in kinds:
                 patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             leave_out(patch)
-            for module in ("trainers.base", "model.value_head", "run.results"):
+            for module in ("trainers.base", "distributed.checkpoint", "run.results"):
                 patch.setattr(f"minivlmrl.{module}.save_model", note_save)
             folder = home / "option"
             shutil.rmtree(folder, ignore_errors=True)
@@ -292,7 +292,7 @@ def note_save(folder, *_):
 
 def drifting(*arguments):
     """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
-    choose = make_choose(*arguments)
+    choose = make_token_sampler(*arguments)
 
     def drift(logits, rows, step):
         ids, logps, ends = choose(logits, rows, step)

@@ -17,7 +17,7 @@ from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import read_json
 from minivlmrl.generation.filters import Filters
-from minivlmrl.generation.generate import draw_by, make_choose
+from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
 from minivlmrl.model.build import initialize
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.config import ModelConfig
@@ -122,7 +122,7 @@ def test_a_draw_takes_what_is_planned(options, rel):
     sampling = SamplingOptions(**options)
     logits = torch.randn(4, 151936)
     warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
-    choose = make_choose(sampling, [], draw_by(torch.rand(4, 1, dtype=torch.float64)), warp)
+    choose = make_token_sampler(sampling, [], sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64)), warp)
     with LiveBytes([]) as live:
         choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)

@@ -9,7 +9,7 @@ from runs import LETTERS, metrics, read_lines, write_lines
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.diagnostics import check
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.tasks.shapes import Shapes, answer
 
 OWN_REWARDS = """
@@ -84,7 +84,7 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
         ids = [torch.tensor(sampler.processor.tokenizer.encode(answer(label))) for label in labels]
         return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
 
-    monkeypatch.setattr(RunSampler, "__call__", knows)
+    monkeypatch.setattr(Sampler, "__call__", knows)
     options = plant({})
     if shuffled:
         lines = read_lines(Path("rows.jsonl"))

@@ -12,7 +12,7 @@ from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.fsdp import recompute_blocks
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
-from minivlmrl.generation.generate import draw_by
+from minivlmrl.generation.generate import sample_by_uniforms
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, draw_adapters, inject_adapters, quantize_base
 
@@ -37,7 +37,7 @@ def assert_same(ours, expected, close=1e-5):
 def both(model, count, generations, stop=STOP, **setting):
     """Draws of a captured step and of the book's, by the same numbers."""
     sampling = options(**{"max_new_tokens": 20} | setting)
-    draw = draw_by(uniform_numbers([str(i) for i in range(count)], generations, 20))
+    draw = sample_by_uniforms(uniform_numbers([str(i) for i in range(count)], generations, 20))
     arguments = model, prompts(count), generations, sampling, stop, draw
     with torch.inference_mode():
         return sample(*arguments, decode=CapturedDecode()), sample(*arguments)
@@ -87,7 +87,7 @@ def test_models_of_other_layers(change):
 def on_card(model, stop, tokens=20, **setting):
     """Draws of the pretended card, and the card."""
     with PretendCuda() as gpu, torch.inference_mode():
-        draw = draw_by(uniform_numbers(list("abcd"), 3, tokens), CUDA)
+        draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, tokens), CUDA)
         sampling = options(max_new_tokens=tokens, **setting)
         drawn = sample(pretend(model), prompts(4), 3, sampling, stop, draw, decode=CapturedDecode())
     return drawn, gpu
@@ -103,7 +103,7 @@ def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
     Qwen3.5's memories too, of rows that leave.
     """
     sampling = options(max_new_tokens=20, **setting)
-    draw = draw_by(uniform_numbers(list("abcd"), 3, 20))
+    draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 20))
     expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
     lengths = assert_same(on_card(tiny.model(model_type=model_type), stop, **setting)[0], expected)
     assert len(lengths) > 4 or lengths == {20}
@@ -122,7 +122,7 @@ def test_a_graph_is_freed_with_its_decoder():
     try:
         with PretendCuda(), torch.inference_mode():
             decode = CapturedDecode()
-            draw = draw_by(uniform_numbers(["a"], 2, 5), CUDA)
+            draw = sample_by_uniforms(uniform_numbers(["a"], 2, 5), CUDA)
             sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=decode)
             assert decode.graph is not None
             gone = weakref.ref(decode)
@@ -140,7 +140,7 @@ def test_on_a_gpu_a_graph_draws_what_its_step_draws(monkeypatch, dtype):
     sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
     drawn = []
     model = tiny.model(dtype=dtype).to(device)
-    draw = draw_by(uniform_numbers(list("abcd"), 3, 40), device)
+    draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 40), device)
     arguments = model, prompts(4), 3, sampling, STOP, draw
     for capture in (CapturedDecode.capture, CapturedDecode.step):
         monkeypatch.setattr(CapturedDecode, "capture", capture)

@@ -5,7 +5,8 @@ import torch
 
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
-from minivlmrl.generation.generate import Sampler, draw_by, inverse_cdf
+from minivlmrl.generation.generate import inverse_cdf, sample_by_uniforms
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.logprobs import per_token_logps
 
 import tiny
@@ -43,7 +44,7 @@ def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setti
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="stop_token_ids has 300, the model has 300 tokens"):
-        Sampler(tiny.model(), None, SamplingOptions(stop_token_ids=[3, 300])).chooser(prompts(1), 1, ["a"])
+        Sampler(tiny.model(), None, SamplingOptions(stop_token_ids=[3, 300])).token_sampler(prompts(1), 1, ["a"])
 
 
 def recorded_less_scored(model, sampling):
@@ -93,7 +94,7 @@ def test_logits_that_are_not_finite_end_the_generation():
     row = prompts(3)[2]  # without an image
     row.input_ids.clamp_(max=2)
     with pytest.raises(FloatingPointError, match="not finite"):
-        sample(model, [row], 2, sampling, (), draw_by(uniform_numbers(["a"], 2, 4)))
+        sample(model, [row], 2, sampling, (), sample_by_uniforms(uniform_numbers(["a"], 2, 4)))
 
 
 def test_a_number_takes_the_token_at_which_the_cumulative_probability_exceeds_it():

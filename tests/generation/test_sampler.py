@@ -9,8 +9,8 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor
 from minivlmrl.distributed.fsdp import is_sharded
 from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.generate import Decode, Sampler
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.generate import Decode
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.families.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.model.vision import VisionTransformer
 from tests.distributed.test_fsdp import sharded_model
@@ -30,7 +30,7 @@ def sampler(tokenizer_300):
         processor = Processor(tokenizer_300, ImageProcessor())
         sampling = options(**{"stop_token_ids": list(STOP)} | values)
         model = model or tiny.model()
-        return RunSampler(model, processor, sampling, world, gather_weights, keeps_vision)
+        return Sampler(model, processor, sampling, world, gather_weights, keeps_vision)
 
     return sampler
 
@@ -122,11 +122,10 @@ def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model
 
 
 ENGINES = """
-from minivlmrl.generation.generate import Sampler
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.sampler import Sampler
 
 
-class Counting(RunSampler):
+class Counting(Sampler):
     calls = []
 
     @classmethod
@@ -139,7 +138,7 @@ class Counting(RunSampler):
         return super().__call__(prompts, num_generations, keys)
 
 
-class Book(Sampler):
+class NoSampler:
     pass
 """
 
@@ -154,7 +153,7 @@ def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
     assert run.go(2) == expected and run.algorithm.sample.calls == [4, 4]
     with pytest.raises(ValueError, match="no top_k of 9"):
         stage("grpo", option, "--sampling.top_k=9")
-    for name in ("Book", "Counting(a=1)", "RunSampler(a=1)"):
+    for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):
         with pytest.raises(ValueError, match=r"^sampling\.engine .*: it must be a class made of minivlmrl\.generation"):
             stage("grpo", f"--sampling.engine={file}:{name}")
     with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be own with an environment"):

@@ -19,7 +19,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Processor
-from minivlmrl.generation.sampler import ENGINES, RunSampler, find_engine
+from minivlmrl.generation.sampler import ENGINES, Sampler, find_engine
 from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, set_parameters
 
 import tiny
@@ -39,7 +39,7 @@ def samplers(request, monkeypatch, tokenizer_300):
     def samplers(kind="", **values):
         sampling = options(**{"stop_token_ids": list(STOP), "engine": "vllm"} | values)
         of = model_of(kind), Processor(tokenizer_300, ImageProcessor()), sampling, ONE
-        return RunSampler(*of), load_name(ENGINES["vllm"])(*of)
+        return Sampler(*of), load_name(ENGINES["vllm"])(*of)
 
     return samplers
 

@@ -8,7 +8,7 @@ import torch
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.generation.filters import Filters
-from minivlmrl.generation.generate import generate, make_choose
+from minivlmrl.generation.generate import generate, make_token_sampler
 
 import tiny
 
@@ -49,7 +49,7 @@ def hearing(choose, hear):
 
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=None, decode=None):
-    """Completions as RunSampler draws them, with filters where the options ask for some, by any `draw`.
+    """Completions as Sampler draws them, with filters where the options ask for some, by any `draw`.
 
     wrap: (choose) -> another choose.
     """
@@ -57,7 +57,7 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     filters = None
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
-    choose = make_choose(sampling, stop, draw, filters, device)
+    choose = make_token_sampler(sampling, stop, draw, filters, device)
     if filters:
         choose = hearing(choose, filters.add_seen)
     choose = wrap(choose) if wrap else choose

@@ -20,7 +20,7 @@ from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.chat_template import IMAGE, render
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.rows import Dataset
-from minivlmrl.generation.generate import Sampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.run.loop import main as train
 from minivlmrl.tasks import shapes

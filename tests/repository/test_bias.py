@@ -8,7 +8,7 @@ from links import ROOT
 
 from docs import bias
 from minivlmrl.data.rows import Completion
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import group_advantages, leave_one_out
 from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.losses.preference import DPOLossOptions
@@ -169,7 +169,7 @@ def test_the_trainers_gradients_of_all_groups_add_up_to_the_expected_one(picture
         completions = [Completion(torch.tensor(c), torch.zeros(len(c)), c[-1] == bias.END) for c in bias.COMPLETIONS]
         return [[completions[i] for i in group] for group in groups]
 
-    monkeypatch.setattr(RunSampler, "__call__", every_group)
+    monkeypatch.setattr(Sampler, "__call__", every_group)
     drawn, expected, chance = pictures(len(groups))
     total = sum(p * gradient for p, gradient in zip(chance[groups].prod(1), drawn, strict=False))
     close(total, expected, 1e-6 * expected.abs().max())  # advantages are float32

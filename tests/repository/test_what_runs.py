@@ -29,7 +29,7 @@ NEEDED = {
     "model/decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
     "generation/generate": {
         *("Sampler.__call__", "prefill", "Decode.__call__"),
-        *("make_choose.<locals>.choose", "inverse_cdf", "collect"),
+        *("make_token_sampler.<locals>.choose", "inverse_cdf", "collect"),
     },
     "trainers/grpo": {"GRPO.steps", "GRPO.roll_out", "GRPO.prepare", "GRPO.micro_batches", "GRPO.loss"},
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.data.rows import Completion
-from minivlmrl.generation.generate import Choose
+from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.model.families.experts import chosen_experts
 
 
@@ -35,7 +35,7 @@ def routes_of(
 
 
 @contextmanager
-def watch_routes(model: nn.Module, choose: Choose, kept: Tensor) -> Iterator[Choose]:
+def watch_routes(model: nn.Module, choose: TokenSampler, kept: Tensor) -> Iterator[TokenSampler]:
     """Yield a `choose` that keeps the route after which each token of a rollout is drawn.
 
     Args:

@@ -14,7 +14,8 @@ from minivlmrl.config.options import LoRAOptions, SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.diagnostics.memory import Costs, Work
 from minivlmrl.files import weight_files
-from minivlmrl.generation.generate import Decode, Sampler, draw_by, generate, make_choose, prefill
+from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model import packing
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.model.build import random_model
@@ -103,7 +104,7 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 def drawn(model, rows, tokens):
     """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
-    original = make_choose(SamplingOptions(max_new_tokens=tokens), STOP, draw_by(numbers))
+    original = make_token_sampler(SamplingOptions(max_new_tokens=tokens), STOP, sample_by_uniforms(numbers))
 
     def choose(logits, rows, step):
         ids, _, ends = original(logits, rows, step)

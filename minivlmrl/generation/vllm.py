@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: it computes logits, all else stays what RunSampler does (docs/vllm.md).
+"""Rollouts by vLLM: it computes logits, all else stays what Sampler does (docs/vllm.md).
 
 In a recipe, `vllm` is the name of this file; a copy beside it has its own, my_vllm.py:VLLMSampler:
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
@@ -31,8 +31,8 @@ from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.files import find_folder, read_json
-from minivlmrl.generation.generate import Choose, collect
-from minivlmrl.generation.sampler import RunSampler
+from minivlmrl.generation.generate import TokenSampler, collect
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import full
@@ -55,7 +55,7 @@ STARTED = WeakKeyDictionary()  # model -> vllm.LLM: the stages of a run share on
 class Rollout:
     """What is chosen while vLLM draws some rows."""
 
-    def __init__(self, choose: Choose, num_rows: int):
+    def __init__(self, choose: TokenSampler, num_rows: int):
         # see generate.collect
         self.choose = choose
         self.steps = []
@@ -63,7 +63,7 @@ class Rollout:
         self.ended: list[str] = []  # the rows that ended last, as vLLM knows them
 
     def leave_chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Choose the next token of these rows, and leave it alone in their logits (r, V)."""
+        """TokenSampler the next token of these rows, and leave it alone in their logits (r, V)."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.choose(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -109,8 +109,8 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
     return params.extra_args["row"]
 
 
-class VLLMSampler(RunSampler):
-    """Draws as RunSampler does, on logits of vLLM; sampling.vllm has options of vllm.LLM."""
+class VLLMSampler(Sampler):
+    """Draws as Sampler does, on logits of vLLM; sampling.vllm has options of vllm.LLM."""
 
     @classmethod
     def check(cls, run):
@@ -133,7 +133,9 @@ class VLLMSampler(RunSampler):
         config = run.model.config or find_folder(run.model.path) / "config.json"
         model_type = read_json(Path(config)).get("model_type")
         if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"):
-            raise ValueError(f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own")
+            raise ValueError(
+                f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own"
+            )
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
@@ -230,7 +232,7 @@ class VLLMSampler(RunSampler):
         return mm_input(ids.tolist(), items, {"image": hashes}, {"image": spans})
 
     @torch.no_grad()
-    def prove(self, rollout, max_logp_mismatch: float):
+    def verify_logps(self, rollout, max_logp_mismatch: float):
         """Refuse the first rollout (ValueError) unless vLLM has the policy's log-probabilities."""
         if self.proven:
             return
