@@ -1,0 +1,167 @@
+"""GRPO on a vision-language model, all of it on one page: the default run of train.py, written out.
+
+    python minimal.py                  # 40 steps of SFT, then 160 of GRPO; a minute on two cores
+    python minimal.py --seed=1         # other weights, pictures and samples
+
+A model with random weights learns to name the shape in a small picture. SFT on 96 demonstrations,
+half of them with a wrong label, teaches the format and a vague idea of the task; GRPO rewards
+answers that are well formed and right, and the reward rises. The weights at the end are those of
+`python train.py`, bit for bit. What this page calls are functions of the library without state, but
+for the optimizer; for your own files, many GPUs, restarts and logs take train.py.
+
+It runs in a clone of the repository: it reads recipes/shapes_model.json, the sizes of the model.
+"""
+
+import argparse
+import copy
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.rows import Completion, Processor, Prompt, Row, uniform_numbers
+from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
+from minivlmrl.losses.advantages import combine, group_advantages
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.preference import sft_loss
+from minivlmrl.model.build import random_model
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+from minivlmrl.rewards.text import accuracy, ask_rewards, reward_columns, tag_format
+from minivlmrl.tasks.shapes import FRESH_ROWS, Shapes, tokenizer
+
+GROUP = 8  # G, completions of each prompt
+SAMPLING = SamplingOptions(temperature=1.0, max_new_tokens=20)
+LOSS = GRPOLossOptions(loss_type="grpo", beta=0.02)
+REWARDS = {tag_format: 0.5, accuracy: 1.0}
+
+
+@dataclass
+class Schedule:
+    """Learning rate: it rises over warmup_steps, then falls to a share of its maximum."""
+
+    learning_rate: float
+    warmup_steps: int
+    max_steps: int
+    min_lr_ratio: float
+    cosine: bool = False
+
+    def at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
+        remaining = 0.5 * (1 + math.cos(math.pi * progress)) if self.cosine else 1 - progress
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
+
+
+def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[list[Row]]:
+    """Yield the rows of each step, every pass in a new order.
+
+    The key of a row is what its samples depend on, instead of the state of a generator: so they are
+    the same on any number of GPUs, and after a restart.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    numbers = []
+    step = 0
+    while True:
+        while len(numbers) < per_step:
+            numbers += torch.randperm(len(rows), generator=generator).tolist()
+        chosen, numbers = numbers[:per_step], numbers[per_step:]
+        yield [replace(rows[n], key=f"{seed}/{stage}/{step}/{i}") for i, n in enumerate(chosen)]
+        step += 1
+
+
+def sample(model: nn.Module, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
+    """Sample G completions of each prompt: its tokens and images are read once for all of them."""
+    uniforms = uniform_numbers(keys, GROUP, SAMPLING.max_new_tokens)
+    sample_token = make_token_sampler(SAMPLING, processor.stop_token_ids, sample_by_uniforms(uniforms))
+    return generate(model, prompts, GROUP, SAMPLING.max_new_tokens, sample_token)
+
+
+def adamw(model: nn.Module, learning_rate: float, beta2: float) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(parameters, learning_rate, (0.9, beta2), weight_decay=0, fused=True)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sft(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+    """Supervised fine-tuning: raise the log-probability of demonstrations."""
+    schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
+    optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
+    batches = shuffled(rows, 32, seed, "sft")
+    for step in range(max_steps):
+        batch = next(batches)
+        # all prompts and answers lie end to end in one packed sequence, without padding
+        answers = [[encode_completion(processor, r.messages, r.completion)] for r in batch]
+        group = pack([row.prompt(processor) for row in batch], answers, model.config)
+        logps, _ = per_token_logps(model, group)  # (M,) of all answer tokens
+        mask = group.completion_mask  # (R, T)
+        counts = Counts(len(mask), mask.sum().item())
+        loss = sft_loss(group.pad(logps), mask, "nll", counts=counts)
+        update(model, optimizer, loss, schedule.at(step))
+
+
+def grpo(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+    """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300)."""
+    reference = copy.deepcopy(model).requires_grad_(False)
+    schedule = Schedule(3e-4, 5, max_steps, min_lr_ratio=0.1)
+    optimizer = adamw(model, schedule.learning_rate, beta2=0.99)
+    batches = shuffled(rows, 16, seed, "grpo")
+    for step in range(max_steps):
+        batch = next(batches)
+        # 1. Prompts: image -> patches, messages -> tokens; and G completions of each.
+        prompts = [row.prompt(processor) for row in batch]
+        completions = sample(model, processor, prompts, [row.key for row in batch])
+        # 2. Rewards of all n completions, (n, K), and their weighted sums, (n,).
+        columns = reward_columns(batch, completions, processor)
+        rewards = combine(ask_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
+        # 3. Advantages: how much better a completion is than the others of its group, (n,).
+        advantages = group_advantages(rewards, GROUP)
+        # 4. One packed sequence; a prompt is computed once for its group, with exact gradients.
+        group = pack(prompts, completions, model.config)
+        # 5. Log-probabilities of reference and policy, (n, T) in nats; no full logits are stored.
+        with torch.no_grad():
+            ref_logps = group.pad(per_token_logps(reference, group)[0])
+        logps = group.pad(per_token_logps(model, group)[0])
+        # 6. The loss; the ratio to the policy that sampled is 1, as each rollout has one update.
+        mask = group.completion_mask
+        counts = Counts(len(mask), int(mask.sum()), SAMPLING.max_new_tokens)
+        loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, counts=counts)
+        # 7. The update.
+        update(model, optimizer, loss, schedule.at(step))
+        if step % 10 == 0 or step == max_steps - 1:
+            print(f"step {step:3}  reward {rewards.mean():.3f}  of 1.5", flush=True)
+
+
+def main(seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160) -> tuple[nn.Module, Processor]:
+    """Train, and return the model with the processor that makes its prompts."""
+    model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
+    sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
+    grpo(model, processor, Shapes(FRESH_ROWS, f"{seed}/grpo"), seed, grpo_steps)
+    return model, processor
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output_dir", default="runs/minimal")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.num_threads)
+    trained, its_processor = main(arguments.seed)
+    from minivlmrl.model.checkpoint import save_model  # a folder that transformers loads
+
+    save_model(f"{arguments.output_dir}/checkpoint", trained, its_processor)
+    print(f"saved {arguments.output_dir}/checkpoint")
