@@ -33,7 +33,8 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.rewards.text import accuracy, ask_rewards, reward_columns, tag_format
-from minivlmrl.tasks.shapes import FRESH_ROWS, Shapes, tokenizer
+from minivlmrl.tasks.registry import FRESH_ROWS
+from minivlmrl.tasks.shapes import Shapes, tokenizer
 
 GROUP = 8  # G, completions of each prompt
 SAMPLING = SamplingOptions(temperature=1.0, max_new_tokens=20)

@@ -29,7 +29,6 @@ from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.registry import FAMILIES, family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
@@ -194,6 +193,11 @@ class Costs:
 
 def trained_outputs(model: nn.Module, critics: list, batch: GroupBatch) -> list[Tensor]:
     """Compute what a loss is made of; of experts also their mean probabilities, as the balance is."""
+    if model.config.experts is None:
+        logps, _ = per_token_logps(model, batch)
+        return [logps, *(critic(batch) for critic in critics)]
+    from minivlmrl.model.families.experts import chosen_experts
+
     with chosen_experts(model) as chosen:
         logps, _ = per_token_logps(model, batch)
     outputs = [logps, *(critic(batch) for critic in critics)]

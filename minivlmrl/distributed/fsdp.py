@@ -23,7 +23,6 @@ from minivlmrl.config.options import ShardingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
-from minivlmrl.model.families.experts import Experts
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import place_like, shared_base
 
@@ -99,9 +98,7 @@ class Sharding:
         for tower in (model.visual.blocks, model.model.layers):
             for previous_block, block in zip([tower[0], *tower], tower, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.forward = partial(module.forward, sum_over_ranks=sum_counts)
+        family_of(model).count_over_ranks(model, sum_counts)
         vision = VisionInStep()
         # runs after FSDP's own, which gathers the root
         model.register_forward_pre_hook(vision.before)

@@ -14,8 +14,7 @@ from minivlmrl.data.rows import Processor
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.files import read_json
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
-from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, Family
+from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpec
 
 # layers whose result is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
@@ -57,7 +56,7 @@ def random_model(
     return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
 
 
-def default_template(family: Family) -> ChatTemplate | None:
+def default_template(family: ModelSpec) -> ChatTemplate | None:
     """Return the chat template of a folder that has none; None: chat.render."""
     return None if family.default_system else ChatTemplate(DEFAULT_QWEN3, "the default template")
 
@@ -78,7 +77,7 @@ def initialize(model: nn.Module, generator: torch.Generator):
     The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
     """
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm | nn.LayerNorm | GatedDeltaNet):
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm) or hasattr(module, "resets_itself"):
             module.reset_parameters()
     for name, parameter in model.named_parameters():
         if name.endswith(("embed_tokens.weight", "pos_embed.weight")):

@@ -33,8 +33,6 @@ from minivlmrl.files import (
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Sharder
-from minivlmrl.model.families.experts import StackedExperts, split_experts, stack_experts
-from minivlmrl.model.families.qwen3_vl import write_videos
 from minivlmrl.model.families.registry import (
     CONTROL_TOKENS,
     FAMILIES,
@@ -110,7 +108,7 @@ def _read_weights(
     read_names = set()
     for file in files:
         tensors = read_tensors(file)
-        for name, tensor in split_experts(tensors, model.config, family.turned_experts, file):
+        for name, tensor in family.split_tensors(tensors, model.config, file):
             if name.startswith(family.unread):
                 continue
             # some folders have the tied head too
@@ -304,7 +302,7 @@ def split_weights(weights: dict[str, object], max_shard_size: int) -> StateDictS
 
 def on_meta(weight: object) -> Tensor:
     """Make a tensor without numbers of a weight's shape and dtype."""
-    if isinstance(weight, StackedExperts):
+    if hasattr(weight, "stack"):  # several weights that a file has as one tensor
         return weight.stack(on_meta)
     layer = weight.base if isinstance(weight, LoRALinear) else weight
     tensor = layer if isinstance(layer, Tensor) else layer.weight
@@ -316,7 +314,7 @@ def file_weights(model: nn.Module) -> dict[str, object]:
     family = family_of(model)
     name_of = memory_name if family.memory_names else str
     weights = {name_of(name): weight for name, weight in plain_weights(model).items()}
-    stack_experts(weights, model.config, family.turned_experts)
+    family.stack_tensors(weights, model.config)
     return weights
 
 
@@ -337,7 +335,7 @@ def write_settings(folder: Path, model: nn.Module, processor: Processor):
     images = processor.image_processor
     write_json(folder / "preprocessor_config.json", write_image_processor(images))
     if images.videos is not None:
-        write_json(folder / "video_preprocessor_config.json", write_videos(images))
+        write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads

@@ -6,13 +6,39 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
 from minivlmrl.config.parsing import build, require
-from minivlmrl.model.families.experts import ExpertsConfig
-from minivlmrl.model.families.registry import FAMILIES, Family
+from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
+NumExperts = Annotated[int, "[1, 1e6]"]
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
 # more would take minutes to build, before the weights are seen to be missing
 Depth = Annotated[int, "[1, 1000]"]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes of experts, by their names in config.json."""
+
+    num_experts: NumExperts  # E
+    num_experts_per_tok: NumExperts  # k
+    moe_intermediate_size: NumExperts  # I
+    shared_expert_intermediate_size: NumExperts | None = (
+        None  # of one for all tokens; None: no such
+    )
+    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)  # have no experts
+    decoder_sparse_step: NumExperts = 1  # layers from one that has experts to the next
+
+    def __post_init__(self):
+        require(
+            self.num_experts_per_tok <= self.num_experts,
+            "num_experts_per_tok",
+            self.num_experts_per_tok,
+            f"num_experts ({self.num_experts}) or less",
+        )
+
+    def has_experts(self, index: int) -> bool:
+        """Tell whether a layer has experts, or a dense MLP."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -294,7 +320,7 @@ def _rope(config: dict, where: str) -> dict:
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
-def _check_supported(flat: dict, vision: dict, family: Family, where: str):
+def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
     """Refuse a model that we do not compute; what is missing or null is what we compute."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
@@ -322,7 +348,7 @@ def _check_supported(flat: dict, vision: dict, family: Family, where: str):
         )
 
 
-def _flat_vision(vision: dict, family: Family, where: str) -> dict:
+def _flat_vision(vision: dict, family: ModelSpec, where: str) -> dict:
     """Return the fields of VisionConfig."""
     vision = vision | {"in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
     rope = _rope(vision, f"{where}: vision_config")

@@ -7,9 +7,10 @@ decoder, the sampler and the losses know nothing of it. Dimension letters: N tok
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.config.types import Part
 from minivlmrl.data.rows import random_numbers
-from minivlmrl.model.families.experts import ROUTED, StackedExperts
 from minivlmrl.model.nf4 import NF4Linear
 
 PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
@@ -42,6 +42,17 @@ def inject_adapters(model: nn.Module, options: LoRAOptions):
         wrap(model, name, options.r, options.alpha / options.r)
     if options.quantize:
         quantize_base(model)
+
+
+# layers of experts, and what chooses them
+ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
+
+
+@runtime_checkable
+class Stacked(Protocol):
+    """Weights that a file has as one tensor, see model/families/experts.py."""
+
+    def stack(self, full: Callable) -> Tensor: ...
 
 
 class LoRALinear(nn.Module):
@@ -78,9 +89,9 @@ class LoRALinear(nn.Module):
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
-def full(tensor: Tensor | LoRALinear | NF4Linear | StackedExperts) -> Tensor:
+def full(tensor: Tensor | LoRALinear | NF4Linear | Stacked) -> Tensor:
     """Gather a tensor if it is sharded, without gradient; of a layer its merged or unpacked weight."""
-    if isinstance(tensor, StackedExperts):
+    if isinstance(tensor, Stacked):
         return tensor.stack(full)
     if isinstance(tensor, LoRALinear):
         return tensor.merged()

@@ -102,7 +102,8 @@ class MetricsLog(ExitStack):
     def step(self, number: int, metrics: dict[str, float], step) -> dict:
         """Record one optimizer step; returns its metrics with the tables of its routers."""
         self.steps += 1
-        values = metrics | self.algorithm.router_log.take()
+        routers = self.algorithm.router_log  # None: the model has no experts
+        values = metrics | (routers.take() if routers else {})
         if not self.files:
             return values
         line = {"stage": self.name, "step": number}

@@ -11,8 +11,6 @@ from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.distributed.checkpoint import save_model
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.model.families.experts import chosen_experts
-from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.model.lora import dropout
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
@@ -102,7 +100,11 @@ class Trainer:
         self.trained = model
         self.processor = processor
         select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
-        self.router_log = RouterLog(model.config, world)
+        self.router_log = None
+        if model.config.experts is not None:
+            from minivlmrl.model.families.routers import RouterLog
+
+            self.router_log = RouterLog(model.config, world)
         self.reference = None
         if self.has_reference(self.config):
             self.reference = Reference(model, run.reference, processor, world)
@@ -136,6 +138,10 @@ class Trainer:
         As a transformers model's, the balance loss is of all tokens of a micro-batch together.
         Those of a step's micro-batches are averaged, weighed by their shares of its completions.
         """
+        if self.router_log is None:
+            return self.loss(batch)
+        from minivlmrl.model.families.experts import chosen_experts
+
         with chosen_experts(self.policy if self.trains_policy else self.trained) as chosen:
             loss, metrics = self.loss(batch)
         by_layer = chosen()

@@ -7,9 +7,8 @@ import torch
 
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model import packing
-from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.config import ExpertsConfig, ModelConfig, VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families.experts import ExpertsConfig
 from minivlmrl.model.families.registry import FAMILIES
 
 # config.json of a model for whole runs, as small as its parts allow

@@ -8,23 +8,20 @@ Dimension letters: N tokens, D hidden_size, E experts, k of them for each token,
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.23.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import require
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.model.decoder import DecoderLayer
-from minivlmrl.model.families import qwen3_5
+from minivlmrl.model.families import qwen3_5, qwen3_vl
+from minivlmrl.model.families.registry import ModelSpec
 from minivlmrl.model.vision import MLP
 
-Count = Annotated[int, "[1, 1e6]"]
 # what config.json of each family may say of experts, and what transformers takes for what is missing
 QWEN3_VL = {
     "num_experts": 60,
@@ -39,30 +36,6 @@ QWEN3_5 = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """Sizes of experts, by their names in config.json."""
-
-    num_experts: Count  # E
-    num_experts_per_tok: Count  # k
-    moe_intermediate_size: Count  # I
-    shared_expert_intermediate_size: Count | None = None  # of one for all tokens; None: no such
-    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)  # have no experts
-    decoder_sparse_step: Count = 1  # layers from one that has experts to the next
-
-    def __post_init__(self):
-        require(
-            self.num_experts_per_tok <= self.num_experts,
-            "num_experts_per_tok",
-            self.num_experts_per_tok,
-            f"num_experts ({self.num_experts}) or less",
-        )
-
-    def has_experts(self, index: int) -> bool:
-        """Tell whether a layer has experts, or a dense MLP."""
-        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
 
 class Experts(nn.Module):
@@ -165,14 +138,12 @@ class RecurrentExpertsLayer(WithExperts, qwen3_5.Layer):
     """Qwen3.5-MoE's."""
 
 
-# layers of experts, and what chooses them
-ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 # a tensor of a file, of all experts of a layer -> weights of each of them, in the order of its rows
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
-    tensors: Iterable[tuple[str, Tensor]], config, turned: bool, file
+    tensors: Iterable[tuple[str, Tensor]], config, file, *, turned: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a file, those of all experts of a layer as the weights of linear layers.
 
@@ -218,7 +189,7 @@ class StackedExperts:
         return stacked.mT.contiguous() if self.turned else stacked
 
 
-def stack_experts(weights: dict[str, object], config, turned: bool):
+def stack_experts(weights: dict[str, object], config, *, turned: bool):
     """Put StackedExperts in place of the weights of single experts."""
     for name in list(weights):
         layer_name, first, _ = name.partition(".0.down_proj")
@@ -229,3 +200,44 @@ def stack_experts(weights: dict[str, object], config, turned: bool):
             for i in range(config.experts.num_experts):
                 experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
             weights[f"{layer_name}.{kind}"] = StackedExperts(experts, turned)
+
+
+def count_over_ranks(model: nn.Module, sum_counts: Callable):
+    """Let the experts of a sharded model know how many tokens all ranks have for each of them."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.forward = partial(module.forward, sum_over_ranks=sum_counts)
+
+
+def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:
+    """Change the ModelSpec of a family into that of its mixture of experts."""
+    return replace(
+        spec,
+        turned_experts=turned,
+        split_tensors=partial(split_experts, turned=turned),
+        stack_tensors=partial(stack_experts, turned=turned),
+        count_over_ranks=count_over_ranks,
+        **changes,
+    )
+
+
+DENSE_QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
+DENSE_QWEN3_5 = qwen3_5.SPECS["qwen3_5"]
+SPECS = {
+    "qwen3_vl_moe": with_experts(
+        DENSE_QWEN3_VL,
+        turned=True,
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
+        experts=QWEN3_VL,
+        model=partial(DENSE_QWEN3_VL.model, layer_type=ExpertsLayer),
+    ),
+    "qwen3_5_moe": with_experts(
+        DENSE_QWEN3_5,
+        turned=False,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # no layer is dense
+        experts=QWEN3_5,
+        model=partial(DENSE_QWEN3_VL.model, layer_type=RecurrentExpertsLayer),
+    ),
+}

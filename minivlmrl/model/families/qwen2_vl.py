@@ -1,12 +1,16 @@
 """Qwen2-VL: its tower's MLP, and the names that only its config.json has."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import ROTARY_ALONE, ModelSpec
+from minivlmrl.model.vision import VisionTransformer
 
 
 class QuickGELUMLP(nn.Module):
@@ -59,3 +63,16 @@ def write_config(config: dict) -> dict:
     vision["embed_dim"] = width
     vision["mlp_ratio"] = int(mlp_ratio) if mlp_ratio.is_integer() else mlp_ratio
     return config | {"vision_config": vision}
+
+
+SPECS = {
+    "qwen2_vl": ModelSpec(
+        architecture="Qwen2VLForConditionalGeneration",
+        tower={**TOWER, **ROTARY_ALONE},
+        hidden_act="quick_gelu",
+        model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=QuickGELUMLP)),
+        read_vision=read_vision,
+        write=write_config,
+        box_space="thousandths",
+    )
+}

@@ -13,6 +13,8 @@ Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py of transfor
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +89,8 @@ def turn_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class GatedDeltaNet(nn.Module):
     """A matrix a head as memory; queries, keys and values see the last inputs by a convolution."""
+
+    resets_itself = True  # its parameters begin as they are here, see build.initialize
 
     def __init__(self, config, index: int):
         super().__init__()
@@ -249,3 +253,19 @@ def write_config(config: dict) -> dict:
         "partial_rotary_factor": text.pop("partial_rotary_factor"),
     }
     return config
+
+
+QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
+SPECS = {
+    "qwen3_5": replace(
+        QWEN3_VL,
+        architecture="Qwen3_5ForConditionalGeneration",
+        tower=TOWER,
+        text=qwen3_vl.TEXT,
+        defaults=TEXT_DEFAULTS,
+        read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | NO_DEEPSTACK,
+        write=write_config,
+        unread=("mtp.",),  # a layer that predicts the token after the next
+        model=partial(QWEN3_VL.model, layer_type=Layer),
+    )
+}

@@ -11,6 +11,7 @@ Source: Qwen3-VL report; modeling_qwen3_vl.py of transformers.
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,9 @@ from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.processor import FIXED, patch_settings
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families import qwen2_vl
+from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, lay_out
 
 
@@ -260,3 +263,23 @@ def write_videos(images: ImageProcessor) -> dict:
         "size": vars(images.videos),
         **patch_settings(images),
     }
+
+
+SPECS = {
+    "qwen3_vl": ModelSpec(
+        architecture="Qwen3VLForConditionalGeneration",
+        tower=TOWER,
+        text={**TEXT, **ALL_ATTEND},
+        defaults=TEXT_DEFAULTS,
+        hidden_act="gelu_pytorch_tanh",
+        read_vision=lambda vision, where: VISION_DEFAULTS | vision,
+        write=write_config,
+        memory_names=True,
+        model=partial(Qwen2_5_VL, tower=Qwen3VisionTransformer),
+        default_system=False,
+        images=IMAGES,
+        read_videos=read_videos,
+        write_videos=write_videos,
+        box_space="thousandths",
+    )
+}

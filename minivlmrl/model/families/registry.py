@@ -1,17 +1,27 @@
-"""All that differs between two model families, in one record each; docs/carry_on.md adds one."""
+"""All that differs between two model families, in one record each; docs/carry_on.md adds one.
+
+config.json names a `model_type`; the module that MODULES has for it is imported then, and its SPECS
+have the ModelSpec. So a run of Qwen2.5-VL imports no other family.
+"""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families import experts, qwen2_vl, qwen3_5, qwen3_vl
-from minivlmrl.model.vision import VisionTransformer
 
+MODULES = {
+    "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl",
+    "qwen2_vl": "minivlmrl.model.families.qwen2_vl",
+    "qwen3_vl": "minivlmrl.model.families.qwen3_vl",
+    "qwen3_5": "minivlmrl.model.families.qwen3_5",
+    "qwen3_vl_moe": "minivlmrl.model.families.experts",
+    "qwen3_5_moe": "minivlmrl.model.families.experts",
+}
 CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -20,8 +30,17 @@ CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# of families that have no recurrent layers
-ALL_ATTEND = {**dict.fromkeys(qwen3_5.LAYERS), "layer_types": (), "partial_rotary_factor": 1.0}
+# fields of recurrent layers, and what families without such layers have
+NO_RECURRENT = dict.fromkeys(
+    (
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    )
+)
+ALL_ATTEND = {**NO_RECURRENT, "layer_types": (), "partial_rotary_factor": 1.0}
 # of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {
     "attention_bias": True,
@@ -30,11 +49,13 @@ QWEN2_TEXT = {
     "head_dim": None,
     **ALL_ATTEND,
 }
+# of towers without learned positions: Qwen2-VL's and Qwen2.5-VL's
+ROTARY_ALONE = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 
 
 @dataclass(frozen=True)
-class Family:
-    """What hub, plan and sharding ask about a model; FAMILIES has it by its `model_type`."""
+class ModelSpec:
+    """All that differs between model families; FAMILIES finds it by `model_type`."""
 
     architecture: str  # class of transformers, which config.json names
     # fields of VisionConfig that config.json does not have, the positions of a video among them
@@ -54,14 +75,42 @@ class Family:
     # what config.json says of experts, and what transformers takes for what is missing
     experts: dict[str, Any] = field(default_factory=dict)
     turned_experts: bool = False  # its files have them transposed
+    # (tensors of a file, ModelConfig, file) -> the tensors by the names of the model's parameters
+    split_tensors: Callable = lambda tensors, config, file: tensors
+    # (weights by name, ModelConfig): put weights that a file has as one tensor in place of theirs
+    stack_tensors: Callable = lambda weights, config: None
+    # (model, function): what sums the tokens of experts over the ranks of a sharded model
+    count_over_ranks: Callable = lambda model, sum_counts: None
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # what its preprocessor_config.json may leave out
     images: dict[str, Any] = field(default_factory=dict)
     # of its video_preprocessor_config.json, where it has rules of its own for videos
     read_videos: Callable = lambda settings, where, images: None
+    write_videos: Callable = lambda images: {}  # and writes them
     box_space: str = "resized"  # units of the boxes in its answers, see data/boxes.py
     # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time
     blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
+
+
+class Families(Mapping[str, ModelSpec]):
+    """The ModelSpec of each `model_type`; its module is imported when it is asked for."""
+
+    def __getitem__(self, model_type: str) -> ModelSpec:
+        return import_module(MODULES[model_type]).SPECS[model_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODULES)
+
+    def __len__(self) -> int:
+        return len(MODULES)
+
+
+FAMILIES = Families()
+
+
+def family_of(model: nn.Module) -> ModelSpec:
+    """Look up the family of a model."""
+    return FAMILIES[model.config.model_type]
 
 
 def hub_name(name: str) -> str:
@@ -77,68 +126,3 @@ def memory_name(name: str) -> str:
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)
-
-
-def family_of(model: nn.Module) -> Family:
-    """Look up the family of a model."""
-    return FAMILIES[model.config.model_type]
-
-
-# of towers without learned positions: Qwen2-VL's and Qwen2.5-VL's
-ROTARY_ALONE = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
-FAMILIES = {
-    "qwen2_5_vl": Family(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        tower={"norm": "rms_norm", **ROTARY_ALONE},
-    ),
-    "qwen2_vl": Family(
-        architecture="Qwen2VLForConditionalGeneration",
-        tower={**qwen2_vl.TOWER, **ROTARY_ALONE},
-        hidden_act="quick_gelu",
-        model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=qwen2_vl.QuickGELUMLP)),
-        read_vision=qwen2_vl.read_vision,
-        write=qwen2_vl.write_config,
-        box_space="thousandths",
-    ),
-    "qwen3_vl": Family(
-        architecture="Qwen3VLForConditionalGeneration",
-        tower=qwen3_vl.TOWER,
-        text={**qwen3_vl.TEXT, **ALL_ATTEND},
-        defaults=qwen3_vl.TEXT_DEFAULTS,
-        hidden_act="gelu_pytorch_tanh",
-        read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision,
-        write=qwen3_vl.write_config,
-        memory_names=True,
-        model=partial(Qwen2_5_VL, tower=qwen3_vl.Qwen3VisionTransformer),
-        default_system=False,
-        images=qwen3_vl.IMAGES,
-        read_videos=qwen3_vl.read_videos,
-        box_space="thousandths",
-    ),
-}
-FAMILIES["qwen3_5"] = replace(
-    FAMILIES["qwen3_vl"],
-    architecture="Qwen3_5ForConditionalGeneration",
-    tower=qwen3_5.TOWER,
-    text=qwen3_vl.TEXT,
-    defaults=qwen3_5.TEXT_DEFAULTS,
-    read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | qwen3_5.NO_DEEPSTACK,
-    write=qwen3_5.write_config,
-    unread=("mtp.",),  # a layer that predicts the token after the next
-    model=partial(FAMILIES["qwen3_vl"].model, layer_type=qwen3_5.Layer),
-)
-FAMILIES["qwen3_vl_moe"] = replace(
-    FAMILIES["qwen3_vl"],
-    architecture="Qwen3VLMoeForConditionalGeneration",
-    defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
-    experts=experts.QWEN3_VL,
-    turned_experts=True,
-    model=partial(FAMILIES["qwen3_vl"].model, layer_type=experts.ExpertsLayer),
-)
-FAMILIES["qwen3_5_moe"] = replace(
-    FAMILIES["qwen3_5"],
-    architecture="Qwen3_5MoeForConditionalGeneration",
-    text={**FAMILIES["qwen3_5"].text, "intermediate_size": 1},  # no layer is dense
-    experts=experts.QWEN3_5,
-    model=partial(FAMILIES["qwen3_vl"].model, layer_type=experts.RecurrentExpertsLayer),
-)

@@ -96,7 +96,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
         for loss in losses:
             loss.backward()
         gradients = ((hub_name(name), p.grad) for name, p in theirs.named_parameters())
-        gradients = dict(split_experts(gradients, ours.config, False, "theirs"))
+        gradients = dict(split_experts(gradients, ours.config, "theirs", turned=False))
         largest = max(gradient.abs().max() for gradient in gradients.values() if gradient is not None)
         for name, p in ours.named_parameters():
             found = torch.zeros_like(p) if p.grad is None else p.grad

@@ -1,0 +1,10 @@
+"""Qwen2.5-VL, the family that the rest of the package is written for."""
+
+from minivlmrl.model.families.registry import ROTARY_ALONE, ModelSpec
+
+SPECS = {
+    "qwen2_5_vl": ModelSpec(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        tower={"norm": "rms_norm", **ROTARY_ALONE},
+    )
+}
