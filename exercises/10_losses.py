@@ -1,13 +1,15 @@
 TASK = """
 Make the loss of per-token log-probabilities: the ratio to the policy that sampled (None: the present one), the term of
 `options.loss_type` for each token, with `beta` the KL to the reference (kl_term, corrected by correct_kl) times beta,
-and the average over what the mask leaves. AVERAGES has the average of each loss_type.
+times token_weights, and the average over what the mask leaves. TERMS has the term of each loss_type (its keywords are
+`term_options`), AVERAGES the average.
 Set `metrics`, the term's and "kl", and `loss`.
 """
 
 HINT = """
 Present and old log-probabilities are equal at first, but only the present ones have a gradient: that is what detach is
-for. clipped returns the term and metrics; the loss is a number to minimise, and the KL is a cost too. The averages take
+for. A term takes TermInputs and returns losses of tokens, and metrics; the loss is a number to minimise, and the KL is
+a cost too. The averages take
 per-token losses that are 0 outside the mask, the mask, and the counts of the whole step.
 """
 
@@ -46,7 +48,8 @@ WRONG = {
     "the KL is in the advantage, as in RLOO; GRPO adds it to each token's loss": [
         (
             "per_token_loss = per_token_loss + options.beta * kl\n",
-            f"per_token_loss = clipped(ratio, advantages - options.beta * kl{detached}, options)[0]\n",
+            f"inputs.advantages = advantages - options.beta * kl{detached}\n"
+            "    per_token_loss = TERMS[options.loss_type](inputs, options)[0]\n",
         )
         for detached in (".detach()", "")
     ],
@@ -69,19 +72,19 @@ WRONG = {
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, Counts(len(mask), mask.sum(), 8))",
     ),
     "the ratio is not clipped": (
-        "per_token_loss, metrics = clipped(ratio, advantages, options)",
-        "per_token_loss, metrics = -ratio * advantages, clipped(ratio, advantages, options)[1]",
+        "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
+        "per_token_loss, metrics = -ratio * advantages, TERMS[options.loss_type](inputs, options)[1]",
     ),
     "you take the larger of the two terms; the smaller one is the cautious one": (
-        "per_token_loss, metrics = clipped(ratio, advantages, options)",
+        "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
         "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), "
-        "clipped(ratio, advantages, options)[1]",
+        "TERMS[options.loss_type](inputs, options)[1]",
     ),
     "clipped without the min: a token that moved the wrong way can no longer come back": (
-        "per_token_loss, metrics = clipped(ratio, advantages, options)",
+        "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
-        "per_token_loss, metrics = -clip * advantages, clipped(ratio, advantages, options)[1]",
+        "per_token_loss, metrics = -clip * advantages, TERMS[options.loss_type](inputs, options)[1]",
     ),
     "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",

@@ -205,8 +205,9 @@ def needed(tree: ast.Module, function: ast.FunctionDef, module: str) -> list[str
                 lines.append(ast.unparse(node))
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)
-        elif isinstance(node, ast.Assign):
-            targets = [name for target in node.targets for name in ast.walk(target)]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            assigned = node.targets if isinstance(node, ast.Assign) else [node.target]
+            targets = [name for target in assigned for name in ast.walk(target)]
             defined |= {name.id for name in targets if isinstance(name, ast.Name)}
     if "Tensor" in used and "import torch" not in lines:
         lines.insert(0, "import torch")

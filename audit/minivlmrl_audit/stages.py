@@ -17,11 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import (
     AVERAGES,
+    TERMS,
     Counts,
+    TermInputs,
     correct_kl,
     importance_ratio,
     kl_term,
-    policy_terms,
 )
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 from minivlmrl.losses.preference import answer_logps, dpo_loss
@@ -365,37 +366,33 @@ def policy_pieces(
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Average what the policy is to gain, and its size."""
-    without_kl = copy.copy(pieces.options)  # a deviation may have what options refuse
-    without_kl.beta = 0.0
+    options = pieces.options
     d = change.d
     sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
     no_mismatch = torch.ones(len(d.all_rows), 1)
     correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
     correction = correction[pieces.part]
-    arguments_of_term = arguments(without_kl)
+    arguments_of_term = arguments(options)
     weights = pieces.kept
-    if without_kl.loss_type == "vespo":
+    if options.loss_type == "vespo":
         arguments_of_term["importance_sampling_ratio"] = correction
     else:
         weights = weights * correction
-    if without_kl.off_policy_mask_threshold is not None:
+    if options.off_policy_mask_threshold is not None:
         old = pieces.per_token_logps - pieces.log_ratio
         weights = weights * off_policy_mask(
             pieces.per_token_logps,
             old if sampler_logps is None else sampler_logps,
             pieces.advantages,
             pieces.mask,
-            without_kl.off_policy_mask_threshold,
+            options.off_policy_mask_threshold,
         )
-    terms, _ = policy_terms(
-        pieces.per_token_logps,
-        pieces.advantages,
-        pieces.mask,
-        without_kl,
-        old_per_token_logps=pieces.per_token_logps - pieces.log_ratio,
-        token_weights=weights,
-        **arguments_of_term,
+    ratio = importance_ratio(pieces.log_ratio, pieces.mask, options.importance_sampling_level)
+    term_inputs = TermInputs(
+        pieces.per_token_logps, pieces.log_ratio, ratio, pieces.advantages, pieces.mask
     )
+    terms, _ = TERMS[options.loss_type](term_inputs, options, **arguments_of_term)
+    terms = terms * weights
     terms = change("terms", terms, selection=(pieces.part,), **pieces._asdict())
     return averaged(pieces.part, terms, change)
 

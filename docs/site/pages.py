@@ -1,6 +1,6 @@
 """What mkdocs does not do by itself: README as the start, a page of each notebook and of each file of code, the menu.
 
-All come from the Markdown that is read without a site: the menu is docs/README.md, the book's order README's table.
+All come from the Markdown that is read without a site: the menu is docs/README.md, the reading list README's table.
 """
 
 import json
@@ -57,11 +57,12 @@ def written(path: str) -> str:
     if source.suffix == ".ipynb":
         return notebook(text)
     fence, about = "`" * 4, ""
-    if path in (chapters := book()):
-        number, test = [*chapters].index(path) + 1, f"tests/test_{source.name}"
-        about = f"Chapter {number} of {len(chapters)}: {chapters[path]}. Proved by [{test}](../{test}).\n\n"
+    if path in (files := reading_list()):
+        number, test = [*files].index(path) + 1, test_of(path)
+        link = posixpath.relpath(test, posixpath.dirname(path))
+        about = f"File {number} of {len(files)} of the reading list: {files[path]}. Tested by [{test}]({link}).\n\n"
     code = f"{fence}{{.{LANGUAGES[source.suffix]} title='{path}' linenums='1'}}\n{text}\n{fence}\n"
-    unsearched = "" if about else "search: {exclude: true}\n"  # tests say every word that a chapter says
+    unsearched = "" if about else "search: {exclude: true}\n"  # tests say the same words
     return f"---\nhide: [toc]\n{unsearched}---\n\n# {source.name}\n\n{about}{code}"
 
 
@@ -80,9 +81,15 @@ def menu_words(name: str) -> str:
     return words if words.split()[0] in NAMES else words[0].upper() + words[1:]
 
 
-def book() -> dict[str, str]:
-    """What each file of the book does, of README's table, in its order: {"path": "image file -> ..."}."""
-    table = re.findall(r"^\| \[\w+\.py\]\((\S+)\) \| (.+?) \|", (ROOT / START).read_text(), re.MULTILINE)
+def test_of(path: str) -> str:
+    """Return the path of the test of a file of the package: tests/losses/test_grpo.py of minivlmrl/losses/grpo.py."""
+    file = Path(path)
+    return f"tests/{file.parent.name}/test_{file.name}"
+
+
+def reading_list() -> dict[str, str]:
+    """Return what each file of README's reading list does, in its order: {"path": "image file -> ..."}."""
+    table = re.findall(r"^\| \[[\w/]+\.py\]\((\S+)\) \| (.+?) \|", (ROOT / START).read_text(), re.MULTILINE)
     return dict(table)
 
 
@@ -95,7 +102,7 @@ def on_config(config):
         {title: [{menu_words(name): site_path(f"docs/{file}")} for name, file in PAGE.findall(text)]}
         for title, text in sections
     ]
-    config.nav += [{"The book": [{Path(path).name: site_path(path)} for path in book()]}]
+    config.nav += [{"The reading list": [{Path(path).name: site_path(path)} for path in reading_list()]}]
     return config
 
 
@@ -106,7 +113,7 @@ def on_files(files, config):
     notebooks = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb")]
     pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     waiting, made = [START, INDEX, *notebooks, *pages], set()
-    chapters = book()
+    listed = reading_list()
     while waiting:
         path = waiting.pop()
         is_ours = path in (START, INDEX) or path.endswith(".ipynb") or site_path(path).startswith("code/")
@@ -114,7 +121,7 @@ def on_files(files, config):
             files.append(File.generated(config, site_path(path), content=moved(written(path), path)))
         if path not in made and (path.endswith(".md") or (ROOT / path).is_dir()):
             waiting += links(written(path), path)
-        waiting += [f"tests/test_{Path(path).name}"] * (path in chapters)
+        waiting += [test_of(path)] * (path in listed)
         made.add(path)
     return files
 

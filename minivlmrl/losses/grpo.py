@@ -106,28 +106,8 @@ def grpo_loss(
     if len(advantages) != len(mask):
         raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
     options = options or GRPOLossOptions()
-    average = find_entry("loss_type", options.loss_type, AVERAGES)
-    per_token_loss, metrics = policy_terms(
-        per_token_logps, advantages, mask, options,
-        old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-        token_weights=token_weights, **term_options,
-    )  # fmt: skip
-    loss = average(per_token_loss * mask, mask, counts or counts_of(mask))
-    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
-
-
-def policy_terms(
-    per_token_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    options: LossOptions,
-    *,
-    old_per_token_logps: Tensor | None = None,
-    ref_per_token_logps: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    **term_options,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the losses of tokens (B, T) that grpo_loss averages, and metrics of tokens or rows."""
+    check_known("loss_type", options.loss_type, AVERAGES)
+    counts = counts or counts_of(mask)
     if advantages.dim() == 1:
         advantages = advantages[:, None]  # (B, 1), else (B, T)
     if old_per_token_logps is None:
@@ -135,8 +115,7 @@ def policy_terms(
     log_ratio = per_token_logps - old_per_token_logps  # (B, T)
     ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
     inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask)
-    term = find_entry("loss_type", options.loss_type, TERMS)
-    per_token_loss, metrics = term(inputs, options, **term_options)
+    per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)
     if token_weights is not None:
         per_token_loss = per_token_loss * token_weights
     if options.beta:
@@ -144,12 +123,14 @@ def policy_terms(
         kl = correct_kl(kl, ratio, options)
         metrics["kl"] = kl
         per_token_loss = per_token_loss + options.beta * kl
-    return per_token_loss, metrics
+    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
+    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Compute pi / pi_old of tokens, (B, T), or of whole rows, (B, 1), from log-ratios (B, T)."""
-    return find_entry("importance_sampling_level", level, RATIOS)(log_ratio, mask)
+    check_known("importance_sampling_level", level, RATIOS)
+    return RATIOS[level](log_ratio, mask)
 
 
 # importance_sampling_level: (log_ratio (B, T), mask) -> ratio (B, T) or (B, 1)
@@ -279,8 +260,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
-def find_entry(option: str, name: str, table: dict[str, Callable]) -> Callable:
-    """Look up an option's value in its table (ValueError: it has no such entry)."""
+def check_known(option: str, name: str, table: dict[str, Callable]):
+    """Refuse a value of an option (ValueError) that its table does not have."""
     if name not in table:
         raise ValueError(f"{option} is {name!r}; known are {', '.join(table)}")
-    return table[name]

@@ -2,7 +2,7 @@
 
 64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of
 a normal. Scales, less their mean, have 8 bits: 4.13 bits a value. Each pass unpacks weights again.
-recipes/adamw8bit.py has moments of such 8 bits.
+run/adamw8bit.py has moments of such 8 bits.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import find_named, recipes_folder, with_options
+from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.distributed.fsdp import is_sharded, reshard
@@ -22,7 +22,7 @@ def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
-OPTIMIZERS = {"adamw": adamw, "adamw_8bit": f"{recipes_folder()}/adamw8bit.py:AdamW8bit"}
+OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.run.adamw8bit:AdamW8bit"}
 
 
 def build_optimizer(

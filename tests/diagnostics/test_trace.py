@@ -120,9 +120,9 @@ def test_values_are_those_of_the_step(film):
     page, algorithm, step, *_ = film("grpo", True)
     [batch], [run], decode = step.micro_batches, page.runs, algorithm.processor.tokenizer.decode
     assert [page.words[str(i)] for i in run["ids"]] == [decode([i]) for i in batch.group.input_ids.tolist()]
-    advantages = page.made("advantages", "policy_terms")[-1]["rows"]  # (R, 1)
+    advantages = page.made("advantages", "grpo_loss")[-1]["rows"]  # (R, 1)
     assert [x for [x] in advantages] == pytest.approx(batch.advantages.tolist(), rel=1e-3)
-    [ratio] = page.made("ratio", "policy_terms")
+    [ratio] = page.made("ratio", "grpo_loss")
     assert ratio["rows"] == torch.ones_like(batch.loss_mask).tolist() and ratio["stats"] == [1, 1, 1, 0]
     assert len(page.made("pixel_values", "VisionTransformer.forward")[-1]["pictures"]) == 4
     rounds = [n for call, _, name, n in page.more if page.calls[call][1] == "generate" and not name]
@@ -176,7 +176,7 @@ def test_ten_questions_on_ones_own_run(film, tmp_path):
     assert answers.get("error", "") == "" and answers["visible"]
     index = batch.completion_index.tolist()
     names = [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
-    [ratio] = page.made("ratio", "policy_terms")
+    [ratio] = page.made("ratio", "grpo_loss")
     largest = max(ratio["rows"][2][: batch.group.layout.row_lengths[2]])
     assert largest != 1 and f"2 ({names[index[2]]}): {largest:g} at " in answers["ratio"]
     assert answers["advantage"] == f"row 3 ({names[index[3]]}): {batch.advantages[3].item():.4g}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from links import ROOT
 
-SECTION = "## The book"
+SECTION = "## The reading list"
 
 
 def reading_list() -> dict[Path, str]:

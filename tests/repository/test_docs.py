@@ -342,7 +342,7 @@ def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
         exec(call, space)
         return sum(p.double().sum() for n, p in space["policy"].named_parameters() if "lora_" in n).item()
 
-    sums = [run(call) for call in calls[2:] if call != "sample"]
+    sums = [run(call) for call in calls[2:] if call != "grpo.sample"]
     _, forward, sft, custom, loss, update, saved, *_ = sums
     assert len({forward, sft, custom, loss}) == 1 and update != loss and saved == update
     assert len(space["completions"][0]) == 8
@@ -426,7 +426,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     for page in ("code/minivlmrl/trainers/grpo.py.html", "first_hour.html", "https://github.com/minivlmrl/minivlmrl"):
         assert f'href="{page}"' in menu
     assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # searched from a folder, without a server
-    chapter = (tmp_path / "code" / "minivlmrl" / "losses.py.html").read_text()
-    assert "Chapter 13 of 15" in chapter and 'href="../tests/losses/test_grpo.py.html"' in chapter
+    chapter = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
+    assert "File 13 of 15 of the reading list" in chapter and 'tests/losses/test_grpo.py.html"' in chapter
     assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()
     assert len((ROOT / "docs/site/mkdocs.yml").read_text().splitlines()) <= 40

@@ -28,10 +28,10 @@ NEEDED = {
     "model/attention": {"GroupAttention.__call__", "DecodeAttention.__call__"},
     "model/decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
     "generation/generate": {
-        *("Sampler.__call__", "prefill", "Decode.__call__"),
-        *("make_token_sampler.<locals>.choose", "inverse_cdf", "collect"),
+        *("generate", "prefill", "Decode.__call__"),
+        *("make_token_sampler.<locals>.sample_token", "inverse_cdf", "collect"),
     },
-    "trainers/grpo": {"GRPO.steps", "GRPO.roll_out", "GRPO.prepare", "GRPO.micro_batches", "GRPO.loss"},
+    "trainers/grpo": {f"GRPOTrainer.{name}" for name in ("steps", "roll_out", "prepare", "micro_batches", "loss")},
 }
 
 

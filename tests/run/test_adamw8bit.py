@@ -6,8 +6,8 @@ from record_bitsandbytes import digest, numbers, recorded
 from torch import nn
 
 from minivlmrl.model.nf4 import dynamic_code, quantize
-from recipes import adamw8bit
-from recipes.adamw8bit import AdamW8bit
+from minivlmrl.run import adamw8bit
+from minivlmrl.run.adamw8bit import AdamW8bit
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 

@@ -165,7 +165,7 @@ def test_what_is_wrong_with_experts_is_named(tmp_path, model_type, change, says)
 
 def test_an_expert_without_tokens_has_no_gradient_and_stays():
     """Neither clipping, weight decay nor moments of 8 bits touch it, however often another one learns."""
-    from recipes.adamw8bit import AdamW8bit
+    from minivlmrl.run.adamw8bit import AdamW8bit
 
     config = tiny.config(model_type="qwen3_5_moe")
     for make in (torch.optim.AdamW, AdamW8bit):

@@ -29,7 +29,9 @@ class AdamW8bit(torch.optim.Optimizer):
     These keep in 16 bits what rounding has taken from them: small updates add up.
     """
 
-    def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
+    def __init__(
+        self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float
+    ):
         defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
         super().__init__(parameters, defaults)
 
@@ -54,7 +56,14 @@ class AdamW8bit(torch.optim.Optimizer):
             piece = {name: value[rows] for name, value in moments.items()}
             self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
-    def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
+    def _update_rows(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        num_steps: int,
+        group: dict,
+    ):
         """Take AdamW's step (arXiv 1711.05101, algorithm 2) on some rows, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
