@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch
 
-from minivlmrl.commands.process import run_rank
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.run import loop
+from minivlmrl.run.process import run_rank
 
 FILE = "expected.json"
 # fields of a recipe that change no number of the summary; seed and threads are columns of the file

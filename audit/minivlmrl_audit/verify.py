@@ -10,12 +10,12 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from minivlmrl.commands.process import is_first
 from minivlmrl.diagnostics.replay import run_config, train_again
 from minivlmrl.files import digest, json_text, read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import state_folders
 from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.process import is_first
 from minivlmrl.run.rollout_log import COMPLETIONS, Logged
 from minivlmrl.run.trainer_state import RUN
 from minivlmrl_audit.difference import DAMAGED, content, difference, distance

@@ -13,11 +13,11 @@ import typing
 
 import yaml
 
-from minivlmrl.commands.process import run_rank
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import did_you_mean, help_of, type_text
 from minivlmrl.run.loop import main
+from minivlmrl.run.process import run_rank
 
 
 def start(arguments: list[str]):

@@ -10,19 +10,16 @@ from contextlib import suppress
 from dataclasses import field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
 
 import yaml
 
-from minivlmrl.config.import_utils import recipes_folder, split_options
+from minivlmrl.config.import_utils import find_named, recipes_folder, split_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import build, did_you_mean, naming, parse_yaml, read_value
+from minivlmrl.config.parsing import build, did_you_mean, naming, parse_yaml, read_value, require
 from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
 from minivlmrl.data.media_options import check_options
 from minivlmrl.files import json_text
 from minivlmrl.losses.preference import check_dpo_options
-from minivlmrl.trainers.base import Trainer
-from minivlmrl.trainers.registry import find_class
 
 # fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
 KEPT = {
@@ -38,8 +35,6 @@ KEPT = {
     ],
 }
 
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Weights = dict[RewardName, Annotated[float, "(-inf, inf)"]]
 TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that are texts
 
 
@@ -72,7 +67,7 @@ def load_config(
         return located
 
     files = [locate(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
-    config_class = _with_sections(tuple(find_class(file) for file in files))
+    config_class = _with_sections(tuple(find_stage(file) for file in files))
     unused_sections = []
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
         unused_sections = [name for name in values if name not in vars(config_class())]
@@ -90,7 +85,7 @@ def load_config(
     config = _build_run(config_class, _map_texts(config_class, values, locate), "command line")
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
-    config.names_of_files = {file: find_class(file).stage for file in files}
+    config.names_of_files = {file: find_stage(file).stage for file in files}
     return config
 
 
@@ -102,6 +97,24 @@ def _build_run(config_class: type[RunConfig], values: dict, where: str | Path) -
             config.data.video = check_options("video", config.data.video)
         check_dpo_options(config.dpo, "dpo.")
     return config
+
+
+def find_stage(stage: str) -> type:
+    """Find the class of a stage in a file, "file.py:Class", which has a name and options.
+
+    trainers/registry.py checks the rest: this module may not import trainers.
+
+    Raises:
+        ValueError: there is none, or it lacks one of them.
+    """
+    cls, options = find_named("stage", stage, {})
+    with naming(f"stages: {stage}"):
+        has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
+        require(has_options, "it", cls, "a Trainer of minivlmrl.trainers.base")
+        name = getattr(cls, "stage", None)
+        require(str(name).isidentifier(), "stage", name, "a name, that of its section")
+        require(not options, "what is in brackets", options, "in its section of the recipe")
+    return cls
 
 
 def _find_recipe(recipe: str | Path) -> Path:
@@ -120,7 +133,7 @@ def _stages(values: dict, where: str | Path) -> list[str]:
 
 
 @cache
-def _with_sections(algorithms: tuple[type[Trainer], ...]) -> type[RunConfig]:
+def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     """Add a section for each stage of a file (ValueError: there is one of its name)."""
     if not algorithms:
         return RunConfig

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.optim import Optimizer
 
-from minivlmrl.commands.process import is_first
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
@@ -32,6 +31,7 @@ from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.process import is_first
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged, groups, is_past
 from minivlmrl.run.trainer_state import read_trainer_state
 from minivlmrl.trainers.base import Step, Trainer

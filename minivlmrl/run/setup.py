@@ -128,6 +128,17 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
     for name in config.unused_sections:
         yield f"{name}: no effect, stages does not name it"
+    yield from unnamed_sections(config)
+    yield from unused_files(config)
+    if all(algorithm.answers for algorithm in algorithms.values()):
+        for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
+            if is_set(name, config):
+                yield f"{name}: no effect, no stage samples completions"
+    yield from mistakes(config, datasets)
+
+
+def unnamed_sections(config) -> Iterator[str]:
+    """Name the options that are set of stages that the recipe does not name."""
     for name in unnamed_stages(config):
         section = getattr(config, name)
         changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
@@ -135,6 +146,10 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
             changed = [option for option in changed if option != "reward_model.path"]
         if changed:
             yield f"{', '.join(changed)}: no effect, stages does not name {name}"
+
+
+def unused_files(config) -> Iterator[str]:
+    """Name the files of rows that no stage of the recipe reads."""
     for stage in config.data.files:
         if stage not in config.stage_names:
             yield f"data.files.{stage}: no effect, stages does not name {stage}"
@@ -142,11 +157,6 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
         for name in ("train_file", "train"):
             if getattr(config.data, name):
                 yield f"data.{name}: no effect, data.files has the rows of all stages"
-    if all(algorithm.answers for algorithm in algorithms.values()):
-        for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
-            if is_set(name, config):
-                yield f"{name}: no effect, no stage samples completions"
-    yield from mistakes(config, datasets)
 
 
 def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:

@@ -4,14 +4,13 @@ A token's route is the set of its experts in all layers. It is kept as one numbe
 random number for each of them: equal sets have equal sums, in any order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.data.rows import Completion
-from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.model.families.experts import chosen_experts
 
 
@@ -35,7 +34,7 @@ def routes_of(
 
 
 @contextmanager
-def watch_routes(model: nn.Module, choose: TokenSampler, kept: Tensor) -> Iterator[TokenSampler]:
+def watch_routes(model: nn.Module, choose: Callable, kept: Tensor) -> Iterator[Callable]:
     """Yield a `choose` that keeps the route after which each token of a rollout is drawn.
 
     Args:

@@ -5,9 +5,9 @@ import errno
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from minivlmrl.commands.process import run_rank
 from minivlmrl.rewards.text import accuracy
 from minivlmrl.run import loop
+from minivlmrl.run.process import run_rank
 
 
 @pytest.fixture
