@@ -54,6 +54,15 @@ def test_mrope_section_counts_inside_rope_scaling_alone():
         ModelConfig.from_dict(tiny.RUN_MODEL | outside)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_written_config_has_fields_of_its_own_family_alone(model_type):
+    config = tiny.config(model_type=model_type).to_dict()
+    text = config.get("text_config", config)
+    recurrent = [name for name in text if name.startswith("linear_") or name == "full_attention_interval"]
+    assert len(recurrent) == (6 if model_type.startswith("qwen3_5") else 0)
+    assert ("num_experts" in text) == model_type.endswith("_moe")
+
+
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")

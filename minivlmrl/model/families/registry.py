@@ -33,6 +33,7 @@ CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
 # fields of recurrent layers, and what families without such layers have
 NO_RECURRENT = dict.fromkeys(
     (
+        "full_attention_interval",
         "linear_conv_kernel_dim",
         "linear_key_head_dim",
         "linear_value_head_dim",
