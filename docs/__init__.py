@@ -1,1 +1,1 @@
-"""Pages, and what writes their numbers and drawings."""
+"""Pages; scripts/ writes their numbers and pictures, exercises/ has the exercises."""

@@ -19,10 +19,10 @@ LANGUAGES = {".py": "python", ".txt": "text", ".yaml": "yaml", ".json": "json", 
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository is in the site: data.md of docs/data.md, code/train.py.md of train.py."""
+    """Return where a file of the repository is in the site: data.md for docs/data.md, code/train.py.md for train.py."""
     if path in (START, INDEX):
         return {START: "index.md", INDEX: "pages.md"}[path]
-    if path.startswith("docs/") and not path.endswith(".py"):
+    if path.startswith("docs/") and not path.startswith(("docs/scripts/", "docs/exercises/")):
         return path.removeprefix("docs/").replace(".ipynb", ".md")
     return f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
 

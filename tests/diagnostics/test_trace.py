@@ -234,7 +234,7 @@ def test_where_the_reward_looked_is_what_a_pixel_changes(film):
 
 
 def test_the_page_in_docs_shows_the_book_as_it_is():
-    """But for comments. If this fails, python -m docs.make_pages writes it again."""
+    """But for comments. If this fails, python -m docs.scripts.make_pages writes it again."""
     path = ROOT / "docs" / "step.html"
     page = Page(path)
     assert path.stat().st_size <= 1_500_000 and page.files

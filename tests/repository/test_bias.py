@@ -6,7 +6,7 @@ import pytest
 import torch
 from links import ROOT
 
-from docs import bias
+from docs.scripts import bias
 from minivlmrl.data.rows import Completion
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import group_advantages, leave_one_out

@@ -20,7 +20,7 @@ from links import ROOT, links, missing, names
 from reading_list import reading_list
 from runs import metrics
 
-from docs import held_out, make_pages
+from docs.scripts import held_out, make_pages
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
@@ -386,7 +386,7 @@ def test_the_page_of_the_audit_prints_what_it_says(tmp_path, monkeypatch, capsys
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
 def test_a_page_is_as_committed(name):
-    """If this fails after a change, read the new page: python -m docs.make_pages.
+    """If this fails after a change, read the new page: python -m docs.scripts.make_pages.
 
     Another processor may round the last decimal differently.
     """
@@ -404,7 +404,7 @@ def test_a_page_is_as_committed(name):
 def test_a_moving_picture_is_of_a_run_that_the_results_name(name, page):
     """Of at most 1 MB; what it shows is held by test_a_page_is_as_committed. README's is of the default run."""
     path = ROOT / "docs" / f"{name}.svg"
-    run = json.loads(path.with_suffix(".json").read_text())
+    run = json.loads((ROOT / "docs" / "scripts" / f"{name}.json").read_text())
     assert [moment["step"] for moment in run["moments"]] == [*range(0, 161, held_out.EVERY)]
     assert f"{path.name})" in page and run["command"] in RESULTS
     assert path.stat().st_size < 2**20
@@ -417,7 +417,7 @@ def test_torch_is_that_of_the_pins():
 
 @pytest.mark.slow
 def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
-    """By mkdocs, strict; also the book's chapters with their code, and search."""
+    """By mkdocs, strict; also the files of the reading list with their code, and search."""
     pytest.importorskip("material", reason="extra missing: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
@@ -426,7 +426,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     for page in ("code/minivlmrl/trainers/grpo.py.html", "first_hour.html", "https://github.com/minivlmrl/minivlmrl"):
         assert f'href="{page}"' in menu
     assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # searched from a folder, without a server
-    chapter = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
-    assert "File 13 of 15 of the reading list" in chapter and 'tests/losses/test_grpo.py.html"' in chapter
+    file = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
+    assert "File 13 of 15 of the reading list" in file and 'tests/losses/test_grpo.py.html"' in file
     assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()
     assert len((ROOT / "docs/site/mkdocs.yml").read_text().splitlines()) <= 40

@@ -1,6 +1,5 @@
-"""Exercises: each known mistake is recognised by its name, the book passes, a rename in the book does not matter."""
+"""Exercises: each known mistake is recognised by its name, the original passes, a rename in it does not matter."""
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -8,21 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from links import ROOT
 
-from exercises.__main__ import BOOK, check, load, main, markers
+from docs.exercises.__main__ import PACKAGE, check, load, main, markers
+from docs.scripts import exercises
 
-DOCS = ROOT / "docs"
 EXERCISES = {number: load(number) for number in range(1, len(markers()) + 1)}
 MISTAKES = [(number, *wrong) for number, exercise in EXERCISES.items() for wrong in exercise.wrong_answers()]
 ANSWERS = yaml.safe_load((Path(__file__).parents[1] / "recorded" / "exercise_answers.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("number", EXERCISES)
-def test_the_book_passes_and_the_hole_does_not(number):
+def test_the_original_passes_and_the_hole_does_not(number):
     exercise = EXERCISES[number]
     passed, says = check(exercise, exercise.text(exercise.solution), "mine.py")
-    assert passed and says.endswith(f" tries as minivlmrl/{exercise.path.name} does")
+    assert passed and says.endswith(f" tries as minivlmrl/{exercise.name} does")
     hole = exercise.text()
     passed, says = check(exercise, hole, "mine.py")
     assert not passed and re.search(rf"mine.py, line \d+: NotImplementedError: exercise {number}: fill this in", says)
@@ -51,8 +49,10 @@ def test_two_mistakes_in_two_results_are_both_named():
 
 
 def test_a_lost_function_is_named(tmp_path):
-    shutil.copy(BOOK / "data" / "image.py", tmp_path)
-    with pytest.raises(ValueError, match=r"exercises/holes.yaml: no function of the book is named group_advantages or"):
+    shutil.copy(PACKAGE / "data" / "image.py", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"docs/exercises/holes.yaml: no function of minivlmrl is named group_advantages or"
+    ):
         load(9, tmp_path)
     with pytest.raises(ValueError, match="there is no exercise 11: they are 1 to 10"):
         load(11)
@@ -72,11 +72,8 @@ def test_what_is_no_known_mistake_is_shown(filled, says):
 
 
 def test_the_page_shows_what_is_printed_today():
-    """If this fails after a change of an exercise: python -m docs.exercises."""
-    spec = importlib.util.spec_from_file_location("exercises", DOCS / "exercises.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert (DOCS / "exercises.md").read_text(encoding="utf-8") == script.page()
+    """If this fails after a change of an exercise: python -m docs.scripts.exercises."""
+    assert exercises.PAGE.read_text(encoding="utf-8") == exercises.page()
 
 
 def test_a_readers_way(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,5 @@
-"""What a chapter says is what runs: the functions of the book in a GRPO step of the default recipe, of a folder as
-transformers writes it, and of a pretended card.
+"""The reading list is what runs: its functions in a GRPO step of the default recipe, of a folder as transformers writes
+it, and on a pretended card.
 
 `pytest -s tests/repository/test_what_runs.py` prints the list.
 """
@@ -20,7 +20,7 @@ from minivlmrl.run import loop
 
 import stages
 
-# of each chapter what a step cannot do without, beside what README's table of the book names
+# functions of each file without which no step runs, besides those that README's table names
 NEEDED = {
     "data/chat_template": {"render"},
     "model/vision": {"VisionTransformer.forward", "VisionBlock.forward"},
@@ -37,7 +37,7 @@ NEEDED = {
 
 @contextlib.contextmanager
 def functions_that_run():
-    """{chapter: names of its functions that were called}."""
+    """{file: names of its functions that were called}."""
     ran = {name: set() for name in begin_with()}
     files = {str(ROOT / "minivlmrl" / f"{name}.py"): found for name, found in ran.items()}
 
@@ -90,23 +90,23 @@ def pretended_card(tmp_path, checkpoint, rows):
 
 
 @pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
-def test_a_step_runs_the_book(way, tmp_path, checkpoint, rows):
+def test_a_step_runs_the_reading_list(way, tmp_path, checkpoint, rows):
     """The fixtures are made before anything is noted."""
     with functions_that_run() as ran:
         way(tmp_path, checkpoint, rows)
     print(f"\n{way.__name__}", *(f"  {name}: {', '.join(sorted(found))}" for name, found in ran.items()), sep="\n")
-    for chapter, name in begin_with().items():
-        assert any(found == name or found.startswith(f"{name}.") for found in ran[chapter]), f"{chapter}.{name}"
-    missing = {chapter: names - ran[chapter] for chapter, names in NEEDED.items()}
-    assert {chapter: names for chapter, names in missing.items() if names} == {}
+    for file, name in begin_with().items():
+        assert any(found == name or found.startswith(f"{name}.") for found in ran[file]), f"{file}.{name}"
+    missing = {file: names - ran[file] for file, names in NEEDED.items()}
+    assert {file: names for file, names in missing.items() if names} == {}
 
 
-def test_no_shelf_has_a_decoder_or_a_loop_of_its_own():
-    """What the book computes is computed by the book alone: heads, keys and the loss of GRPO are asked for there.
+def test_no_other_file_has_a_decoder_or_a_loop_of_its_own():
+    """Only files of the reading list compute attention heads, decode, and compute the loss of GRPO.
 
     model/families/ has the layers that differ.
     """
     own = re.compile(r"\.q_proj\(|\.down_proj\(|softmax\(-1\) @|def generate\(model|def grpo_loss")
     read = {*reading_list(), *(ROOT / "minivlmrl" / "model" / "families").glob("*.py")}
-    shelves = [path for path in (ROOT / "minivlmrl").rglob("*.py") if path not in read]
-    assert [path.name for path in shelves if own.search(path.read_text())] == []
+    others = [path for path in (ROOT / "minivlmrl").rglob("*.py") if path not in read]
+    assert [path.name for path in others if own.search(path.read_text())] == []

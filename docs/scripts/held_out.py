@@ -1,7 +1,7 @@
 """Record a run of recipes/localisation.yaml, held_out.json, and draw the moving picture of it, held_out.svg.
 
-python -m docs.held_out --seed=1 --num_threads=1   # train again, minutes; options are those of training
-python -m docs.make_pages                          # draw the recorded run again
+python -m docs.scripts.held_out --seed=1 --num_threads=1   # train again, minutes; options are those of training
+python -m docs.scripts.make_pages                          # draw the recorded run again
 
 Before every fourth step of GRPO the policy boxes the object in held-out pictures: SHOWN of them DRAWN times each, and
 HELD_OUT once. A picture's answers are always drawn by the same numbers, so what moves is the policy.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from docs.draw import FAINT, FONT, INK, SOFT, Picture
+from docs.scripts.draw import FAINT, FONT, INK, SOFT, Picture
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.boxes import parse_boxes
@@ -85,7 +85,7 @@ def record(options: list[str], folder: Path):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     shown = recorder.rows[:SHOWN]
     kept = {
-        "command": " ".join(["python -m docs.held_out", *options]),
+        "command": " ".join(["python -m docs.scripts.held_out", *options]),
         "pictures": [row.columns | {"png": png(row.images[0])} for row in shown],
         "rewards": [round(line["rewards/iou/mean"], 3) for line in lines if line["stage"] == "grpo"],
         "moments": recorder.moments,

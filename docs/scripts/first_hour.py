@@ -1,4 +1,6 @@
-"""docs/first_hour.ipynb: a notebook for the first hour, made of the cells below. `python -m docs.make_pages` writes it.
+"""docs/first_hour.ipynb: a notebook for the first hour, made of the cells below.
+
+`python -m docs.scripts.make_pages` writes it.
 
 tests/repository/test_wheel.py runs its cells in order, with fewer rows and steps.
 """
@@ -16,7 +18,7 @@ import importlib.util, subprocess, sys
 if not importlib.util.find_spec("minivlmrl"):  # on Colab; in a clone it is there
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "minivlmrl"], check=True)
 """.strip()
-LOSSES = Path(__file__).with_name("policy_gradients.md").read_text(encoding="utf-8")
+LOSSES = (Path(__file__).parents[1] / "policy_gradients.md").read_text(encoding="utf-8")
 CELLS = """
 # The first hour
 
@@ -60,7 +62,8 @@ processor.tokenizer.decode(prompt.input_ids.tolist())
 ---
 **A group of answers.** Sampling reads the prompt once and decodes all answers together. Random weights say noise.
 ---
-from minivlmrl.generation.generate import Sampler, SamplingOptions
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.generation.sampler import Sampler
 
 [answers] = Sampler(model, processor, SamplingOptions(max_new_tokens=12))([prompt], 4, keys=["first"])
 [processor.decode(answer.ids) for answer in answers]

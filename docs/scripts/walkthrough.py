@@ -1,7 +1,7 @@
 """docs/walkthrough.md and its drawings: what happens to one prompt of the default recipe in its first GRPO step.
 
 The model has had 12 steps of SFT, and weights and activations are float64: so no number that is printed depends on the
-machine. `python -m docs.make_pages` writes the page, and a test compares it with what the code prints.
+machine. `python -m docs.scripts.make_pages` writes the page, and a test compares it with what the code prints.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import PIL.Image
 import torch
 from torch import Tensor, nn
 
-from docs.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
+from docs.scripts.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
 from minivlmrl.data import image
 from minivlmrl.data.rows import Processor
 from minivlmrl.diagnostics.replay import go_to, run_config
@@ -37,7 +37,7 @@ from minivlmrl.run import loop
 from minivlmrl.run.optimizer import finish_gradients
 from minivlmrl.run.rollout_log import groups
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 RECIPE = DOCS.parent / "recipes" / "shapes.yaml"
 PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_threads=1"]
 COMMAND = f"python -m minivlmrl replay recipes/shapes.yaml --prompt={PROMPT} {' '.join(OPTIONS)}"
@@ -46,7 +46,7 @@ HEAD = f"""\
 # One prompt on its way through a GRPO step
 
 After this page you know what a GRPO step makes of one picture and one question, from pixels to the update, in numbers.
-Below each title is the function of the book that does it. This command prints completions, rewards and
+Below each title is the function that does it. This command prints completions, rewards and
 log-probabilities:
 
 ```bash
@@ -57,7 +57,7 @@ SFT has had 12 of its 40 steps, so that completions still differ. All is in floa
 same.
 
 Of a run of your own, `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` trains a step again and
-prints this. `--lines=step5.html` writes [a page](step.html) of every line of the book and what it made;
+prints this. `--lines=step5.html` writes [a page](step.html) of every line of the reading list and what it made;
 `--lines=step5.html,my_rewards.py` adds a file of yours.
 
 ![a GRPO step as a flow](step.svg)
@@ -126,7 +126,7 @@ less likely. Most wrong answers in the right form gain too: they share tokens wi
 
 @dataclass
 class Stop:
-    """A stop on the way: what of the book does it, what there is here, and the same for drawings."""
+    """A stop on the way: the function that does it, what there is here, and the same for drawings."""
 
     title: str
     code: Callable

@@ -1,13 +1,13 @@
-"""Ten functions of the book with a hole: write one as a file, and say which mistake is in what was filled in.
+"""Ten functions of minivlmrl with a hole: write one to a file, then name the mistake in the lines that fill it.
 
-python -m exercises              # the list, in the root of a clone
-python -m exercises 9            # writes exercise_9.py
-python -m exercises 9 --check    # says pass, or which mistake; there are --hint and --solution too
+python -m docs.exercises              # the list, in the root of a clone
+python -m docs.exercises 9            # writes exercise_9.py
+python -m docs.exercises 9 --check    # says pass, or which mistake; there are --hint and --solution too
 
-An exercise is made of the book as it is now: holes.yaml names the function and the statements to cut. Beside
-it each exercise has a file with its task, its hint, wrong answers and `tries`, what is asked of the function. A wrong
-answer is an edit of the book's lines (or several, of which each is that mistake), and is recognised in a file that
-answers all tries as the edited book does. Where a try answers several things, a mistake may explain only some of them.
+An exercise is cut out of today's package: holes.yaml names the function and the statements to cut. Each exercise has a
+file with its task, its hint, wrong answers and `tries`, the calls that test the function. A wrong answer is an edit of
+the package's lines (or several edits that are the same mistake). A reader's file has this mistake if it answers all
+tries as the edited function does. Where a try has several results, a mistake may explain only some of them.
 """
 
 import argparse
@@ -26,17 +26,18 @@ import torch
 import yaml
 
 FOLDER = Path(__file__).resolve().parent
-BOOK = FOLDER.parent / "minivlmrl"
+PACKAGE = FOLDER.parents[1] / "minivlmrl"
 DRAWS = "asked twice, it answers differently: all that is drawn is in the arguments, such as `uniform`; draw nothing"
-LINES = 1_000_000  # that a filled-in file may run; the book's own need some hundreds
+LINES = 1_000_000  # that a filled-in file may run; the original functions run some hundreds
 
 
 @dataclass
 class Exercise:
-    """A function of the book, the lines to cut, and what its own file says."""
+    """A function of the package, the lines to cut, and what the exercise's file says."""
 
     number: int
-    path: Path  # the file of the book
+    path: Path  # the file of the function
+    name: str  # of this file in the package: losses/grpo.py
     function: ast.FunctionDef
     imports: list[str]  # what the function needs of its file
     lines: tuple[int, int]  # first and last line to cut, from 1
@@ -45,11 +46,11 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """The lines of the book that are cut."""
+        """The lines that are cut."""
         return textwrap.dedent("\n".join(self.source(*self.lines)))
 
     def source(self, first: int, last: int) -> list[str]:
-        """Lines of the book's file, both included."""
+        """Lines of the function's file, both included."""
         return self.path.read_text(encoding="utf-8").splitlines()[first - 1 : last]
 
     def text(self, fill: str | None = None) -> str:
@@ -57,14 +58,14 @@ class Exercise:
         first, last = self.lines
         if fill is None:
             fill = (
-                f"# ---- your lines; the book has {last - first + 1} here\n"
+                f"# ---- your lines; minivlmrl has {last - first + 1} here\n"
                 f'raise NotImplementedError("exercise {self.number}: fill this in")\n'
                 "# ---- end of your lines"
             )
         docstring = (
-            f'"""Exercise {self.number}: {self.function.name} of {self.path.name}, with a hole.\n'
+            f'"""Exercise {self.number}: {self.function.name} of minivlmrl/{self.name}, with a hole.\n'
             f"{self.own['TASK']}\n"
-            f"python -m exercises {self.number} --check    # or --hint\n"
+            f"python -m docs.exercises {self.number} --check    # or --hint\n"
             '"""\n'
         )
         before = self.source(self.function.lineno, first - 1)
@@ -73,7 +74,7 @@ class Exercise:
         return "\n".join([docstring, *self.imports, "\n", *before, filled, *after, ""])
 
     def wrong_answers(self) -> list[tuple[str, str]]:
-        """(what is wrong, a filling of the hole); an edit whose words the book no longer has is left out."""
+        """(what is wrong, a filling of the hole); an edit whose words are no longer there is left out."""
         answers = []
         for mistake, edits in self.own["WRONG"].items():
             for right, wrong in edits if isinstance(edits, list) else [edits]:
@@ -83,12 +84,12 @@ class Exercise:
 
     @cached_property
     def right(self) -> dict[str, list]:
-        """What the book answers."""
-        return self.answers(self.text(self.solution), "the book")
+        """What the function of the package answers."""
+        return self.answers(self.text(self.solution), "the package")
 
     @cached_property
     def known(self) -> list[tuple[str, dict[str, list]]]:
-        """(what is wrong, what the book with this mistake answers)."""
+        """(what is wrong, what the function with this mistake answers)."""
         return [(mistake, self.answers(self.text(fill), "a wrong answer")) for mistake, fill in self.wrong_answers()]
 
     def answers(self, text: str, where: str) -> dict[str, list]:
@@ -137,31 +138,33 @@ def never_none(function):
     return asked
 
 
-def load(number: int, book: Path = BOOK) -> Exercise:
-    """Cut an exercise out of the book (ValueError: there is no such exercise, or the book has lost its function)."""
+def load(number: int, package: Path = PACKAGE) -> Exercise:
+    """Cut an exercise out of the package (ValueError: there is no such exercise, or no such function)."""
     holes = markers()
     if not 1 <= number <= len(holes):
         raise ValueError(f"there is no exercise {number}: they are 1 to {len(holes)}")
     hole = holes[number - 1]
-    path, tree, function = find_function(hole, number, book)
+    path, tree, function = find_function(hole, number, package)
     first_number, last_number = hole["cut"]
     first = statements(function)[first_number - 1]
     last = statements(function)[last_number - 1]
+    name = path.relative_to(package).as_posix()
     return Exercise(
         number=number,
         path=path,
+        name=name,
         function=function,
-        imports=needed(tree, function, ".".join(path.relative_to(book).with_suffix("").parts)),
+        imports=needed(tree, function, name.removesuffix(".py").replace("/", ".")),
         lines=(first.lineno, last.end_lineno),
         margin=" " * first.col_offset,
         own=runpy.run_path(str(FOLDER / f"{number:02}_{hole['name']}.py")),
     )
 
 
-def find_function(hole: dict, number: int, book: Path) -> tuple[Path, ast.Module, ast.FunctionDef]:
-    """Find the function of a hole in the book by its name, else by how its docstring begins; with its file."""
+def find_function(hole: dict, number: int, package: Path) -> tuple[Path, ast.Module, ast.FunctionDef]:
+    """Find the function of a hole in the package by its name, else by how its docstring begins; with its file."""
     by_docstring = []
-    for path in sorted(book.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if hole["function"] not in text and hole["does"] not in text:
             continue
@@ -173,7 +176,7 @@ def find_function(hole: dict, number: int, book: Path) -> tuple[Path, ast.Module
                 by_docstring.append((path, tree, node))
     if not by_docstring:
         raise ValueError(
-            f"exercises/holes.yaml: no function of the book is named {hole['function']} or has a docstring that "
+            f"docs/exercises/holes.yaml: no function of minivlmrl is named {hole['function']} or has a docstring that "
             f"begins with {hole['does']!r}; say what exercise {number} is about"
         )
     return by_docstring[0]
@@ -228,7 +231,7 @@ def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
     wrong_kinds = [kind for kind in right if not same(given[kind], right[kind])]
     if not wrong_kinds:
         num_tries = max(map(len, right.values()))
-        return True, f"pass: it answers all {num_tries} tries as minivlmrl/{exercise.path.name} does"
+        return True, f"pass: it answers all {num_tries} tries as minivlmrl/{exercise.name} does"
     mistakes, unexplained = find_mistakes(exercise, given, wrong_kinds)
     if unexplained:
         mistakes.append(describe_difference(exercise, given[unexplained[0]], unexplained[0]))
@@ -375,16 +378,16 @@ def same(a, b) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 1 if what was filled in is not right, 2 for a mistake in the command."""
-    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__.split("\n")[0])
-    parser.add_argument("number", type=int, nargs="?", help="1 to 10, in the order of the book; none: the list")
+    parser = argparse.ArgumentParser(prog="python -m docs.exercises", description=__doc__.split("\n")[0])
+    parser.add_argument("number", type=int, nargs="?", help="1 to 10, in the order of the reading list; none: the list")
     parser.add_argument("--check", metavar="FILE", nargs="?", const="", help="by default exercise_NUMBER.py")
     parser.add_argument("--hint", action="store_true", help="print a hint")
-    parser.add_argument("--solution", action="store_true", help="print the lines of the book")
+    parser.add_argument("--solution", action="store_true", help="print the lines of minivlmrl")
     options = parser.parse_args(arguments)
     try:
         return run(options)
     except ValueError as error:
-        print(f"python -m exercises: {error}", file=sys.stderr)
+        print(f"python -m docs.exercises: {error}", file=sys.stderr)
         return 2
 
 
@@ -398,7 +401,7 @@ def run(options: argparse.Namespace) -> int:
     file = Path(options.check or f"exercise_{options.number}.py")
     if options.check is not None:
         if not file.is_file():
-            raise ValueError(f"{file}: no such file; `python -m exercises {options.number}` writes it")
+            raise ValueError(f"{file}: no such file; `python -m docs.exercises {options.number}` writes it")
         passed, text = check(exercise, file.read_text(encoding="utf-8"), str(file))
         print(text, file=sys.stdout if passed else sys.stderr)
         return 0 if passed else 1
@@ -417,9 +420,9 @@ def run(options: argparse.Namespace) -> int:
 def describe(exercise: Exercise) -> str:
     """A line of the list."""
     first, last = exercise.lines
-    place = f"{exercise.function.name} in {exercise.path.name}"
+    place = f"{exercise.function.name} in {exercise.name}"
     num_mistakes = len(exercise.own["WRONG"])
-    return f"{exercise.number:3}  {place:40}{last - first + 1:3} lines, {num_mistakes} mistakes known"
+    return f"{exercise.number:3}  {place:44}{last - first + 1:3} lines, {num_mistakes} mistakes known"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What rounds cost: tokens that a rollout reads and writes, decode steps and seconds, by window; docs/agents.md.
 
+python benchmarks/agent_windows.py    # a minute
+
 Random weights of recipes/zoom_model.json; a screen has 16 tokens, a turn 8, and each is taken for a call.
 """
 

@@ -1,4 +1,4 @@
-"""Write the outputs in docs/exercises.md anew: python -m docs.exercises"""
+"""Write the outputs in docs/exercises.md anew: python -m docs.scripts.exercises"""
 
 import contextlib
 import io
@@ -6,9 +6,9 @@ import re
 import tempfile
 from pathlib import Path
 
-from exercises.__main__ import load, main
+from docs.exercises.__main__ import load, main
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parents[1] / "exercises.md"
 
 
 def page() -> str:
@@ -27,7 +27,7 @@ def page() -> str:
 
 
 def output(*arguments: str) -> str:
-    """What `python -m exercises` prints."""
+    """What `python -m docs.exercises` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         main([*arguments])

@@ -1,7 +1,7 @@
 """Record the default run, first_run.json, and draw README's moving picture of it, first_run.svg.
 
-python -m docs.first_run        # train as `torchrun train.py` does, a few minutes; options are those of training
-python -m docs.make_pages       # draw the recorded run again
+python -m docs.scripts.first_run     # train as `torchrun train.py` does, a few minutes; options are those of training
+python -m docs.scripts.make_pages    # draw the recorded run again
 
 Before every fourth step of GRPO the policy answers held-out pictures. A picture's answer is always drawn by the same
 numbers, so what changes is the policy; drawing them changes nothing of the run.
@@ -12,8 +12,8 @@ import sys
 from html import escape
 from pathlib import Path
 
-from docs.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
-from docs.held_out import column, moving, png
+from docs.scripts.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
+from docs.scripts.held_out import column, moving, png
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.generation.sampler import Sampler
@@ -63,7 +63,7 @@ def record(options: list[str]):
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     kept = {
-        "command": " ".join(["python -m docs.first_run", *options]),
+        "command": " ".join(["python -m docs.scripts.first_run", *options]),
         "summary": json.loads((folder / "summary.json").read_text()),
         "pictures": [row.columns | {"png": png(row.images[0])} for row in recorder.rows[:SHOWN]],
         "moments": recorder.moments,

@@ -1,9 +1,9 @@
 TASK = """
-Lay out one prompt and its completions: make `spans`, a Span of each, whose fields are in batch.py. A prompt's ids,
-position_ids and grids are there. A completion's ids are completion.ids, its position_ids are (3, n). image_ids are the
-ids too, but -1 for what the policy wrote (completion.written, bool for each token of completion.ids): image tokens are
-looked for there. The last token of a completion is predicted but predicts nothing: it is not in the run. What the book
-does with pictures of completions may be left out.
+Lay out one prompt and its completions: make `spans`, a Span of each, whose fields are in model/packing.py. The ids,
+position_ids and grids of the prompt are there. A completion's ids are completion.ids, its position_ids are (3, n).
+image_ids are the ids too, but -1 for what the policy wrote (completion.written, bool for each token of completion.ids),
+because image tokens are searched there. The last token of a completion predicts nothing, so it is left out. You may
+leave out the pictures of completions.
 """
 
 HINT = """

@@ -1,4 +1,4 @@
-"""Draw what needs no model, from the functions that training uses: python docs/draw.py
+"""Draw what needs no model, from the functions that training uses: python -m docs.scripts.draw
 
 step.svg     a GRPO step as a flow: the functions of README's "One GRPO step"
 clip.svg     the clipped term over the ratio: losses.clipped
@@ -27,11 +27,13 @@ from minivlmrl.model.families import qwen3_5
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 
+DOCS = Path(__file__).parents[1]
+ZOOM = Path(__file__).with_name("zoom.json")
 INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 IMAGE, TEXT = 0, 1  # token ids of the M-RoPE picture
-STEPS = {  # a function of the book: what it makes, and in which form
+STEPS = {  # a function: what it makes, and in which form
     "Row.prompt": ("token ids, patches", "(P,), (patches, 1176)"),
     "generate": ("completions", "G a prompt, by temperature"),
     "ask_rewards": ("rewards", "(n, K), of texts"),
@@ -380,7 +382,7 @@ def keep(runs: list[Path], lost: Path, chosen: dict[int, int]):
         shown = [base64.b64encode((runs[0] / path).read_bytes()).decode() for path in shown]
         kept = {"step": step, "text": said["text"], "solution": line["solution"], "reward": said["reward"]}
         rollouts.append(kept | {"images": shown})
-    (Path(__file__).parent / "zoom.json").write_text(json.dumps(curves | {"rollouts": rollouts}, indent=0))
+    ZOOM.write_text(json.dumps(curves | {"rollouts": rollouts}, indent=0))
 
 
 def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]], colors: tuple[str, ...]):
@@ -401,7 +403,7 @@ def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]],
 
 def form() -> str:
     """Accuracy and answered calls of a run that pays for the outcome alone."""
-    curves = json.loads((Path(__file__).parent / "zoom.json").read_text())["lost"]
+    curves = json.loads(ZOOM.read_text())["lost"]
     picture = Picture(400, 320, "a policy loses the form of its calls")
     picture.text(200, 26, "The outcome alone: seed 1 loses the form", 16, bold=True)
     shares(picture, (60, 50), [*curves.values()], (BLUES[0], ORANGES[1]))
@@ -412,7 +414,7 @@ def form() -> str:
 
 def zoom() -> str:
     """The curve of each seed; three completions with the crop where it was asked for."""
-    data = json.loads((Path(__file__).parent / "zoom.json").read_text())
+    data = json.loads(ZOOM.read_text())
     picture = Picture(860, 300, "a model learns to ask for a closer look")
     picture.text(430, 26, "Look again: reward teaches where", 16, bold=True)
     shares(picture, (50, 50), data["accuracy"], BLUES * 4)
@@ -443,4 +445,4 @@ PICTURES |= {"zoom.svg": zoom, "form.svg": form}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
-        (Path(__file__).parent / name).write_text(draw(), encoding="utf-8")
+        (DOCS / name).write_text(draw(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Print the expected gradient of every loss, without a single sample: python docs/bias.py
+"""Print the expected gradient of every loss, without a single sample: python -m docs.scripts.bias
 
 Three tokens, one of which ends a completion, and at most three tokens make 15 completions. The functions that training
 calls run on all of them, or on all groups of G, each weighed with its probability. A cell of a table is the expected

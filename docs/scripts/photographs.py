@@ -1,9 +1,11 @@
-"""docs/photographs.ipynb: from a folder of photographs to a model and its page. `python -m docs.make_pages` writes it.
+"""docs/photographs.ipynb: from a folder of photographs to a model and its page.
+
+`python -m docs.scripts.make_pages` writes it.
 
 tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps.
 """
 
-from docs import first_hour
+from docs.scripts import first_hour
 
 CELLS = """
 # Your folder of photographs
@@ -47,7 +49,7 @@ rows[0]
 prediction; a T4 computes bfloat16 slowly.
 ---
 import json
-from minivlmrl.tools import plan
+from minivlmrl.commands import memory
 
 tower = {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16, "mlp_ratio": 4}
 sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
@@ -55,7 +57,7 @@ sizes |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings":
 Path("config.json").write_text(json.dumps({"model_type": "qwen2_vl", **sizes}))
 RECIPE, LORA = "cls_qwen2_vl_2b.yaml", {"r": 64}
 options = ["--adapter.r=64", "--model.dtype=bfloat16", "--model.compute_dtype=null", "--image_tokens=196"]
-plan.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
+memory.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
 ---
 **Train.** A toy has to learn to speak before it can be rewarded: a few steps of SFT. Qwen2-VL-2B can speak.
 ---
@@ -79,12 +81,12 @@ summary = train(RECIPE, rows, held_out, **how)
 **The model and its page.** `runs/photographs/page.html` shows curves, pictures and answers: open it in a browser.
 `checkpoint/` is the model, with the adapter in its weights; `checkpoint/adapter/` is the adapter alone, for PEFT.
 ---
-from minivlmrl.tools import ask
+from minivlmrl.commands import chat
 
 print("right:", *(f"{name} {summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
 print(held_out[0]["image"])
 picture = "--image", held_out[0]["image"]
-ask.main(["--model=runs/photographs/checkpoint", *picture, "--prompt", QUESTION, "--temperature=0"])
+chat.main(["--model=runs/photographs/checkpoint", *picture, "--prompt", QUESTION, "--temperature=0"])
 """
 
 

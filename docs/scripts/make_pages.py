@@ -1,13 +1,13 @@
-"""Write every page and picture of docs/ that code prints: python -m docs.make_pages
+"""Write every page and picture of docs/ that code prints: python -m docs.scripts.make_pages
 
-tests/repository/test_docs.py compares them with the files, test_exercises.py that of exercises.md.
+tests/repository/test_docs.py compares the pages with the files, test_exercises.py compares exercises.md.
 """
 
 from pathlib import Path
 
-from docs import draw, exercises, first_hour, first_run, held_out, photographs, walkthrough
+from docs.scripts import draw, exercises, first_hour, first_run, held_out, photographs, walkthrough
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
 PAGES |= {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
 PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES
