@@ -20,7 +20,6 @@ from minivlmrl.files import replacing, save_tensors
 from minivlmrl.model import checkpoint
 from minivlmrl.model.checkpoint import MAX_SHARD_SIZE, load_processor
 from minivlmrl.model.lora import adapters, draw_adapters, full, inject_adapters
-from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.model.value_head import (
     HEAD_FILE,
@@ -47,7 +46,7 @@ def save_model(
     """
     reshard(model)
     weights = checkpoint.file_weights(model)
-    write_adapter = gather_adapter(model, base) if adapters(model) else None
+    write_adapter = checkpoint.adapter_writer(model, base)
     unread = world.on_main(lambda: checkpoint.unread_tensors(model)) or {}
     # only the first rank has the unread tensors, so the others take its split into files
     files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
@@ -105,6 +104,8 @@ def load_beside(
         same_base: the value model has adapters on the policy's base, which it can share.
     """
     if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
+        from minivlmrl.model.peft import load_adapter
+
         backbone = copy_model(policy)
         load_adapter(backbone, Path(folder) / "adapter")
         return add_saved_head(backbone, folder)

@@ -41,7 +41,6 @@ from minivlmrl.model.families.registry import (
     memory_name,
 )
 from minivlmrl.model.lora import LoRALinear, adapters, base_weights, full, plain_name, plain_weights
-from minivlmrl.model.peft import gather_adapter
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of one file of weights
@@ -255,7 +254,7 @@ def save_model(
         max_shard_size: bytes of one file of weights.
     """
     weights = file_weights(model)
-    write_adapter = gather_adapter(model, base) if adapters(model) else None
+    write_adapter = adapter_writer(model, base)
     unread = unread_tensors(model)
     files = split_weights(weights | unread, max_shard_size)
     with replacing(folder) as new_folder:
@@ -271,6 +270,15 @@ def save_model(
         write_settings(new_folder, model, processor)
         write_index(new_folder, files)
         write_extras(new_folder, write_adapter, more)
+
+
+def adapter_writer(model: nn.Module, base: str | None) -> Callable[[Path], None] | None:
+    """Return what writes a model's adapters as PEFT does; None: the model has no adapters."""
+    if not adapters(model):
+        return None
+    from minivlmrl.model.peft import gather_adapter  # here, because few runs have adapters
+
+    return gather_adapter(model, base)
 
 
 def write_index(folder: Path, files: StateDictSplit):

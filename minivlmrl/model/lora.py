@@ -20,7 +20,6 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.config.types import Part
 from minivlmrl.data.rows import random_numbers
-from minivlmrl.model.nf4 import NF4Linear
 
 PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
@@ -60,7 +59,7 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Linear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # or an NF4Linear, see quantize_base
+        self.base = base  # or a PackedLinear, see quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
@@ -89,13 +88,56 @@ class LoRALinear(nn.Module):
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
-def full(tensor: Tensor | LoRALinear | NF4Linear | Stacked) -> Tensor:
+class PackedProduct(torch.autograd.Function):
+    """x W^T that remembers neither x, as W is not trained, nor W in full."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.layer.weight.to(gradient.dtype), None
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight is packed into fewer bits, alone or as a LoRALinear's base.
+
+    A subclass packs in `read` and unpacks in `weight`: model/nf4.NF4Linear.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.shape = linear.weight.shape
+        self.out_features, self.in_features = self.shape
+        self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
+        self.bias = linear.bias
+        self.read(linear.weight)
+
+    def read(self, weight: Tensor, part: Callable | None = None):
+        """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = PackedProduct.apply(x, self)
+        if self.bias is None:
+            return product
+        return product + self.bias
+
+
+def full(tensor: Tensor | LoRALinear | PackedLinear | Stacked) -> Tensor:
     """Gather a tensor if it is sharded, without gradient; of a layer its merged or unpacked weight."""
     if isinstance(tensor, Stacked):
         return tensor.stack(full)
     if isinstance(tensor, LoRALinear):
         return tensor.merged()
-    if isinstance(tensor, NF4Linear):
+    if isinstance(tensor, PackedLinear):
         return tensor.weight
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
@@ -138,7 +180,7 @@ def plain_name(name: str) -> str:
     return name.replace(".base.", ".")
 
 
-def base_weights(model: nn.Module) -> dict[str, nn.Parameter | NF4Linear]:
+def base_weights(model: nn.Module) -> dict[str, nn.Parameter | PackedLinear]:
     """Name each weight of the plain model and the parameter or quantized layer that holds it."""
     weights = {}
     for name, parameter in model.named_parameters():
@@ -149,7 +191,7 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter | NF4Linear]:
     return weights
 
 
-def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear | NF4Linear]:
+def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear | PackedLinear]:
     """Name each weight of the plain model and what `full` computes it from."""
     layers = adapters(model)
     return base_weights(model) | {f"{name}.weight": layer for name, layer in layers.items()}
@@ -228,12 +270,14 @@ def quantize_base(model: nn.Module):
 
 def quantize_layer(model: nn.Module, name: str):
     """Exchange a linear layer for a packed one."""
+    from minivlmrl.model.nf4 import NF4Linear  # here, because few recipes set adapter.quantize
+
     model.set_submodule(name, NF4Linear(model.get_submodule(name)))
 
 
-def packed_layers(model: nn.Module) -> dict[str, NF4Linear]:
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     """List the layers that are packed, by name; one under an adapter is its `base`."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, NF4Linear)}
+    return {name: part for name, part in model.named_modules() if isinstance(part, PackedLinear)}
 
 
 def draw_adapters(model: nn.Module, seed: int):

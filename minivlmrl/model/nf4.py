@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
+from minivlmrl.model.lora import PackedLinear
 
 NF4 = (  # the appendix of the paper, to the digits of float32
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
@@ -99,32 +100,8 @@ def unpack(
     return values.flatten()
 
 
-class NF4Product(torch.autograd.Function):
-    """x W^T that remembers neither x, as W is not trained, nor W in full."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layer: "NF4Linear") -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.weight.to(gradient.dtype), None
-
-
-class NF4Linear(nn.Module):
-    """A frozen linear layer whose weight is packed, alone or as the base of a LoRALinear.
-
-    Where it is sharded, each rank has all its scales.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.shape = linear.weight.shape
-        self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
-        self.bias = linear.bias
-        self.read(linear.weight)
+class NF4Linear(PackedLinear):
+    """A frozen linear layer in NF4. Where its values are sharded, each rank has all its scales."""
 
     def read(self, weight: Tensor, part: Callable | None = None):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
@@ -150,9 +127,3 @@ class NF4Linear(nn.Module):
         packed = packed.to(self.offset.device)  # an offloaded part is in host memory
         values = unpack(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = NF4Product.apply(x, self)
-        if self.bias is None:
-            return product
-        return product + self.bias

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from minivlmrl.config.parsing import build, naming, require
 from minivlmrl.files import read_json, save_tensors, write_json
 from minivlmrl.model.families.registry import hub_name, memory_name
-from minivlmrl.model.lora import LoRALinear, adapters, full, set_parameters, wrap
-from minivlmrl.model.nf4 import NF4Linear
+from minivlmrl.model.lora import LoRALinear, PackedLinear, adapters, full, set_parameters, wrap
 
 Form = tuple[int, float]  # r and scaling of LoRALinear
 LAYER = re.compile(r"[\w.]+")
@@ -136,7 +135,7 @@ def _read_config(file: Path) -> PeftConfig:
 def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
     """Check the tensors of a layer's adapter; its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
-    if not isinstance(layer, nn.Linear | LoRALinear | NF4Linear) or name == "lm_head":
+    if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]

@@ -22,7 +22,6 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.lora import draw_adapters, inject_adapters
-from minivlmrl.model.peft import begin_with
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.tasks.registry import get_task
 
@@ -58,6 +57,8 @@ def build_model(
             sharding.shard(model)
     draw_adapters(model, config.seed)
     if config.adapter.path:
+        from minivlmrl.model.peft import begin_with
+
         begin_with(model, config.adapter.path)
     select_trained(model, section.freeze)
     if recompute and sharding is None:
