@@ -59,10 +59,10 @@ class Newest(Pages):
         return [{"role": "user", "content": parts}]
 
 
-def ends_turn(play: tool_sampler.Play, searched_from: int) -> bool:
-    """Say whether a turn has all its tokens: a completion has those of earlier turns, too."""
-    earlier = 0 if hasattr(play, "turns") else TURN * play.num_calls
-    return sum(play.written) == TURN + earlier
+def ends_turn(episode: tool_sampler.ToolEpisode, searched_from: int) -> bool:
+    """Return whether a turn has all its tokens; a completion has the tokens of earlier turns, too."""
+    earlier = 0 if hasattr(episode, "turns") else TURN * episode.num_calls
+    return sum(episode.written) == TURN + earlier
 
 
 def counted_step(*arguments, step=Decode.__call__):
@@ -93,7 +93,7 @@ def measure(model, processor, rounds: int, environment: str, history: int | None
 def main():
     torch.set_num_threads(1)
     tool_sampler.find_calls = lambda *_: [("click", "")]
-    tool_sampler.Play.closes_a_call = ends_turn
+    tool_sampler.ToolEpisode.closes_a_call = ends_turn
     Decode.__call__ = counted_step
     config = Path(__file__).parents[1] / "recipes" / "zoom_model.json"
     model, processor = random_model(config, shapes.tokenizer(), 0)

@@ -1,10 +1,10 @@
-"""Environments by name, and their tools; docs/tools.md says what they are, and has one."""
+"""Find environments by name, and read their tools and settings; docs/tools.md has an example."""
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from minivlmrl.agents.schema import json_schema, type_schema
 from minivlmrl.config.import_utils import find_named, with_options
@@ -14,21 +14,42 @@ from minivlmrl.data.rows import Processor
 from minivlmrl.rewards.registry import guarded
 
 
+class Environment(Protocol):
+    """The state of one completion: `reset`, and public methods, which are the tools.
+
+    An environment may also have the methods `get_reward` and `observe`, an attribute `done`, and
+    attributes that replace the defaults of Settings.
+    """
+
+    def reset(self, **columns) -> None:
+        """Begin with the columns of a row."""
+
+
+class RewardingEnvironment(Environment, Protocol):
+    """An environment that rewards its completion, for `rewards: {environment: 1}`."""
+
+    def get_reward(self) -> float | list[float] | None:
+        """Return the reward, or one for each turn of a trajectory; None: it cannot be judged."""
+
+
 @dataclass
 class Settings:
-    """What the class of an environment may say otherwise, in fields of these names."""
+    """Settings that the class of an environment may change, in attributes of these names."""
 
     declare_tools: bool = True  # in the system text of a prompt, as its family's template does
-    max_tool_calls: Annotated[int, ">= 0"] = 8  # of a completion; more go unanswered
-    max_tool_seconds: Annotated[float, "> 0"] = 30.0  # of a call
-    max_tool_characters: Annotated[int, ">= 1"] = 2**16  # of an answer
-    max_tool_pixels: Annotated[int, ">= 1"] = 2**26  # of an answer's pictures together
+    max_tool_calls: Annotated[int, ">= 0"] = 8  # calls of a completion; further ones get no answer
+    max_tool_seconds: Annotated[float, "> 0"] = 30.0  # seconds of a call
+    max_tool_characters: Annotated[int, ">= 1"] = 2**16  # characters of an answer
+    max_tool_pixels: Annotated[int, ">= 1"] = 2**26  # pixels of all pictures of an answer
 
 
-def get_environment(name: str) -> Callable[[], object]:
-    """Find what makes an environment: a class, or functions that are its tools (ValueError: none).
+def get_environment(name: str) -> Callable[[], Environment]:
+    """Find the constructor of an environment: its class, or one made of functions, its tools.
 
     Options in brackets are arguments of the class: "my_tools.py:Turn(step=45)".
+
+    Raises:
+        ValueError: there is none of this name, or it is not an environment.
     """
     kind, options = find_named("sampling.environment", name, {})
     with naming(f"sampling.environment {name}"):
@@ -45,19 +66,19 @@ def get_environment(name: str) -> Callable[[], object]:
     return make
 
 
-def class_of(functions: object) -> type:
-    """Make a class whose tools are these functions, or this one."""
+def class_of(functions: Callable | list[Callable]) -> type[Environment]:
+    """Make a class of an environment whose tools are these functions, or this one."""
     listed = functions if isinstance(functions, list) else [functions]
-    if not all(map(inspect.isfunction, listed)):
-        raise ValueError(f"it is {functions!r:.60}, no class, function or list of functions")
-    members = {function.__name__: staticmethod(function) for function in listed}
+    members = {}
+    for function in listed:
+        if not inspect.isfunction(function):
+            raise ValueError(f"it is {functions!r:.60}, no class, function or list of functions")
+        members[function.__name__] = staticmethod(function)
     return type("Functions", (), {"reset": lambda self, **columns: None, **members})
 
 
-def with_tools(processor: Processor, name: str | None) -> Processor:
-    """Tell a processor the tools of an environment, if any, and its template to declare them."""
-    if name is None:
-        return processor
+def with_tools(processor: Processor, name: str) -> Processor:
+    """Return a processor that knows an environment's tools, with a template that declares them."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
@@ -73,15 +94,19 @@ def with_tools(processor: Processor, name: str | None) -> Processor:
     return replace(processor, tools=(*tools,), template=template)
 
 
-def earned(environments: list, turn_texts: list[list[str]], **columns) -> list[float | None]:
-    """Ask the environment of each completion what it has earned, as TRL does.
+def environment_reward(
+    environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
+) -> list[float | None]:
+    """Reward each completion with its environment's get_reward, as TRL does.
 
-    A list, of a number for each turn of a trajectory, is added up.
+    A get_reward may return a list with a number for each turn of a trajectory; they are added up.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with naming("reward environment"):
-            reward = environment and guarded("get_reward", environment.get_reward)
+            reward = None
+            if environment is not None:
+                reward = guarded("get_reward", environment.get_reward)
             if isinstance(reward, list):
                 if len(reward) != len(texts):
                     raise ValueError(
@@ -94,7 +119,7 @@ def earned(environments: list, turn_texts: list[list[str]], **columns) -> list[f
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Refuse a get_reward that no reward asks, and a reward without it (ValueError)."""
+    """Raise ValueError if get_reward is not among the rewards, or is and does not exist."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise ValueError(f"{name} has get_reward, which rewards: {{environment: 1}} asks")
@@ -102,8 +127,8 @@ def check_reward(name: str | None, rewards: Iterable[str]):
         raise ValueError(f"{name} lacks get_reward, which rewards: {{environment: 1}} asks")
 
 
-def settings_of(environment: object) -> Settings:
-    """Read the settings of an environment (ValueError: one is not valid)."""
+def settings_of(environment: Environment) -> Settings:
+    """Return the settings of an environment (ValueError: a value is not valid)."""
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -111,8 +136,8 @@ def settings_of(environment: object) -> Settings:
     return build(Settings, values, type(environment).__name__)
 
 
-def tools_of(environment: object) -> dict[str, Callable]:
-    """List the tools of an environment by name: public methods but reset, get_reward, observe."""
+def tools_of(environment: Environment) -> dict[str, Callable]:
+    """Return the tools by name: all public methods except reset, get_reward and observe."""
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
         if name not in ("reset", "get_reward", "observe") and name[0] != "_":
@@ -121,7 +146,7 @@ def tools_of(environment: object) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Make a dataclass of a tool's arguments, for `build` (ValueError: a type is wrong)."""
+    """Make a dataclass of a tool's arguments, for `build` (ValueError: a type is not JSON's)."""
     arguments = []
     with naming(f"tool {tool.__name__}"):
         hints = guarded("a type", typing.get_type_hints, tool, include_extras=True)

@@ -1,4 +1,4 @@
-"""What a model is told of a tool: the JSON schema that transformers' get_json_schema makes."""
+"""Describe a tool to the model by the JSON schema that transformers' get_json_schema makes."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# an argument of a docstring in Google's form: its indentation, its name, and what is said of it
+# an argument of a docstring in Google's format: its indentation, its name, and its description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
@@ -28,7 +28,7 @@ CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Describe a tool by its signature and docstring; what the docstring lacks is left out."""
+    """Describe a tool by its signature, and by the descriptions that its docstring has."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     docstring = inspect.getdoc(tool) or ""
@@ -49,7 +49,7 @@ def json_schema(tool: Callable) -> dict:
 
 
 def describe(properties: dict[str, dict], section: str):
-    """Add to the schema of each argument what the section Args of a docstring says of it."""
+    """Add to the schema of each argument its description in the section Args of a docstring."""
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name not in properties:
@@ -87,7 +87,7 @@ def type_schema(hint) -> dict:
 
 
 def union_schema(hints: tuple) -> dict:
-    """Describe a union: names of types in a list if that says all, else a list of schemas."""
+    """Describe a union by a list of names of types where that is enough, else by a list of schemas."""
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})
     if len(schemas) == 1:

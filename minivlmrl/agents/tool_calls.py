@@ -1,4 +1,4 @@
-"""Calls of tools in what a policy writes, in tags or as Qwen writes them, and their answers."""
+"""Parse the tool calls that a policy writes, in tags or in Qwen's format, and answer them."""
 
 import json
 import re
@@ -6,13 +6,19 @@ import signal
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 
 from PIL.Image import Image
 
-from minivlmrl.agents.environment import Settings, arguments_of, get_environment, settings_of
+from minivlmrl.agents.environment import (
+    Environment,
+    Settings,
+    arguments_of,
+    get_environment,
+    settings_of,
+)
 from minivlmrl.config.parsing import build, naming, read_value, require
 from minivlmrl.data.chat_template import END, join_text, layout_turn, part_kind, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
@@ -22,18 +28,22 @@ from minivlmrl.rewards.registry import guarded
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
 
 
+Call = tuple[str, str]  # name of a tool, "" in Qwen's format; and the text inside of the call
+Picture = tuple[Image, tuple[int, int, int]]  # and the image_grid_thw that it will have
+
+
 class Overtime(BaseException):
-    """A tool takes too long. No Exception: a tool may catch those."""
+    """A tool takes too long. It is not an Exception, because a tool may catch those."""
 
 
 REPEATED = 0.01  # seconds after which a block that has caught Overtime is interrupted again
 FAILURES = Exception, SystemExit, Overtime  # a tool may raise anything
 
 
-def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
-    """Find calls in what was written since the last answer: a tool's name, and its arguments.
+def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
+    """Find the calls in the text since the last answer.
 
-    A call in tags is answered at once. Qwen's are when the turn has ended; their name is "" here.
+    A call in tags is found as soon as it is closed, calls in Qwen's format when the turn has ended.
     """
     begins = {}  # tool: where its arguments begin
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
@@ -48,9 +58,9 @@ def find_calls(text: str, tools: dict, ended: bool) -> list[tuple[str, str]]:
 
 
 def answer(
-    tools: dict[str, Callable], name: str, inside: str, processor, settings: Settings
-) -> tuple[list, list, bool]:
-    """Call a tool; return parts of a message, its pictures (image, grid), and success.
+    tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
+) -> tuple[list[dict], list[Picture], bool]:
+    """Call a tool; return the parts of its answer, its pictures, and whether it succeeded.
 
     Raises:
         ValueError: the tool raised KeyboardInterrupt, which ends the run.
@@ -77,8 +87,8 @@ def answer(
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Return the image_grid_thw that an image will have: its patches may be many, so they wait."""
-    width, height = to_rgb(image).size  # one that cannot be read or shown is an error here
+    """Return the image_grid_thw that an image will have, before its patches are computed."""
+    width, height = to_rgb(image).size  # raises for an image that cannot be read
     height, width = smart_resize(
         height,
         width,
@@ -91,10 +101,10 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a block (Overtime), and again as long as it goes on: it may catch everything.
+    """Interrupt a block with Overtime after some seconds, repeatedly, because it may catch it.
 
-    Nothing can in other threads than the main one, on Windows, and in C code that does not return.
-    The alarm that somebody else has set is put back.
+    A block is not interrupted in threads other than the main one, on Windows, and in C code that
+    does not return. An alarm that was set before is restored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -121,27 +131,27 @@ def time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, remaining, former_interval)
 
 
-def begin(make: Callable[[], object], columns: dict) -> object:
-    """Make an environment and tell it its row.
+def begin(make: Callable[[], Environment], columns: dict) -> Environment:
+    """Construct an environment and reset it with the columns of a row.
 
     Raises:
         ValueError: `reset` raised, took over max_tool_seconds or returned something.
     """
     environment = guarded("__init__", make)
-    text = ask(environment, "reset", **columns)
+    text = call_method(environment, "reset", **columns)
     if text is not None:
         raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
     return environment
 
 
-def begin_with_row(name: str, row: Row) -> object:
-    """Make the environment of this name and tell it a row (ValueError: see begin)."""
+def begin_with_row(name: str, row: Row) -> Environment:
+    """Construct the environment of this name and reset it with a row (ValueError: see begin)."""
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
-def ask(environment: object, name: str, /, *arguments, **columns) -> object:
+def call_method(environment: Environment, name: str, /, *arguments, **columns):
     """Call a method that is no tool (ValueError: it raised, or took over max_tool_seconds)."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
@@ -150,8 +160,8 @@ def ask(environment: object, name: str, /, *arguments, **columns) -> object:
         raise ValueError(f"{name}: {str(error) or 'KeyboardInterrupt'}") from error
 
 
-def call(tools: dict[str, Callable], name: str, inside: str) -> object:
-    """Call a tool with arguments that fit its types (ValueError: they do not)."""
+def call(tools: dict[str, Callable], name: str, inside: str):
+    """Call a tool, and return its result (ValueError: the arguments do not fit its types)."""
     if name:
         arguments = read_values(name, inside, tools)
     else:
@@ -160,7 +170,7 @@ def call(tools: dict[str, Callable], name: str, inside: str) -> object:
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Read what is in the tags of a tool: its arguments in order, as JSON; bare text is a str."""
+    """Parse the text in a tool's tags: arguments in order, as JSON; bare text is one str."""
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
@@ -172,7 +182,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Read a call as Qwen writes it: the tool's name, and its arguments."""
+    """Parse a call in Qwen's format into the tool's name and its arguments."""
     written_call = read_parameters(inside, tools) or json.loads(inside)
     if not isinstance(written_call, dict) or "name" not in written_call:
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
@@ -182,7 +192,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Read a call as Qwen3.5 writes it: one parameter after the other; None: it is another."""
+    """Parse a call in Qwen3.5's format; return None if the text has another format."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -196,11 +206,11 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
     return {"name": name, "arguments": arguments}
 
 
-def read_parameter(hint, text: str) -> object:
-    """Read a value that Qwen3.5's templates write: text as it is, and all else as JSON.
+def read_parameter(hint, text: str):
+    """Parse a value in Qwen3.5's format, which writes text as it is, and all else as JSON.
 
-    So it is JSON where that is no text and fits the type, and otherwise the text as it is written:
-    for int | str 7 is a number, and 7.5, seven and "7" with its quotes are text.
+    The value is JSON if that is not text and fits the type, and otherwise the text as it is: for
+    int | str the value 7 is a number, while 7.5, seven and "7" with its quotes are text.
     """
     value = text
     with suppress(ValueError, RecursionError):
@@ -211,13 +221,13 @@ def read_parameter(hint, text: str) -> object:
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # whoever builds the arguments says what is wrong
+    return value  # `build` raises the error
 
 
-def part(result: object) -> dict:
-    """Make a part of a message of what a tool returned: a picture, a part (TRL's), or text.
+def part(result) -> dict:
+    """Make a part of a message from the result of a tool: a picture, a part as in TRL, or text.
 
-    All that a tool says comes through here, and can be encoded: half a surrogate is "?".
+    The text can be encoded afterwards, because half a surrogate is replaced by "?".
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
@@ -228,7 +238,7 @@ def part(result: object) -> dict:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Lay out what leads from the <|im_end|> of a turn into the assistant's next one."""
+    """Render the text between the <|im_end|> of a turn and the assistant's next turn."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
@@ -236,7 +246,7 @@ def turn_opening(processor: Processor) -> list[str]:
 
 
 def lay_out(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
-    """Lay out answers: inside the policy's turn, or with what opens another one in their own."""
+    """Render answers: inside the policy's turn, or in a turn of their own before `opening`."""
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
         return join_text(layout_turn({"role": "user", "content": parts})[2:-2])

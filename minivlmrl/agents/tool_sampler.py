@@ -1,22 +1,34 @@
-"""Completions that call tools: what these answer is read in one forward, then decoding goes on.
+"""Sample completions that call tools.
 
-Draws still go by key; what is trained on are the ids, positions and patches of here.
+When a completion calls a tool, the model reads the answer in one forward, and decoding continues
+after it. Samples still depend on the key of the prompt alone. Training uses the ids, positions and
+patches that are recorded here; nothing is tokenized again.
 """
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from PIL.Image import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from minivlmrl.agents.environment import get_environment, settings_of, tools_of
-from minivlmrl.agents.tool_calls import answer, begin, find_calls, lay_out, turn_opening
+from minivlmrl.agents.environment import Environment, get_environment, settings_of, tools_of
+from minivlmrl.agents.tool_calls import (
+    Call,
+    Picture,
+    answer,
+    begin,
+    find_calls,
+    lay_out,
+    turn_opening,
+)
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.boxes import extent
-from minivlmrl.data.rows import Completion, Processor, Prompt
+from minivlmrl.data.rows import Completion, Processor, Prompt, Row
 from minivlmrl.generation.generate import Decode, TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import NO_TEXT, token_bytes
@@ -27,10 +39,14 @@ from minivlmrl.model.attention import DecodeAttention
 from minivlmrl.model.packing import pack
 
 
-class Play:
-    """One completion while it is written; prompt: of its row."""
+class ToolEpisode:
+    """One completion and its environment, while the completion is sampled.
 
-    def __init__(self, environment: object, prompt: Prompt | None = None):
+    Args:
+        prompt: the prompt of the completion; None in tests.
+    """
+
+    def __init__(self, environment: Environment, prompt: Prompt | None = None):
         self.environment = environment
         self.prompt = prompt
         self.tools = tools_of(environment)
@@ -39,45 +55,52 @@ class Play:
         self.num_failed = 0
         # the pattern is longer than any tag that it finds
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # what was written since the last answer
-        self.ids = []  # all tokens
-        self.written = []  # for each of them, whether the policy wrote it
-        self.pictures = []
-        self.unread = []  # an answer that the model has not read yet
+        self.text = b""  # text that the policy wrote since the last answer
+        self.ids: list[int] = []  # all tokens of the completion, answers included
+        self.written: list[bool] = []  # for each token, whether the policy wrote it
+        self.pictures: list[tuple] = []  # pictures of answers, as in a Completion
+        self.unread: list[Prompt] = []  # an answer that the model has not read yet
         self.cut = False  # an answer did not fit
         self.ended = False
 
-    def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: "ToolSampler") -> bool:
-        """Take a drawn token, with which a turn ends or a stop string; say whether the row ends."""
-        if self.ended:  # it runs on until `generate` drops rows
+    def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
+        """Add a sampled token, and return whether the completion ends with it.
+
+        Args:
+            turn_ends: the token is a stop token.
+            text_ends: the token completes a stop string.
+        """
+        if self.ended:  # `generate` decodes an ended row further, until it drops ended rows
             return True
         self.written.append(True)
         self.ids.append(token)
         tokens_left = sampler.sampling.max_new_tokens - len(self.written)
-        drawn_bytes = token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
-        calls = self.new_calls(drawn_bytes, turn_ends, text_ends)
-        row_ends = turn_ends or text_ends
+        new_bytes = token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
+        calls = self.new_calls(new_bytes, turn_ends, text_ends)
+        is_finished = turn_ends or text_ends
         if calls:
-            row_ends = self.answer(calls, turn_ends, tokens_left, sampler.processor)
-        self.ended = row_ends or tokens_left == 0
-        return row_ends
+            is_finished = self.answer(calls, turn_ends, tokens_left, sampler.processor)
+        self.ended = is_finished or tokens_left == 0
+        return is_finished
 
-    def new_calls(self, drawn: bytes, turn_ends: bool, text_ends: bool) -> list[tuple[str, str]]:
-        """Add a token to the text; find the calls that it completes, as many as are allowed."""
+    def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
+        """Add a token to the text; return the calls that it completes, up to max_tool_calls."""
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
-        self.text += drawn
+        self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
             return []
         calls = find_calls(self.text.decode(errors="replace"), self.tools, turn_ends)
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Say whether a tag is new in the text whose opening tag is there, too."""
+        """Return whether the new text has a closing tag whose opening tag came before."""
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
-    def answer(self, calls: list, turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
-        """Answer calls, for the model to read; True: it is done, or the answers do not fit."""
+    def answer(
+        self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
+    ) -> bool:
+        """Answer calls; return whether the completion ends: it is done, or answers do not fit."""
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
             return True
@@ -85,16 +108,18 @@ class Play:
         self.cut = len(ids) >= tokens_left  # a picture is never cut, and something has to follow
         if self.cut:
             return True
-        answer, pictures = as_prompt(ids, pictures, processor)
+        answer, shown = as_prompt(ids, pictures, processor)
         self.unread.append(answer)
         self.written += [False] * len(ids)
         self.ids += ids
-        self.pictures += pictures
+        self.pictures += shown
         self.text = b""
         return False
 
-    def call_tools(self, calls: list, processor: Processor) -> tuple[list[list[dict]], list]:
-        """Call tools; return the parts that answer each, and their pictures (image, grid)."""
+    def call_tools(
+        self, calls: list[Call], processor: Processor
+    ) -> tuple[list[list[dict]], list[Picture]]:
+        """Call tools; return the parts of each answer, and the pictures of all of them."""
         answers = []
         pictures = []
         for name, inside in calls:
@@ -107,47 +132,52 @@ class Play:
 
     @property
     def done(self) -> bool:
-        """Say whether the environment is done: nothing is written after its last call."""
+        """Return whether the environment is done, so that the last call ends the completion."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Take what was drawn, and tell it what the tools have answered."""
+        """Add the answers, the environment and the counts of calls to a sampled completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
         completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
-        """Put what was answered between the drawn tokens of a completion."""
+        """Insert the ids of answers between the sampled tokens of a completion."""
         written = torch.tensor(self.written)
         completion.ids = torch.tensor(self.ids)
         completion.written = written
         completion.pictures = self.pictures
-        completion.logps = torch.zeros(len(written)).masked_scatter(written, completion.logps)
+        sampled_logps = completion.logps
+        completion.logps = torch.zeros(len(written)).masked_scatter(written, sampled_logps)
         if completion.sampling_mask:
             counts, kept_ids = completion.sampling_mask
             counts = written.long().masked_scatter(written, counts)
             completion.sampling_mask = counts, kept_ids
 
 
-def encode_answers(answers: list, pictures: list, turn_ended: bool, processor) -> list[int]:
-    """Encode answers: inside the policy's turn, or with what opens another one."""
+def encode_answers(
+    answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
+) -> list[int]:
+    """Encode answers: inside the policy's turn, or with the opening of another one."""
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(lay_out(answers, opening), grids)))
 
 
-def as_prompt(ids: list[int], pictures: list, processor: Processor) -> tuple[Prompt, list]:
-    """Make a Prompt of answers, for the model to read, and pictures as a Completion has them."""
-    pictures = [(image, *processor.image_processor(image)) for image, _ in pictures]
+def as_prompt(
+    ids: list[int], pictures: list[Picture], processor: Processor
+) -> tuple[Prompt, list[tuple]]:
+    """Make a Prompt of answers, for the model to read, and the pictures of a Completion."""
+    shown = [(image, *processor.image_processor(image)) for image, _ in pictures]
     no_patches = torch.zeros(0, processor.image_processor.patch_dim)
-    patches = torch.cat([no_patches, *(patches for _, patches, _ in pictures)])
-    grids = torch.tensor([grid for *_, grid in pictures], dtype=torch.long).view(-1, 3)
-    return Prompt(torch.tensor(ids), patches, grids, torch.zeros(len(grids))), pictures
+    patches = torch.cat([no_patches, *(patches for _, patches, _ in shown)])
+    grids = torch.tensor([grid for *_, grid in shown], dtype=torch.long).view(-1, 3)
+    return Prompt(torch.tensor(ids), patches, grids, torch.zeros(len(grids))), shown
 
 
 def shared(image: Image) -> Image:
-    """Return the same picture, whose pixels are copied when somebody writes to it."""
+    """Return the same picture, whose pixels are copied as soon as a tool writes to them."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -156,21 +186,21 @@ def shared(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """Where the tokens of one answer are, and which keys they see."""
+    """The place of one answer's tokens in the batch and in its row, for AnswerAttention."""
 
-    row: int  # their row of the decoding
-    tokens: slice  # among all tokens that are read at once
-    prompt: int  # their prompt in the decoding
+    row: int  # index of the answer's row in the decoding
+    tokens: slice  # tokens of the answer among those of all answers
+    prompt: int  # index of the row's prompt in the decoding
     prompt_length: int
-    begin: int  # of the row's own tokens these are begin to end
+    begin: int  # the answer's tokens are number begin to end of the row's own tokens
     end: int
 
 
 class AnswerAttention(DecodeAttention):
-    """The attention of answers: tokens that some rows of a decoding read at once, end to end.
+    """The attention of answers: tokens of some rows that the model reads at once, end to end.
 
-    They attend to their row's prompt, to its own tokens and causally to themselves, and are own
-    tokens of their row then.
+    The tokens of an answer attend to the prompt of their row, to the row's own tokens, and causally
+    to each other. Afterwards their keys and values are among the row's own.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
@@ -179,8 +209,8 @@ class AnswerAttention(DecodeAttention):
         self.answer_spans = []
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # B of them
         newest = decoding.newest.tolist()  # R of them
-        self.spans = []  # for recurrent layers
-        new_tokens = [0] * len(newest)
+        self.spans = []  # rows, and the tokens of each, for recurrent layers
+        tokens_of_rows = [0] * len(newest)
         tokens_before = 0
         for row, length in zip(rows, lengths, strict=True):
             prompt = int(decoding.prompt_index[row])
@@ -195,10 +225,10 @@ class AnswerAttention(DecodeAttention):
             )
             self.answer_spans.append(span)
             self.spans.append((slice(row, row + 1), span.tokens))
-            new_tokens[row] = length
+            tokens_of_rows[row] = length
             tokens_before += length
         longest = max(span.end - 1 for span in self.answer_spans)
-        new_tokens = to_device(torch.tensor(new_tokens), decoding.device)
+        new_tokens = to_device(torch.tensor(tokens_of_rows), decoding.device)
         decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -215,32 +245,42 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Add an answer's keys, or values, to those of its row: all that it sees, (1, K, P + C, D)."""
+    """Add an answer's keys, or values, to the row's; return all that it attends to.
+
+    The result is (1, K, P + C, D): the prompt's, and the row's own up to the end of the answer.
+    """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
     seen_prompt = prompts[span.prompt, :, : span.prompt_length]  # (K, P, D)
     return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):
-    """A decode step, after which rows read what their tools have answered, in one forward."""
+    """A decode step, after which the model reads new answers of tools, in one forward."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
         self.sampler = sampler
         self.attention_type = decode.attention_type
 
-    def __call__(self, model, ids: Tensor, attention: DecodeAttention) -> Tensor:
+    def __call__(self, model: nn.Module, ids: Tensor, attention: DecodeAttention) -> Tensor:
         logits = self.decode(model, ids, attention)
-        plays = [self.sampler.plays[row] for row in attention.rows.tolist()]
-        rows = [i for i, play in enumerate(plays) if play.unread]
+        episodes = [self.sampler.episodes[row] for row in attention.rows.tolist()]
+        rows = [i for i, episode in enumerate(episodes) if episode.unread]
         if rows:
-            answers = [plays[i].unread.pop() for i in rows]
+            answers = [episodes[i].unread.pop() for i in rows]
             index = to_device(torch.tensor(rows), attention.device)
             logits[index] = self.read(model, attention, rows, index, answers)
         return logits
 
-    def read(self, model, attention, rows: list, index: Tensor, answers: list[Prompt]) -> Tensor:
-        """Read answers of rows, also given as a tensor; returns logits (rows, V) of what follows."""
+    def read(
+        self, model: nn.Module, attention: DecodeAttention, rows: list[int], index: Tensor,
+        answers: list[Prompt],
+    ) -> Tensor:  # fmt: skip
+        """Read the answers of some rows; return logits (rows, V) of the tokens that follow.
+
+        Args:
+            index: `rows` as a tensor.
+        """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
         repeats = to_device(torch.tensor(lengths), attention.device)
@@ -251,68 +291,104 @@ class ReadingDecode(Decode):
         # pictures take fewer positions than tokens
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
-        self.sampler.record_tokens(
-            attention.rows[index].repeat_interleave(repeats), batch.input_ids
-        )
+        row_of_token = attention.rows[index].repeat_interleave(repeats)
+        self.sampler.record_tokens(row_of_token, batch.input_ids)
         return float32_matmul(hidden, model.lm_head.weight.T)
 
 
 class ToolSampler(Sampler):
-    """Draws completions that may call the tools of the environment of `sampling`."""
-
-    play_type = Play
+    """Samples completions that may call the tools of the environment of `sampling`."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.make = get_environment(self.sampling.environment)
-        if not self.gather_weights:  # ranks read their answers at different steps
-            raise ValueError("sampling.environment: leave out rollout.gather_weights: false")
+        self.make_environment = find_environment(self)
+        self.episodes: list[ToolEpisode] = []  # the episode of each row
 
-    def token_sampler(self, prompts, num_generations, keys) -> TokenSampler:
-        self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
+    def token_sampler(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> TokenSampler:
+        make = self.make_environment
+        self.episodes = begin_episodes(ToolEpisode, make, self, prompts, num_generations)
         return super().token_sampler(prompts, num_generations, keys)
 
-    def generate(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
-        groups = super().generate(model, prompts, num_generations, choose)
-        for play, completion in zip(self.plays, chain(*groups), strict=True):
-            play.finish(completion)
+    def generate(
+        self, model: nn.Module, prompts: Sequence[Prompt], num_generations: int,
+        sample_token: TokenSampler,
+    ) -> list[list[Completion]]:  # fmt: skip
+        groups = super().generate(model, prompts, num_generations, sample_token)
+        for episode, completion in zip(self.episodes, chain(*groups), strict=True):
+            episode.finish(completion)
         return groups
-
-    def begin(self, prompt: Prompt, count: int) -> list[Play]:
-        """Make environments for the completions of a prompt, and tell them its row."""
-        if prompt.row is None:
-            raise ValueError("environments are told a prompt's row: make it with Row.prompt")
-        row = prompt.row
-        columns = self.columns(prompt)
-        where = row.where or f"row {row.index}"
-        with naming(f"{where}: sampling.environment {self.sampling.environment}"):
-            plays = []
-            for _ in range(count):
-                copies = {id(image): shared(image) for image in columns["images"]}
-                environment = begin(self.make, deepcopy(columns, copies))
-                plays.append(self.play_type(environment, prompt))
-        return plays
-
-    def columns(self, prompt: Prompt) -> dict:
-        """Collect what `reset` is told of a row; an image's extent is the scale of its boxes."""
-        row = prompt.row
-        images = list(row.images)  # they may be decoded only now
-        space = row.columns.get("box_space") or self.processor.box_space
-        patch_size = self.processor.image_processor.patch_size
-        grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()  # not of videos
-        extents = []
-        for image, (_, rows, columns) in zip(images, grids, strict=True):
-            resized = (patch_size * columns, patch_size * rows)
-            extents.append(extent(space, image.size, resized))
-        return row.columns | {"images": images, "extents": extents, "prompt": row.messages}
 
     def decode(self) -> Decode:
         return ReadingDecode(super().decode(), self)
 
     def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         text_ends = self.record_tokens(rows, ids)
-        drawn = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
-        ends = []
-        for row, token, turn_end, text_end in zip(*drawn, strict=True):
-            ends.append(self.plays[row].step(token, turn_end, text_end, self))
-        return to_device(torch.tensor(ends), rows.device)
+        return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
+
+
+# These functions are shared with the sampler of trajectories.py.
+
+AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
+
+
+def find_environment(sampler: Sampler) -> Callable[[], Environment]:
+    """Return the constructor of a sampler's environment (ValueError: the recipe does not fit)."""
+    name = sampler.sampling.environment
+    if name is None:
+        raise ValueError("sampling.environment: a sampler with tools needs one")
+    make = get_environment(name)
+    if not sampler.gather_weights:  # ranks read their answers at different steps
+        raise ValueError("sampling.environment: leave out rollout.gather_weights: false")
+    return make
+
+
+def begin_episodes(
+    kind: type[AnyEpisode], make: Callable[[], Environment], sampler: Sampler,
+    prompts: Iterable[Prompt], num_generations: int,
+) -> list[AnyEpisode]:  # fmt: skip
+    """Begin the episodes of all completions: each has an environment, reset with its prompt's row.
+
+    Args:
+        kind: the class of an episode.
+        make: the constructor of an environment.
+    """
+    episodes = []
+    for prompt in prompts:
+        row = prompt.row
+        if row is None:
+            raise ValueError("environments are told a prompt's row: make it with Row.prompt")
+        columns = reset_columns(prompt, row, sampler.processor)
+        name = f"{row.where or f'row {row.index}'}: sampling.environment"
+        with naming(f"{name} {sampler.sampling.environment}"):
+            for _ in range(num_generations):
+                copies = {id(image): shared(image) for image in columns["images"]}
+                environment = begin(make, deepcopy(columns, copies))
+                episodes.append(kind(environment, prompt))
+    return episodes
+
+
+def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
+    """Collect the arguments of `reset`; an image's extent is the scale of the boxes in it."""
+    images = list(row.images)  # they may be decoded only now
+    space = row.columns.get("box_space") or processor.box_space
+    patch_size = processor.image_processor.patch_size
+    grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()  # not of videos
+    extents = []
+    for image, (_, rows, columns) in zip(images, grids, strict=True):
+        resized = (patch_size * columns, patch_size * rows)
+        extents.append(extent(space, image.size, resized))
+    return row.columns | {"images": images, "extents": extents, "prompt": row.messages}
+
+
+def step_episodes(
+    episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor,
+    turn_ends: Tensor, text_ends: Tensor,
+) -> Tensor:  # fmt: skip
+    """Add a sampled token (r,) to the episode of each row; return (r,) bool: the row ends."""
+    sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
+    ends = []
+    for row, token, turn_end, text_end in zip(*sampled, strict=True):
+        ends.append(episodes[row].step(token, turn_end, text_end, sampler))
+    return to_device(torch.tensor(ends), rows.device)

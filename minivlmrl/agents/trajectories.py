@@ -1,23 +1,31 @@
-"""Trajectories: every turn is written from a window of its own, and what is not in it is forgotten.
+"""Sample trajectories, whose turns have a window each: the prompt that the turn is sampled from.
 
-The window of the first turn is the row's prompt. Later ones are what the environment's
-`observe(rounds)` says, or with sampling.history=K all text and the pictures of the newest K rounds.
-A round is a turn and the answers to its calls. A trajectory ends with a turn that calls nothing, or
-when the environment is `done`. It is one Completion and one row of a loss; docs/agents.md.
+The window of the first turn is the row's prompt. A later window is what the environment's
+`observe(rounds)` returns, or with sampling.history=K all text and the pictures of the newest K
+rounds. A round is a turn and the answers to its calls. A trajectory ends with a turn without calls,
+or when the environment is `done`. It is one Completion and one row of a loss, see docs/agents.md.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 import PIL.Image
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minivlmrl.agents.environment import get_environment
-from minivlmrl.agents.tool_calls import ask
-from minivlmrl.agents.tool_sampler import Play, ToolSampler, as_prompt, encode_answers
-from minivlmrl.config.options import SamplingOptions
+from minivlmrl.agents.environment import Environment, get_environment
+from minivlmrl.agents.tool_calls import Call, call_method
+from minivlmrl.agents.tool_sampler import (
+    ToolEpisode,
+    ToolSampler,
+    as_prompt,
+    begin_episodes,
+    encode_answers,
+    find_environment,
+    step_episodes,
+)
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.chat_template import IMAGE, VIDEO
 from minivlmrl.data.rows import Completion, Processor, Prompt, Row
@@ -25,76 +33,94 @@ from minivlmrl.data.tokenize_completions import check_messages, shown_parts_of
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch, pack
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
-def find_sampler(sampling: SamplingOptions) -> type[ToolSampler]:
-    """Return the class of the sampler that calls the tools of sampling.environment."""
-    return TrajectorySampler if has_windows(sampling) else ToolSampler
+def find_sampler(name: str, history: int | None) -> type[Sampler]:
+    """Return the class of the sampler for the environment of this name."""
+    return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
-def has_windows(sampling: SamplingOptions) -> bool:
+def has_windows(name: str, history: int | None) -> bool:
     """Return whether completions are trajectories (ValueError: there are two rules for windows)."""
-    observes = hasattr(get_environment(sampling.environment)(), "observe")
-    if observes and sampling.history is not None:
+    observes = hasattr(get_environment(name)(), "observe")
+    if observes and history is not None:
         raise ValueError(
-            f"sampling.history: {sampling.environment} has observe, which says what is seen; "
-            "leave one of them out"
+            f"sampling.history: {name} has observe, which says what is seen; leave one of them out"
         )
-    return observes or sampling.history is not None
+    return observes or history is not None
 
 
 def pack_turns(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device="cpu"
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack completions, of trajectories all turns: each is scored given its own window.
+    """Pack all turns of trajectories, so that each turn is scored given its own window.
 
-    The first turns of a group share their prompt. Rows of the batch are trajectories.
+    The first turns of a group share their prompt. Rows of the batch are trajectories; completions
+    without turns are packed as they are.
     """
-    laid_prompts = []
-    laid_completions = []
+    packed_prompts = []
+    packed_completions = []
     rows = []
     for prompt, group in zip(prompts, completions, strict=True):
         first_row = max(rows, default=-1) + 1
-        laid_prompts.append(prompt)
-        laid_completions.append([c.turns[0] if c.turns else c for c in group])
+        packed_prompts.append(prompt)
+        packed_completions.append([c.turns[0] if c.turns else c for c in group])
         rows += range(first_row, first_row + len(group))
         for row, completion in enumerate(group, first_row):
             for turn in completion.turns[1:]:
-                laid_prompts.append(turn.prompt)
-                laid_completions.append([turn])
+                packed_prompts.append(turn.prompt)
+                packed_completions.append([turn])
                 rows.append(row)
-    return pack(laid_prompts, laid_completions, config, device, rows)
+    return pack(packed_prompts, packed_completions, config, device, rows)
 
 
-class TrajectoryPlay(Play):
-    """One trajectory while it is written."""
+@dataclass
+class Round:
+    """A turn that called tools, and the answers to its calls."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.turns = []
-        self.rounds = []  # of each what was written, the parts that answered, and as a Prompt
+    text: str  # text of the turn
+    parts: list[dict]  # parts of the answers' messages
+    answers: Prompt  # the answers as tensors
+    images: list[PIL.Image.Image]  # pictures of the answers
+
+
+class Episode(ToolEpisode):
+    """One trajectory while it is sampled: answers are not inserted, but go into the next window."""
+
+    def __init__(self, environment: Environment, prompt: Prompt):
+        super().__init__(environment, prompt)
+        self.prompt: Prompt = prompt
+        self.key = ""  # the samples of its turns depend on this key and the number of the turn
+        self.turns: list[Completion] = []
+        self.rounds: list[Round] = []
 
     @property
     def goes_on(self) -> bool:
-        """Say whether another turn follows: the last one was answered, and it is not done."""
+        """Return whether another turn follows: calls of the last one were answered, and it is not done."""
         return len(self.rounds) == len(self.turns)
 
-    def answer(self, calls: list, turn_ended: bool, tokens_left: int, processor) -> bool:
-        """Answer calls; the turn ends, as the answers are for the next window."""
+    def answer(
+        self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
+    ) -> bool:
+        """Answer calls; the turn ends, because the answers belong to the next window."""
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
             ids = encode_answers(answers, pictures, turn_ended, processor)
-            answer, _ = as_prompt(ids, pictures, processor)
-            answer.row = Row([], [image for image, _ in pictures])
+            read, _ = as_prompt(ids, pictures, processor)
             text = processor.turn(Completion(torch.tensor(self.ids)))
-            self.rounds.append((text, list(chain(*answers)), answer))
+            images = [image for image, _ in pictures]
+            self.rounds.append(Round(text, list(chain(*answers)), read, images))
         return True
 
     def finish(self, completion: Completion):
-        """Keep a turn, and begin the next one."""
+        """Keep a sampled turn, and begin the next one."""
         self.turns.append(completion)
         self.ids = []
         self.written = []
@@ -102,7 +128,7 @@ class TrajectoryPlay(Play):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Join all turns; its pictures, to be seen by people, are the newest of each window."""
+        """Join all turns; its pictures, which only people see, are the newest of each window."""
         shown = [turn.prompt.row.images[-1:] for turn in self.turns[1:]]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -115,47 +141,76 @@ class TrajectoryPlay(Play):
         )
 
 
-class TrajectorySampler(ToolSampler):
-    """Draws trajectories. A turn is drawn by the key of its row, completion and number.
+class TrajectorySampler(Sampler):
+    """Samples trajectories. A turn depends on the key of its row, its completion and its number.
 
-    Ranks may have other numbers of turns: weights are gathered once for all of them.
+    Ranks may have different numbers of turns, so weights are gathered once for all turns.
     """
 
-    play_type = TrajectoryPlay
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.make_environment = find_environment(self)
+        self.episodes: list[Episode] = []  # the episode of each row
 
-    def token_sampler(self, prompts, num_generations, keys) -> TokenSampler:
-        self.keys = [f"{key}/{number}" for key in keys for number in range(num_generations)]
+    def token_sampler(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> TokenSampler:
+        make = self.make_environment
+        self.episodes = begin_episodes(Episode, make, self, prompts, num_generations)
+        for i, episode in enumerate(self.episodes):
+            episode.key = f"{keys[i // num_generations]}/{i % num_generations}"
         return super().token_sampler(prompts, num_generations, keys)
 
-    def generate(self, model, prompts, num_generations, choose) -> list[list[Completion]]:
-        super().generate(model, prompts, num_generations, choose)
-        plays = self.plays
-        keyed_plays = list(zip(self.keys, plays, strict=True))
-        while going_on := [(key, play) for key, play in keyed_plays if play.goes_on]:
-            windows = [self.window(play) for _, play in going_on]
-            in_pieces(partial(self.draw_turns, model), windows, 1, going_on, self.sampling, None)
-        starts = range(0, len(plays), num_generations)
-        return [[play.trajectory() for play in plays[i : i + num_generations]] for i in starts]
+    def generate(
+        self, model: nn.Module, prompts: Sequence[Prompt], num_generations: int,
+        sample_token: TokenSampler,
+    ) -> list[list[Completion]]:  # fmt: skip
+        episodes = self.episodes
+        self.sample_turns(model, prompts, num_generations, sample_token)
+        while unfinished := [episode for episode in episodes if episode.goes_on]:
+            windows = [self.window(episode) for episode in unfinished]
+            next_turns = partial(self.sample_next_turns, model)
+            in_pieces(next_turns, windows, 1, unfinished, self.sampling, None)
+        starts = range(0, len(episodes), num_generations)
+        groups = [episodes[i : i + num_generations] for i in starts]
+        return [[episode.trajectory() for episode in group] for group in groups]
 
-    def draw_turns(self, model, windows, num_generations, keyed_plays) -> list[list[Completion]]:
-        """Draw the next turn of some trajectories."""
-        self.plays = [play for _, play in keyed_plays]
-        keys = [f"{key}/{len(play.turns)}" for key, play in keyed_plays]
-        choose = Sampler.token_sampler(self, windows, num_generations, keys)
-        groups = super().generate(model, windows, num_generations, choose)
+    def sample_next_turns(
+        self, model: nn.Module, windows: list[Prompt], num_generations: int,
+        episodes: list[Episode],
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Sample the next turn of some trajectories, one from each window."""
+        self.episodes = episodes
+        keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
+        sample_token = super().token_sampler(windows, num_generations, keys)
+        groups = self.sample_turns(model, windows, num_generations, sample_token)
         for window, [turn] in zip(windows, groups, strict=True):
             turn.prompt = window
         return groups
 
-    def window(self, play: TrajectoryPlay) -> Prompt:
-        """Make the next window of a trajectory (ValueError: it cannot be shown, names the row)."""
-        row = play.prompt.row
-        name = f"{row.where or f'row {row.index}'}: turn {len(play.turns)}"
+    def sample_turns(
+        self, model: nn.Module, prompts: Sequence[Prompt], num_generations: int,
+        sample_token: TokenSampler,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Sample a turn of each of the present episodes."""
+        groups = super().generate(model, prompts, num_generations, sample_token)
+        for episode, turn in zip(self.episodes, chain(*groups), strict=True):
+            episode.finish(turn)
+        return groups
+
+    def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        text_ends = self.record_tokens(rows, ids)
+        return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
+
+    def window(self, episode: Episode) -> Prompt:
+        """Make the next window of a trajectory (ValueError: it does not fit, with the row's name)."""
+        row = episode.prompt.row
+        name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
         with naming(name):
             if self.sampling.history is None:
-                window = observed(play, self.processor)
+                window = observed_window(episode, self.processor)
             else:
-                window = remembered(play, self.sampling.history, self.processor)
+                window = history_window(episode, self.sampling.history, self.processor)
             max_positions = self.model.config.max_position_embeddings
             limit = max_positions - self.sampling.max_new_tokens
             num_tokens = len(window.input_ids)
@@ -163,18 +218,18 @@ class TrajectorySampler(ToolSampler):
                 raise ValueError(
                     f"its window has {num_tokens} tokens; with sampling.max_new_tokens that is "
                     f"over the model's {max_positions} (max_position_embeddings): show fewer or "
-                    f"smaller pictures, or lower {type(play.environment).__name__}.max_tool_calls"
+                    f"smaller pictures, or lower {type(episode.environment).__name__}.max_tool_calls"
                 )
         return window
 
 
-def observed(play: TrajectoryPlay, processor: Processor) -> Prompt:
+def observed_window(episode: Episode, processor: Processor) -> Prompt:
     """Make a window of the messages that the environment's observe(rounds) returns.
 
-    rounds: of each the policy's text, and the parts of what its calls were answered.
+    rounds: for each round the text of the policy, and the parts of the answers to its calls.
     """
-    rounds = [(text, parts) for text, parts, _ in play.rounds]
-    messages = ask(play.environment, "observe", rounds)
+    rounds = [(past.text, past.parts) for past in episode.rounds]
+    messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"observe returned {messages!r:.40}; it must be a list of messages")
     check_messages(messages)
@@ -188,21 +243,20 @@ def observed(play: TrajectoryPlay, processor: Processor) -> Prompt:
     return Row(messages, images).prompt(processor)
 
 
-def remembered(play: TrajectoryPlay, history: int, processor: Processor) -> Prompt:
+def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
     """Make a window of all text so far, and the pictures of the newest rounds.
 
-    With all rounds it is what a completion without `history` reads, token for token.
+    With all rounds it equals what a completion without `history` reads, token for token.
     """
-    shown = [play.prompt, *(answer for *_, answer in play.rounds)]
-    written = [*(turn.ids for turn in play.turns), torch.empty(0, dtype=torch.long)]
+    shown = [episode.prompt, *(past.answers for past in episode.rounds)]
+    written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens
     vision_ids = torch.tensor([tokens[name] for name in VISION_TOKENS])
     ids = []
-    for prompt, turn_ids in zip(shown, written, strict=True):
-        is_new = len(ids) // 2 >= len(shown) - history
-        prompt_ids = prompt.input_ids
-        ids.append(prompt_ids if is_new else without(prompt_ids, vision_ids))
-        ids.append(without(turn_ids, vision_ids))  # what the policy wrote of them shows nothing
+    for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
+        is_new = number >= len(shown) - history
+        ids.append(prompt.input_ids if is_new else without(prompt.input_ids, vision_ids))
+        ids.append(without(turn_ids, vision_ids))  # placeholders of the policy show nothing
     newest = shown[-history:]
     window = Prompt(
         input_ids=torch.cat(ids),
@@ -210,10 +264,11 @@ def remembered(play: TrajectoryPlay, history: int, processor: Processor) -> Prom
         image_grid_thw=torch.cat([prompt.image_grid_thw for prompt in newest]),
         second_per_grid_ts=torch.cat([prompt.second_per_grid_ts for prompt in newest]),
     )
-    window.row = Row([], list(chain(*(prompt.row.images for prompt in newest))))
+    images = [episode.prompt.row.images, *(past.images for past in episode.rounds)]
+    window.row = Row([], list(chain(*images[-history:])))
     return window
 
 
 def without(ids: Tensor, left_out: Tensor) -> Tensor:
-    """Leave out some ids."""
+    """Return `ids` without the ids of `left_out`."""
     return ids[~torch.isin(ids, left_out)]

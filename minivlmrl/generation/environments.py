@@ -27,7 +27,7 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
         return False
     from minivlmrl.agents.trajectories import has_windows
 
-    return has_windows(sampling)
+    return has_windows(sampling.environment, sampling.history)
 
 
 def begin_environment(name: str | None, row: Row) -> object | None:

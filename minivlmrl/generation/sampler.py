@@ -202,7 +202,7 @@ def make_sampler(
     else:
         from minivlmrl.agents.trajectories import find_sampler
 
-        kind = find_sampler(sampling)
+        kind = find_sampler(sampling.environment, sampling.history)
     return kind(model, processor, sampling, world, gather_weights, keeps_vision, **options)
 
 

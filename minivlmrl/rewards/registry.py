@@ -34,7 +34,7 @@ REWARDS = {  # name: "module:function", or the function itself
     "giou": "minivlmrl.rewards.boxes:giou",
     "box_format": "minivlmrl.rewards.boxes:box_format",
     "reward_model": "minivlmrl.trainers.reward_model:reward_model",
-    "environment": "minivlmrl.agents.environment:earned",
+    "environment": "minivlmrl.agents.environment:environment_reward",
 }
 LARGEST = 3.4e38  # of float32
 # metrics of every step, which no reward may log

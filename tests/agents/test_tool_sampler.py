@@ -122,7 +122,7 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROC
     scripts = [[token for turn in some for token in turn] for some in turns]
 
     def draw(probs, rows, step):
-        at = [sum(sampler.plays[row].written) for row in rows.tolist()]
+        at = [sum(sampler.episodes[row].written) for row in rows.tolist()]
         ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
         return torch.tensor(ids, device=rows.device)
 
@@ -345,7 +345,7 @@ def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
     read = []
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
-    one = tool_sampler.Play(Eye())
+    one = tool_sampler.ToolEpisode(Eye())
     for step in range(2000):
         sampling = SimpleNamespace(max_new_tokens=2000)
         one.step(7, step == 1999, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
@@ -398,18 +398,19 @@ def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent
     """In pixels of Qwen2.5-VL those of the picture that the model sees, not of the file."""
     processor = replace(PROCESSOR, box_space=space)
     sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="tests.agents.test_tool_sampler:Eye"), ONE)
-    [play] = sampler.begin(row((90, 50), problem="P").prompt(processor), 1)
-    assert play.environment.extents == [extent]
+    sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
+    [episode] = sampler.episodes
+    assert episode.environment.extents == [extent]
 
 
 def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
     """Else 8,192 tokens take half a minute."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
-    play = tool_sampler.Play(Eye())
+    episode = tool_sampler.ToolEpisode(Eye())
     sampling = SimpleNamespace(max_new_tokens=2000)
     for _ in range(100):
-        play.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
+        episode.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
 
 
 def test_a_picture_that_does_not_fit_is_not_cut_into_patches(monkeypatch):
@@ -417,6 +418,6 @@ def test_a_picture_that_does_not_fit_is_not_cut_into_patches(monkeypatch):
     shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
     monkeypatch.setattr(tool_sampler, "answer", lambda *_: shown)
     monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut into patches"))
-    play = tool_sampler.Play(Eye())
-    play.answer([("look", "")], False, 500, PROCESSOR)
-    assert play.cut and play.num_calls == 1
+    episode = tool_sampler.ToolEpisode(Eye())
+    episode.answer([("look", "")], False, 500, PROCESSOR)
+    assert episode.cut and episode.num_calls == 1

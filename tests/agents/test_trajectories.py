@@ -18,8 +18,7 @@ from talk import IMAGE_PART, text, user
 
 from minivlmrl.__main__ import main
 from minivlmrl.agents import tool_sampler
-from minivlmrl.agents.environment import earned
-from minivlmrl.agents.trajectories import has_windows
+from minivlmrl.agents.environment import environment_reward
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.image import ImageProcessor
@@ -28,7 +27,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.generation import sampler as sampler_file
-from minivlmrl.generation.environments import pack_rollout, packed_length
+from minivlmrl.generation.environments import pack_rollout, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
@@ -113,24 +112,24 @@ def play(monkeypatch, scripts, environment="Site", history=None, model=None, row
     sampler = make_sampler(model, processor, sampling, ONE)
     rows = rows or [row()]
 
-    def drawn_by(play):
-        before = sum(len(turn.ids) for turn in getattr(play, "turns", ()))
-        return before + sum(play.written)
+    def drawn_by(episode):
+        before = sum(len(turn.ids) for turn in getattr(episode, "turns", ()))
+        return before + sum(episode.written)
 
     def draw(probs, numbers, step):
         ids = []
         for number in numbers.tolist():
-            script = scripts[sampler.plays[number].script]
-            ids.append(script[min(drawn_by(sampler.plays[number]), len(script) - 1)])
+            script = scripts[sampler.episodes[number].script]
+            ids.append(script[min(drawn_by(sampler.episodes[number]), len(script) - 1)])
         return torch.tensor(ids)
 
     original = type(sampler).token_sampler
 
     def token_sampler(self, prompts, num_generations, keys):
-        choose = original(self, prompts, num_generations, keys)
-        for number, play in enumerate(self.plays):
-            play.script = number
-        return choose
+        sample_token = original(self, prompts, num_generations, keys)
+        for number, episode in enumerate(self.episodes):
+            episode.script = number
+        return sample_token
 
     monkeypatch.setattr(type(sampler), "token_sampler", token_sampler)
     monkeypatch.setattr(sampler_file, "sample_by_uniforms", lambda *_: draw)
@@ -215,7 +214,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
             likely = (logps * mask).sum(1).exp()
             assert abs(likely.sum().item() - 1) < 1e-12
             rewards = torch.tensor(
-                earned([one.environment for one in group], [["?"] * len(one.turns) for one in group]),
+                environment_reward([one.environment for one in group], [["?"] * len(one.turns) for one in group]),
                 dtype=torch.float64,
             )
             truth = truth + (likely * rewards).sum()
@@ -332,7 +331,7 @@ def test_what_windows_show(monkeypatch):
 def eager(monkeypatch):
     """A random model calls whenever it has written two tokens."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, *_: [("click", "red")] if len(text) > 2 else [])
-    monkeypatch.setattr(tool_sampler.Play, "closes_a_call", lambda *_: True)
+    monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
 
 
 @pytest.mark.parametrize("environment", ["Site", "Shown"])
@@ -386,12 +385,12 @@ def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
 def test_what_is_refused():
     two = SamplingOptions(environment="tests.agents.test_trajectories:Shown", history=2)
     with pytest.raises(ValueError, match=r"^sampling.history: tests.agents.test_trajectories:Shown has observe, which"):
-        has_windows(two)
+        samples_trajectories(two)
     site = Site()
     site.earned = [1.0, 0.5]
     with pytest.raises(ValueError, match=r"^reward environment: get_reward returned 2 numbers for 3 turns; return one"):
-        earned([site], [["a", "b", "c"]])
-    assert earned([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+        environment_reward([site], [["a", "b", "c"]])
+    assert environment_reward([site, None], [["a", "b"], ["c"]]) == [1.5, None]
 
 
 SEEN = """<script>

@@ -169,7 +169,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     REWARDS["letters"], tool_sampler.find_calls = "on_ranks:letters", eager
-    tool_sampler.Play.closes_a_call = lambda self, searched_from: True  # it looks for calls after every token
+    tool_sampler.ToolEpisode.closes_a_call = lambda self, searched_from: True  # it looks for calls after every token
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:

@@ -75,7 +75,7 @@ def lively():
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)
-        patch.setattr(tool_sampler.Play, "closes_a_call", lambda *_: True)
+        patch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
         patch.setattr(tqdm.tqdm, "monitor_interval", 0)  # its thread would not live on in a forked child
         yield
 

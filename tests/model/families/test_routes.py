@@ -22,7 +22,7 @@ WAYS = {
 def many_tokens(stage, monkeypatch, model, way, completions, *more):
     """A stage in float32 whose completions have 50 tokens, and many calls if there are tools."""
     monkeypatch.setattr(tool_sampler, "find_calls", eager)
-    monkeypatch.setattr(tool_sampler.Play, "closes_a_call", lambda self, searched_from: True)
+    monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda self, searched_from: True)
     options = ["--sampling.max_new_tokens=50", "--sampling.stop_token_ids=[]", f"--grpo.num_generations={completions}"]
     return stage("grpo", *options, *WAYS[way], *more, dtype=torch.float32, model=model)
 
