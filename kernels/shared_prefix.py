@@ -11,7 +11,7 @@ from torch import Tensor
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 
-SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
+SHARED_BYTES = 2**24  # of float32 scores, see completion_attention
 
 
 def rectangles(
@@ -69,7 +69,7 @@ class PromptSlots:
         return x if self.full else Reorder.apply(x, self.slot)
 
 
-def after_prompt(
+def completion_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
     """Attention of completions to their own keys, causally, and to those of the shared prompt.
@@ -84,16 +84,16 @@ def after_prompt(
     num_keys = prompt_k.shape[2] + k.shape[2]
     score_bytes = 4 * q[..., 0].numel() * num_keys  # float32
     if q.device.type == "cpu" and score_bytes <= SHARED_BYTES:
-        return one_product(q, k, v, prompt_k, prompt_v, slots)
+        return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     k = torch.cat([slots.spread(prompt_k), k], dim=2)
     v = torch.cat([slots.spread(prompt_v), v], dim=2)
     return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
 
 
-def one_product(
+def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute after_prompt with all completions of a prompt as queries of one product.
+    """Compute completion_attention with all completions of a prompt as queries of one product.
 
     S slots of each prompt, as PromptSlots has them. The queries of a slot are ordered by token,
     then by head: query c * h + i is that of token c and of head i.

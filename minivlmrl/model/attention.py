@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
-from minivlmrl.kernels.shared_prefix import PromptSlots, after_prompt, rectangles
+from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, rectangles
 
 
 class Attention(Protocol):
@@ -161,7 +161,7 @@ class GroupAttention:
         for (prompt_q, row_q), (prompt_k, row_k), (prompt_v, row_v), slots in blocks_and_slots:
             out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
             if slots is not None:
-                out.append(after_prompt(row_q, row_k, row_v, prompt_k, prompt_v, slots))
+                out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, slots))
         out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # each (rows * tokens, H, D)
         out = torch.cat(out) if len(out) > 1 else out[0]
         return out if layout.in_order else Reorder.apply(out, layout.inverse)
