@@ -3,11 +3,11 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import read_image_processor
 from minivlmrl.data.rows import Processor
@@ -15,6 +15,9 @@ from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.files import read_json
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpec
+
+if TYPE_CHECKING:
+    from minivlmrl.data.folder_template import ChatTemplate
 
 # layers whose result is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
@@ -37,9 +40,8 @@ def random_model(
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = ModelConfig.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    vocab_size = max(
-        len(tokenizer), config.vocab_size
-    )  # the vocab_size of text_config may be larger
+    # the vocab_size of a text_config may be larger
+    vocab_size = max(len(tokenizer), config.vocab_size)
     config = replace(config, vocab_size=vocab_size, **token_ids)
     model = model_from_config(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
@@ -56,9 +58,14 @@ def random_model(
     return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
 
 
-def default_template(family: ModelSpec) -> ChatTemplate | None:
-    """Return the chat template of a folder that has none; None: chat.render."""
-    return None if family.default_system else ChatTemplate(DEFAULT_QWEN3, "the default template")
+def default_template(family: ModelSpec) -> "ChatTemplate | None":
+    """Return the chat template of a folder that has none; None: chat_template.render."""
+    if family.default_system:
+        return None
+    # here, because the template of Qwen2-VL and Qwen2.5-VL needs no Jinja
+    from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+
+    return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
 def model_from_config(config: ModelConfig, where: str | Path) -> nn.Module:

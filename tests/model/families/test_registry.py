@@ -1,6 +1,11 @@
 """The record of a model family answers what hub, plan and sharding ask."""
 
+import os
+import subprocess
+import sys
+
 import pytest
+from links import ROOT
 
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES, family_of
@@ -16,3 +21,26 @@ def test_the_blocks_of_a_model_are_its_towers_and_nothing_twice(model_type):
     names = {id(module): name for name, module in model.named_modules()}
     blocks = [names[id(block)] for block in family.blocks(model)]
     assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
+
+
+OTHERS = "qwen2_vl", "qwen3_vl", "qwen3_5", "experts", "routers", "routes"
+LOADED = """
+import sys
+from minivlmrl.model.build import random_model
+from minivlmrl.tasks.shapes import tokenizer
+random_model("recipes/shapes_model.json", tokenizer(), 0)
+print(*sys.modules)
+"""
+
+
+def test_a_model_is_built_without_other_families_adapters_and_ranks(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = [sys.executable, "-c", LOADED]
+    loaded = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    modules = loaded.stdout.split()
+    assert "minivlmrl.model.families.qwen2_5_vl" in modules
+    unwanted = [f"minivlmrl.model.families.{name}" for name in OTHERS]
+    unwanted += [f"minivlmrl.model.{name}" for name in ("lora", "nf4", "peft", "checkpoint")]
+    assert not [name for name in modules if name in unwanted or name.startswith("minivlmrl.distributed")]
