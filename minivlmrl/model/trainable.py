@@ -37,7 +37,7 @@ def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:
     return not frozen and (is_adapter(name) or not adapted)
 
 
-def table(model: nn.Module) -> str:
+def trainable_summary(model: nn.Module) -> str:
     """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
     layers = adapters(model)
     kinds = defaultdict(Counter)  # (name, rank) -> of each layer its trained parameters

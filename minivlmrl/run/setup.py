@@ -14,7 +14,7 @@ from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.model.checkpoint import DTYPES
-from minivlmrl.model.trainable import table
+from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
 from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.datasets import check_shares, load_datasets
@@ -106,7 +106,7 @@ def describe_run(config, model: nn.Module, world: World):
         f"model: {num_parameters:,} parameters in {dtype}, computed in {compute_dtype}", flush=True
     )
     if not all(parameter.requires_grad for parameter in model.parameters()):
-        print(table(model))
+        print(trainable_summary(model))
 
 
 def describe_thought(processor: Processor):

@@ -17,7 +17,7 @@ from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.lora import adapters, full, inject_adapters, packed_layers, part_of, plain_weights, quantize_base
 from minivlmrl.model.nf4 import NF4, dynamic_code, pack, unpack
 from minivlmrl.model.peft import load_adapter
-from minivlmrl.model.trainable import table
+from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.model.value_head import ValueModel
 from tests.model.test_lora import adapted, batch, loss
 
@@ -95,7 +95,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], rtol=1e-12, atol=1e-14)
     merged, plain = (plain_weights(model) for model in pair)
-    assert merged.keys() == plain.keys() and table(pair[0]) == table(pair[1])
+    assert merged.keys() == plain.keys() and trainable_summary(pair[0]) == trainable_summary(pair[1])
     assert all(torch.equal(full(weight), full(plain[name])) for name, weight in merged.items())
 
 
