@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row, uniform_numbers
-from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.losses.advantages import combine, group_advantages
 from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss

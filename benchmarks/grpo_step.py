@@ -30,7 +30,8 @@ from torch import Tensor
 
 from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
 from minivlmrl.data.loader import Batches
-from minivlmrl.data.rows import Completion, Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model

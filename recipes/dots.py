@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import PIL.Image
 import PIL.ImageDraw
 
-from minivlmrl.data.conversations import conversation
+from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task

@@ -15,7 +15,7 @@ from itertools import combinations, product
 import numpy as np
 import PIL.Image
 
-from minivlmrl.data.conversations import conversation
+from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task

@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.files import find_folder, flush_file, read_json, replacing, save_tensors
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes

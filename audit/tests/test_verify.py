@@ -16,7 +16,7 @@ from runs import leave_out
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.__main__ import main
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.files import digest
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from docs.scripts.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
 from minivlmrl.data import image
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.replay import go_to, run_config
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.losses import grpo

@@ -10,7 +10,7 @@ from minivlmrl.agents.schema import json_schema, type_schema
 from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.parsing import build, naming
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.rewards.registry import guarded
 
 

@@ -28,7 +28,8 @@ from minivlmrl.agents.tool_calls import (
 )
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.boxes import extent
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.generation.generate import Decode, TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import NO_TEXT, token_bytes

@@ -28,8 +28,9 @@ from minivlmrl.agents.tool_sampler import (
 )
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.chat_template import IMAGE, VIDEO
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row
-from minivlmrl.data.tokenize_completions import check_messages, shown_parts_of
+from minivlmrl.data.messages import check_messages, shown_parts_of
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
@@ -114,7 +115,7 @@ class Episode(ToolEpisode):
         if not self.done:
             ids = encode_answers(answers, pictures, turn_ended, processor)
             read, _ = as_prompt(ids, pictures, processor)
-            text = processor.turn(Completion(torch.tensor(self.ids)))
+            text = processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
             images = [image for image, _ in pictures]
             self.rounds.append(Round(text, list(chain(*answers)), read, images))
         return True

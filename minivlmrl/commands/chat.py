@@ -16,8 +16,8 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import help_of
-from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import VideoFile, load_video
@@ -43,7 +43,7 @@ def main(arguments: list[str]):
     if sampling.stop_token_ids is None:
         sampling.stop_token_ids = processor.stop_token_ids
     stream = Stream(processor.tokenizer, sampling.stop_token_ids)
-    print(processor.turn(Completion(torch.empty(0, dtype=torch.long))), end="")
+    print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     sampler = make_sampler(model, processor, sampling, world, on_tokens=stream.write)
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()

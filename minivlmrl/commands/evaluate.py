@@ -130,7 +130,7 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
     """Make a row's line of the results file."""
     answers = []
     for completion, values in zip(completions, earned, strict=True):
-        text = processor.turn(completion)
+        text = processor.decode_assistant_turn(completion)
         judged = [None if math.isnan(value) else value for value in values]  # JSON has no NaN
         answers.append(
             {

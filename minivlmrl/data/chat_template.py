@@ -2,34 +2,37 @@
 
 from itertools import groupby
 
+from minivlmrl.data.messages import content_parts, part_kind
+
 
 class Control(str):
-    """A control token, as opposed to text that happens to look like one."""
+    """A control token, as opposed to text that spells the same."""
 
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
-ENDS = (END, Control("<|endoftext|>"))  # a completion ends with either: of a turn, of a document
-# one for each image or video, found by `is`: text may spell the same
+# Either token ends a completion: END ends a turn, the other one a document.
+ENDS = (END, Control("<|endoftext|>"))
+# Placeholder of an image or a video. Code finds it by `is`, because text may spell the same.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def render(messages: list[dict]) -> list[str]:
-    r"""Lay out a conversation for the model to continue as the assistant.
+    r"""Render a conversation that the assistant has to continue.
 
     Example: one user message with an image and "What?" gives, joined,
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
 
     Args:
-        messages: each {"role": str, "content": str or a list of parts}, see part_kind. The
-            default system message comes first unless they begin with one.
+        messages: see messages.py. The default system message comes first unless they begin with a
+            system message.
     Returns:
-        Pieces in order: each control token a Control (the objects IMAGE and VIDEO themselves),
-        neighbouring text one str. So text that spells a control token stays text, and there is
-        no boundary in the text that the template does not have.
+        Pieces in order. Each control token is a Control (the objects IMAGE and VIDEO themselves),
+        and neighbouring text is one str. So text that spells a control token stays text, and the
+        text has no boundary that the template does not have.
     Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
@@ -55,27 +58,23 @@ def layout_turn(message: dict) -> list[str]:
     return [START, f"{message['role']}\n", *pieces, END, "\n"]
 
 
-def content_parts(message: dict) -> list[dict]:
-    """Return the content of a message as a list of parts, also where it is text or none."""
-    content = message.get("content") or []
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
+    r"""Render the turns that follow a rendered prompt: an answer, or an answer and further turns.
 
+    Example, with the pieces of the assistant in brackets: "two", user "And 2?", "four" give, joined,
+        [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
-def part_kind(part: dict) -> str | None:
-    """Tell what a part of a message shows: "image", "video" or "text"; None if that is unclear.
-
-    Args:
-        part: {"type": "image"}, or any part with the key image or image_url; the same for video;
-            {"type": "text", "text": str}, where the type may be missing. A None counts as missing.
+    Returns:
+        Pieces as in `render`, each with a flag. It is True for what the assistant writes: the texts
+        of its turns and the <|im_end|> that closes each. Generation stops after the last piece.
     """
-    if not isinstance(part, dict):
-        return None
-    kind = part.get("type")
-    for shown in ("image", "video"):
-        url = part.get(f"{shown}_url")
-        if kind == shown or part.get(shown) is not None or url is not None:
-            return shown
-    return "text" if kind in (None, "text") and isinstance(part.get("text"), str) else None
+    flagged = []
+    for turn in turns:
+        start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
+        flagged += [(start, False), (role, False)]
+        flagged += [(piece, turn["role"] == "assistant") for piece in inside]
+        flagged.append((newline, False))
+    return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
 def join_text(pieces: list[str]) -> list[str]:
@@ -85,3 +84,13 @@ def join_text(pieces: list[str]) -> list[str]:
         neighbours = list(run)
         joined += neighbours if is_control else ["".join(neighbours)]
     return joined
+
+
+def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Join neighbouring text with the same flag, so that no token is partly the assistant's."""
+    joined_pieces = []
+    filled_pieces = [pair for pair in pieces if pair[0]]
+    for is_written, run in groupby(filled_pieces, key=lambda pair: pair[1]):
+        texts = join_text([piece for piece, _ in run])
+        joined_pieces += [(text, is_written) for text in texts]
+    return joined_pieces

@@ -5,13 +5,17 @@ from functools import partial
 from types import UnionType
 
 from minivlmrl.config.parsing import naming
-from minivlmrl.data.chat_template import content_parts, part_kind, render
+from minivlmrl.data.chat_template import render
 from minivlmrl.data.formats import QUESTION_FORMS, ROLES
-from minivlmrl.data.media import MARK, Media, place_media
-from minivlmrl.data.tokenize_completions import (
+from minivlmrl.data.media import Media, place_media
+from minivlmrl.data.messages import (
+    MARK,
+    add_system_prompt,
     as_turns,
     check_ends,
     check_messages,
+    fill_template,
+    part_kind,
     shown_parts_of,
     text_of,
 )
@@ -101,40 +105,15 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
     return conversation[: -len(turns)], media, answer
 
 
-def conversation(
-    prompt: str | list[dict], media: dict[str, int], prompt_template="{problem}", system_prompt=None
-) -> list[dict]:
-    """Make messages that ask about a problem, or a prompt's turns, and show so many media."""
-    row_media = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}
-    return _place(prompt, row_media, prompt_template, system_prompt, {})[0]
-
-
 def _place(prompt, row_media, prompt_template, system_prompt, media_options, answer=()) -> tuple:
     """Return the messages of a prompt and an answer, and what their parts show."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     if prompt_template != "{problem}":
-        turns = _fill_template(prompt_template, turns)
+        turns = fill_template(prompt_template, turns)
     messages, media = place_media([*turns, *answer], row_media, media_options)
-    if system_prompt is not None and (not turns or turns[0]["role"] != "system"):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return messages, media
-
-
-def _fill_template(template: str, turns: list[dict]) -> list[dict]:
-    """Put the question, the text of the last user turn, into a template."""
-    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
-    parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
-    text_indices = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
-    if len(text_indices) != 1:
-        raise ValueError(
-            "data.prompt_template is put around one text, but the last user turn of this prompt "
-            f"has {len(text_indices)}; make it one"
-        )
-    question = parts[text_indices[0]]["text"]
-    parts[text_indices[0]] = {"type": "text", "text": template.replace("{problem}", question)}
-    return [*turns[:last_user], {**turns[last_user], "content": parts}, *turns[last_user + 1 :]]
+    return add_system_prompt(messages, system_prompt), media
 
 
 def _split(row_texts: dict, row: dict) -> tuple[str, str | list[dict], dict]:

@@ -17,9 +17,9 @@ from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.formats import to_columns
 from minivlmrl.data.media import Media, check_unread, files_of, load_media, read_media
 from minivlmrl.data.media_options import VideoOptions, media_options
+from minivlmrl.data.messages import shown_parts_of
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.rows import Row
-from minivlmrl.data.tokenize_completions import shown_parts_of
 from minivlmrl.files import digest
 
 

@@ -24,16 +24,16 @@ from minivlmrl.data.chat_template import (
     START,
     VIDEO,
     Control,
-    content_parts,
+    join_flagged,
     join_text,
     layout_turn,
-    part_kind,
-)
-from minivlmrl.data.tokenize_completions import (
-    check_messages,
-    join_flagged,
-    parts_of,
     render_completion,
+)
+from minivlmrl.data.messages import (
+    check_messages,
+    content_parts,
+    part_kind,
+    parts_of,
     shown_parts_of,
     text_of,
 )

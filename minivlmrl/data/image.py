@@ -111,7 +111,7 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ImageProcessor:
-    """The image settings of a checkpoint; data/processor.py reads and checks them."""
+    """The image settings of a checkpoint; data/image_settings.py reads and checks them."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
@@ -120,7 +120,7 @@ class ImageProcessor:
     max_pixels: int = 28 * 28 * 16384
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    resize: Callable[..., np.ndarray] = resize_frames  # or that of data/processor.py
+    resize: Callable[..., np.ndarray] = resize_frames  # or that of data/image_settings.py
     videos: object = None  # hub/qwen3_vl.Videos sizes and lays out frames; None: data/video.py
 
     @property

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from minivlmrl.config.options import RunConfig, TrainingOptions
-from minivlmrl.data.rows import Dataset, Processor, Prompt, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Dataset, Prompt, Row
 
 MAX_SKIPPED = 100  # number of unreadable rows, one after the other, that end a run
 # number of rows of the next draw that threads prepare: 1.5 GB of patches at a megapixel per image

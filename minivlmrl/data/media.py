@@ -10,11 +10,16 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl.config.parsing import naming
-from minivlmrl.data.chat_template import content_parts, part_kind
 from minivlmrl.data.fetch import fetch_image, open_source
-from minivlmrl.data.media_options import OPTIONS, SAMPLING_OPTIONS, check_options
-from minivlmrl.data.rows import check_counts
-from minivlmrl.data.tokenize_completions import shown_parts_of
+from minivlmrl.data.media_options import SAMPLING_OPTIONS, check_options
+from minivlmrl.data.messages import (
+    add_placeholders,
+    check_counts,
+    check_total,
+    content_parts,
+    part_kind,
+    shown_parts_of,
+)
 from minivlmrl.data.video import VideoFile, load_video
 
 # what people call the column of an image or a video, and what such a column says
@@ -28,8 +33,6 @@ PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys of a part that say what it shows
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
-MARK = re.compile("<(image|video)>")  # where an image or video goes in a prompt's text
-MAX_MEDIA = 1000  # of a row
 
 
 @dataclass
@@ -75,14 +78,15 @@ def place_media(
         media_options: by kind, those of every image without its own, and those that a video does
             not say itself; which frames to take only of files without nframes.
     """
+    media_counts = {kind: len(entries) for kind, entries in row_media.items()}
     if not shown_parts_of(turns):  # else <image> is text
-        turns = _with_parts(turns, row_media)
+        turns = add_placeholders(turns, media_counts)
     kinds = []  # of the parts that do not say what they show
     for part in shown_parts_of(turns):
         kind = part_kind(part)
         if not _sources(part, kind):
             kinds.append(kind)
-    check_counts(kinds, row_media)
+    check_counts(kinds, media_counts)
     next_media = {kind: iter(entries) for kind, entries in row_media.items()}
     messages = []
     media = []
@@ -101,34 +105,8 @@ def place_media(
             parts.append({"type": kind, **_without(options)})
         is_text = isinstance(turn.get("content"), str)
         messages.append(turn if is_text else {**turn, "content": parts})
-    if len(media) > MAX_MEDIA:
-        raise ValueError(f"{len(media)} images and videos are over {MAX_MEDIA}; split the row")
+    check_total(len(media))
     return messages, media
-
-
-def _with_parts(turns: list[dict], row_media: dict[str, list[Media]]) -> list[dict]:
-    """Make parts of <image> and <video>; without any, put the row's media before the question."""
-    turns = [{**turn, "content": _cut_at_marks(content_parts(turn))} for turn in turns]
-    if shown_parts_of(turns):
-        return turns
-    for turn in turns:
-        if turn["role"] == "user":
-            placeholders = []
-            for kind in OPTIONS:
-                placeholders += [{"type": kind} for _ in row_media.get(kind, ())]
-            turn["content"] = placeholders + turn["content"]
-            break
-    return turns
-
-
-def _cut_at_marks(parts: list[dict]) -> list[dict]:
-    """Cut texts at <image> and <video>: "<image>What?" is text, an image, text."""
-    cut_parts = []
-    for part in parts:
-        for number, piece in enumerate(MARK.split(part["text"])):  # text, kind, text, ..., text
-            is_kind = number % 2 == 1
-            cut_parts.append({"type": piece} if is_kind else {"type": "text", "text": piece})
-    return cut_parts
 
 
 def _with_common(item: Media, options: dict, common_options: dict) -> dict:

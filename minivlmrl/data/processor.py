@@ -1,139 +1,200 @@
-"""preprocessor_config.json <-> ImageProcessor."""
+"""Processor: messages and images -> Prompt; an answer -> Completion; ids -> text."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from itertools import chain
+from typing import TYPE_CHECKING
 
-import numpy as np
 import PIL.Image
 import torch
+from torch import Tensor
 
-from minivlmrl.config.parsing import build, naming
-from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
+from minivlmrl.data.chat_template import ENDS, IMAGE, VIDEO, Control, render, render_completion
+from minivlmrl.data.image import Grid, ImageProcessor
+from minivlmrl.data.messages import (
+    as_turns,
+    check_counts,
+    check_ends,
+    content_parts,
+    part_kind,
+    parts_of,
+    shown_parts_of,
+    text_of,
+)
+from minivlmrl.data.rows import Completion, Prompt
 
+if TYPE_CHECKING:
+    from minivlmrl.data.folder_template import ChatTemplate
+    from minivlmrl.data.tokenizer import Tokenizer
+    from minivlmrl.data.video import Video, VideoFile
 
-def torch_resize_frames(
-    frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
-) -> np.ndarray:
-    """Resize RGB frames and normalise them, see image.resize_frames, with torch's kernel.
-
-    Gives the values of transformers' torchvision processor to the bit. The default, pil, is the
-    filter that checkpoints were trained with; docs/exact.md says how far they differ.
-    """
-    size = (height, width)
-    resized = []
-    for frame in frames:
-        # uint8 in and out: the kernel rounds between its two passes, as it would not in float32
-        pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
-        pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
-        resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # transformers' way to write 255, folded into mean and std
-    grey_levels = np.arange(256, dtype=np.float32)
-    return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
-
-
-RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize
-
-Count = Annotated[int, ">= 1"]
-# an image of the largest is 2 GB as patches while they are made
-MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
-Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
-# Fast resizes with torch. So does transformers 5's plain name where torchvision is; not here.
-ProcessorType = Literal[
-    "Qwen2VLImageProcessor",
-    "Qwen2VLImageProcessorPil",
-    "Qwen2VLImageProcessorFast",
-    "Qwen2_5_VLImageProcessor",
-]
-# settings that change pixels and have one value here, as we write them
-FIXED = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "rescale_factor": 1 / 255,
-    "resample": 3,  # bicubic
-}
-# fields of ImageProcessor with the same name
-SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
+# keys of a message part that are not options of its image or video
+PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
+VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens that the model never writes
 
 
 @dataclass
-class Size:
-    """Bounds of the area of an image, by their newer and older names, and what must be null."""
+class Processor:
+    """Tokenizer, chat template and image settings of one checkpoint."""
 
-    shortest_edge: MinPixels | None = None
-    longest_edge: Count | None = None
-    min_pixels: MinPixels | None = None
-    max_pixels: Count | None = None
-    height: None = None
-    width: None = None
-    max_height: None = None
-    max_width: None = None
+    tokenizer: "Tokenizer"
+    image_processor: ImageProcessor
+    template: "ChatTemplate | None" = None  # of the folder; None is Qwen's, in chat_template.py
+    answer: str = "tags"  # where a completion has its answer, see find_answer in rewards/text.py
+    box_space: str = "resized"  # units of the boxes in an answer, see data/boxes.py
+    tools: Sequence[str] = ()  # names of the tools that completions may call, see agents/
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion."""
+        return tuple(self.tokenizer.special_tokens[end] for end in ENDS)
+
+    def __call__(
+        self,
+        messages: list[dict],
+        images: Sequence[PIL.Image.Image] = (),
+        videos: "Sequence[Video | VideoFile]" = (),
+    ) -> Prompt:
+        """Render a conversation up to where the assistant has to answer, as tensors.
+
+        Args:
+            messages: see messages.py. A part may have options that ImageProcessor or Video.patches
+                takes, such as {"type": "image", "max_pixels": 200704}.
+            images, videos: one image or video for each part of its kind, in order.
+        """
+        pieces = render(messages) if self.template is None else self.template.render(messages)
+        pixel_values = []
+        grids = []
+        seconds = []
+        for item, options in shown_parts(messages, images, videos):
+            if isinstance(item, PIL.Image.Image):
+                patches, grid = self.image_processor(item, **options)
+                time = 0.0
+            else:  # time: seconds of a step in time, or Qwen3-VL's list of when each is shown
+                patches, grid, time = item.patches(self.image_processor, **options)
+            pixel_values.append(patches)
+            grids.append(grid)
+            seconds.append(time)
+        if self.image_processor.videos is not None:  # each step a picture, its time as text
+            pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
+        no_patches = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs a tensor
+        return Prompt(
+            input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
+            pixel_values=torch.cat([no_patches, *pixel_values]),
+            image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
+            second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
+        )
+
+    def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
+        """Return the ids of each piece; a placeholder has one id for each token of its image."""
+        remaining_grids = iter(grids)
+        ids = []
+        for piece in pieces:
+            piece_ids = self.tokenizer.encode(piece)
+            if piece is IMAGE or piece is VIDEO:  # not ==, because text may spell the same
+                piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
+            ids.append(piece_ids)
+        return ids
+
+    def decode(self, ids: Tensor) -> str:
+        """Return the text of a completion without its stop token."""
+        id_list = ids.tolist()
+        if id_list and id_list[-1] in self.stop_token_ids:
+            id_list = id_list[:-1]
+        return self.tokenizer.decode(id_list)
+
+    def decode_assistant_turn(self, completion: Completion) -> str:
+        """Return the text of the assistant: a thought that the prompt opens, and what it wrote."""
+        opened = self.template.opened if self.template else ""
+        return opened + self.decode(completion.ids[completion.written])
 
 
-@dataclass
-class Settings:
-    """What a preprocessor_config.json may say; null is missing."""
-
-    image_processor_type: ProcessorType | None = None
-    size: Size | None = None
-    do_resize: Literal[True] | None = None
-    do_rescale: Literal[True] | None = None
-    do_normalize: Literal[True] | None = None
-    do_convert_rgb: Literal[True] | None = None
-    rescale_factor: Literal[FIXED["rescale_factor"]] | None = None
-    resample: Literal[3] | None = None
-    do_center_crop: Literal[False] | None = None
-    do_pad: Literal[False] | None = None
-    patch_size: Count | None = None
-    temporal_patch_size: Count | None = None
-    merge_size: Count | None = None
-    min_pixels: MinPixels | None = None
-    max_pixels: Count | None = None
-    image_mean: tuple[Mean, Mean, Mean] | None = None
-    image_std: tuple[Std, Std, Std] | None = None
+def shown_parts(
+    messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
+) -> "Iterator[tuple[PIL.Image.Image | Video | VideoFile, dict[str, int]]]":
+    """Yield the image or video of each part that shows one, and the options of the part."""
+    parts = shown_parts_of(messages)
+    kinds = [part_kind(part) for part in parts]
+    check_counts(kinds, {"image": len(images), "video": len(videos)})
+    remaining_images, remaining_videos = iter(images), iter(videos)
+    for kind, part in zip(kinds, parts, strict=True):  # one image is decoded at a time
+        options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
+        yield next(remaining_images if kind == "image" else remaining_videos), options
 
 
-def read_image_processor(
-    content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
-):
-    """Make an image processor of a preprocessor_config.json (ValueError names a wrong field).
+def encode_completion(
+    processor: Processor, messages: list[dict], completion: str | list[dict]
+) -> Completion:
+    """Turn an answer to a prompt (messages) into the tokens that the model has to write.
 
-    Pixel bounds override the file's; those that neither gives are of transformers' class.
+    The tokens are the text, then <|im_end|>; an answer of several turns also has the tokens between
+    them. Only the assistant's texts are marked as written. Other turns, and images in any turn, are
+    forced: the model reads them, and no loss is computed on them.
     """
-    settings = build(Settings, content, where, json=True)
-    size = settings.size or Size()
-    low = min_pixels or settings.min_pixels or size.shortest_edge or size.min_pixels or 56 * 56
-    high = (
-        max_pixels or settings.max_pixels or size.longest_edge or size.max_pixels or 28 * 28 * 1280
-    )
-    given = {name: value for name, value in patch_settings(settings).items() if value is not None}
-    resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
-    processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
-    with naming("data" if min_pixels or max_pixels else where):
-        # bounds that an image of one token does not keep, no image does
-        side = processor.factor
-        smart_resize(side, side, side, low, high)
-    return processor
+    turns = as_turns(completion)
+    check_ends(turns)
+    turns = join_tool_results(turns, processor.tools)
+    if processor.template is None:
+        pieces = render_completion(turns)
+    else:
+        pieces = processor.template.render_completion(messages, turns)
+    pieces = mark_tool_results(pieces, processor.tools)
+    images = [
+        part["image"] for part in parts_of(turns) if isinstance(part.get("image"), PIL.Image.Image)
+    ]
+    pictures = []
+    for image, options in shown_parts(turns, images, ()):
+        pictures.append((image, *processor.image_processor(image, **options)))
+    if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
+        raise ValueError("the chat template has no place for a picture of the answer")
+    grids = [grid for *_, grid in pictures]
+    encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
+    ids = []
+    written = []
+    for piece_ids, (piece, is_written) in zip(encoded_pieces, pieces, strict=True):
+        is_vision = isinstance(piece, Control) and piece in VISION
+        ids += piece_ids
+        written += [is_written and not is_vision] * len(piece_ids)
+    return Completion(torch.tensor(ids), written=torch.tensor(written), pictures=pictures)
 
 
-def patch_settings(holder: Settings | ImageProcessor) -> dict:
-    """Return mean, deviation and sizes of patches."""
-    return {name: getattr(holder, name) for name in SAME_NAMES}
+def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
+    """Put the result of a call in tags into the turn of the assistant, as environments do."""
+    joined = []
+    is_answered = False  # the last joined turn ends with the result of a tool
+    closing_tags = tuple(f"</{name}>" for name in tools)
+    for turn in turns:
+        parts = content_parts(turn)
+        continues = is_answered and turn["role"] == "assistant"
+        is_answered = False
+        if turn["role"] == "tool" and joined:
+            is_answered = text_of(joined[-1]).rstrip().endswith(closing_tags)
+        if is_answered:
+            parts = [_as_result(part) for part in parts if part.get("text") != ""]
+        if is_answered or continues:
+            joined[-1] = joined[-1] | {"content": [*content_parts(joined[-1]), *parts]}
+        else:
+            joined.append(turn)
+    return joined
 
 
-def write_image_processor(processor: ImageProcessor) -> dict:
-    """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
-    low = processor.min_pixels
-    high = processor.max_pixels
-    suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
-    return {
-        "image_processor_type": f"Qwen2VLImageProcessor{suffix}",
-        **FIXED,
-        **patch_settings(processor),
-        "min_pixels": low,
-        "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # the newer name of the same
-    }
+def _as_result(part: dict) -> dict:
+    if part_kind(part) != "text":
+        return part
+    return {"text": f"<result>{part['text']}</result>"}
+
+
+def mark_tool_results(
+    pieces: list[tuple[str, bool]], tools: Sequence[str]
+) -> list[tuple[str, bool]]:
+    """Flag <result>...</result> after a call in tags as not written by the assistant."""
+    tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
+    answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
+    cut_pieces = []
+    for piece, is_written in pieces:
+        is_text = tools and not isinstance(piece, Control)
+        for i, text in enumerate(answer.split(piece) if is_text else [piece]):
+            if text:  # every second text is the result of a tool
+                cut_pieces.append((text, is_written and i % 2 == 0))
+    return cut_pieces

@@ -10,7 +10,8 @@ from minivlmrl.data.fetch import open_image
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.mixture import Picked
-from minivlmrl.data.rows import Dataset, Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Dataset, Row
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
 TASK_ROWS = 1000  # of an embedded task, which may have a million: all are alike

@@ -20,16 +20,10 @@ from torch import Tensor
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
-from minivlmrl.data.chat_template import part_kind
+from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
+from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.row_summary import without_media
-from minivlmrl.data.rows import Completion, Dataset, Processor, Row
-from minivlmrl.data.tokenize_completions import (
-    as_turns,
-    encode_completion,
-    parts_of,
-    shown_parts_of,
-    text_of,
-)
+from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.distributed import process_group
 from minivlmrl.generation.sampler import Sampler, make_sampler
@@ -502,7 +496,7 @@ def check_rollouts(trial: Trial, sample: Sampler, num_generations: int) -> Itera
     prompt_text = "".join(text_of(message) for row in rows for message in row.messages)
     if "<answer>" not in prompt_text and reward_means.get("format", 1) < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
-    texts = [processor.turn(completion) for completion in completions]
+    texts = [processor.decode_assistant_turn(completion) for completion in completions]
     yield from check_found(texts, processor.answer)
     yield from unread_boxes(rewards, texts, processor)
     if equal_share < 1 and any(row.images for row in rows):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
-from minivlmrl.data.tokenize_completions import text_of
+from minivlmrl.data.messages import text_of
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.distributed import process_group
 from minivlmrl.files import json_text, parse_json, read_lines

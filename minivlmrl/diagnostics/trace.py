@@ -33,8 +33,9 @@ from minivlmrl.run.rollout_log import GROUPS, groups
 PACKAGE = Path(loop.__file__).parents[1]
 # the files of README's reading list, in its order: their lines are shown
 READING_LIST = (
-    *("data/image", "data/chat_template", "data/rows", "model/rope", "model/vision"),
-    *("model/attention", "model/packing", "model/decoder", "model/logprobs"),
+    *("data/image", "data/messages", "data/chat_template", "data/rows", "data/processor"),
+    *("model/rope", "model/vision", "model/attention", "model/packing", "model/decoder"),
+    "model/logprobs",
     *("generation/generate", "rewards/text", "losses/advantages", "losses/grpo"),
     *("trainers/grpo", "run/loop"),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.fsdp import copy_model, is_sharded, recompute_blocks, reshard
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import replacing, save_tensors

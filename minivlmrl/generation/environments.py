@@ -7,7 +7,8 @@ when a recipe sets `sampling.environment`, so that a run without tools loads non
 from collections.abc import Sequence
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch, pack
 

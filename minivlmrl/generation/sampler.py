@@ -10,7 +10,8 @@ from torch import Tensor
 from minivlmrl.config.import_utils import find_named
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import naming
-from minivlmrl.data.rows import Completion, Processor, Prompt, uniform_numbers
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, uniform_numbers
 from minivlmrl.distributed.fsdp import in_lockstep, is_sharded, rollout_weights
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World

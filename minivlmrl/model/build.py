@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import read_image_processor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.image_settings import read_image_processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.files import read_json
 from minivlmrl.model.config import ModelConfig

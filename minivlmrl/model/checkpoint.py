@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.data.folder_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import read_image_processor, write_image_processor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.image_settings import read_image_processor, write_image_processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.files import (
     ASKED,

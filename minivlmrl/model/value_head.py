@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.data.rows import Completion, Processor, Prompt
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.logprobs import completion_states

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.data.rows import Processor, Prompt, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.rewards.text import find_answer, tag_format
 
 Extents = list[tuple[float, float] | None]

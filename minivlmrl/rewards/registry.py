@@ -21,7 +21,7 @@ from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import did_you_mean, naming
 from minivlmrl.data.file_dataset import GIVEN
-from minivlmrl.data.tokenize_completions import text_of
+from minivlmrl.data.messages import text_of
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.rewards.text import reward_columns
@@ -209,7 +209,9 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     flat = list(chain(*completions))
     columns["environments"] = [completion.environment for completion in flat]
     columns["extras"] = [completion.extra for completion in flat]
-    columns["turn_texts"] = [[processor.turn(turn) for turn in c.turns or [c]] for c in flat]
+    columns["turn_texts"] = [
+        [processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat
+    ]
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 

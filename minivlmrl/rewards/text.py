@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.data.rows import Completion, Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Row
 
 THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -88,7 +89,7 @@ def reward_columns(
     columns = {}
     for name in sorted(set().union(*(row.columns for row in rows))):
         columns[name] = [row.columns.get(name) for row in row_of_each]
-    texts = [processor.turn(completion) for completion in flat_completions]
+    texts = [processor.decode_assistant_turn(completion) for completion in flat_completions]
     columns["prompts"] = [row.messages for row in row_of_each]
     columns["images"] = [row.images for row in row_of_each]
     columns["row_names"] = [row.where or f"row {row.index}" for row in row_of_each]

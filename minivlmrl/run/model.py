@@ -10,9 +10,10 @@ from torch import nn
 
 from minivlmrl.config.loading import asked_yaml
 from minivlmrl.data.folder_template import with_values
-from minivlmrl.data.processor import RESIZE
-from minivlmrl.data.rows import Dataset, Processor
-from minivlmrl.data.tokenize_completions import as_turns, text_of
+from minivlmrl.data.image_settings import RESIZE
+from minivlmrl.data.messages import as_turns, text_of
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.fsdp import Sharding, recompute_blocks
 from minivlmrl.distributed.process_group import World

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from tokenizers.decoders import DecodeStream
 
-from minivlmrl.data.chat_template import content_parts
-from minivlmrl.data.rows import Completion, Processor
+from minivlmrl.data.messages import content_parts
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import json_text, read_lines
 from minivlmrl.losses.advantages import combine
@@ -140,7 +141,7 @@ def describe(algorithm: Trainer, rollout: Rollout, index: int, advantages: list[
     true_boxes = boxes(solution_text, image_size)
     lines = []
     for g, completion in enumerate(group):
-        text = processor.turn(completion)
+        text = processor.decode_assistant_turn(completion)
         line = {
             "text": text,
             "rewards": dict(zip(reward_weights, rewards[g].tolist(), strict=True)),
@@ -174,7 +175,7 @@ def describe(algorithm: Trainer, rollout: Rollout, index: int, advantages: list[
 def describe_turn(turn: Completion, processor: Processor) -> dict:
     """Say of a turn what page.html shows beside its tokens."""
     return {
-        "text": processor.turn(turn),
+        "text": processor.decode_assistant_turn(turn),
         "tokens": len(turn.ids),
         "shown": turn.prompt is not None and len(turn.prompt.row.images) > 0,
     }

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from minivlmrl.config.validation import is_set, unnamed_stages
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import check_lengths, summary, without_long
-from minivlmrl.data.rows import Dataset, Processor
+from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from minivlmrl.config.options import TrainingOptions
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.checkpoint import save_model
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.grpo import Counts

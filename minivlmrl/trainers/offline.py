@@ -10,8 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
-from minivlmrl.data.tokenize_completions import encode_completion
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.losses.grpo import Counts, row_mean
 from minivlmrl.model.packing import pack

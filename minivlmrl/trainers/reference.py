@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import ReferenceOptions
 from minivlmrl.config.parsing import require
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.fsdp import copy_model, reshard
 from minivlmrl.files import find_folder

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import RewardModelOptions
-from minivlmrl.data.rows import Completion, Processor, Prompt, Row
-from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.checkpoint import load_beside, save_value_model
 from minivlmrl.distributed.fsdp import copy_model, reshard
 from minivlmrl.losses.preference import reward_loss
@@ -116,7 +116,7 @@ class RewardModelScores:
         One that was cut has no end; names of control tokens that a Jinja template would take for
         the tokens are left out.
         """
-        text = self.policy_processor.turn(completion)
+        text = self.policy_processor.decode_assistant_turn(completion)
         template = self.processor.template
         if template is not None:
             text = template.control.sub("", text)

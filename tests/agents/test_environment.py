@@ -15,7 +15,8 @@ from minivlmrl.agents.tool_calls import answer
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.folder_template import with_values
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.run.setup import try_rewards

@@ -15,7 +15,7 @@ from minivlmrl.agents.environment import Settings
 from minivlmrl.agents.tool_calls import answer, begin, call, find_calls, lay_out, part, turn_opening
 from minivlmrl.data.chat_template import IMAGE
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.tasks import shapes
 
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}

@@ -22,8 +22,8 @@ from minivlmrl.agents.tool_sampler import ToolSampler
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Completion, Processor, Row
-from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation import cuda_graphs, generate

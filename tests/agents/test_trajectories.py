@@ -22,7 +22,8 @@ from minivlmrl.agents.environment import environment_reward
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import Film

@@ -17,8 +17,8 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.agents import tool_sampler
 from minivlmrl.commands import chat as command
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.data.conversations import conversation
 from minivlmrl.data.image import load_image
+from minivlmrl.data.messages import conversation
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.data.video import Video
 from minivlmrl.generation import sampler

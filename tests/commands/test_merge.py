@@ -7,7 +7,7 @@ from oracle import CLASSES, ROUNDING, worst_difference
 from minivlmrl.__main__ import main
 from minivlmrl.commands import merge
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.tasks import shapes

@@ -16,7 +16,7 @@ from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import option_paths
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.generation import sampler
 from minivlmrl.generation.generate import make_token_sampler
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES

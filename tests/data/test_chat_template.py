@@ -5,9 +5,9 @@ import itertools
 import pytest
 from talk import IMAGE_PART, assistant, system, text, user
 
-from minivlmrl.data.chat_template import IMAGE, VIDEO, Control, part_kind, render
+from minivlmrl.data.chat_template import IMAGE, VIDEO, Control, render, render_completion
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
-from minivlmrl.data.tokenize_completions import render_completion
+from minivlmrl.data.messages import part_kind
 
 VIDEO_PART = {"type": "video"}
 

@@ -6,8 +6,8 @@ from talk import IMAGE_PART, assistant, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
-from minivlmrl.data.tokenize_completions import encode_completion, text_of
+from minivlmrl.data.messages import text_of
+from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.tasks import shapes
 
 

@@ -10,9 +10,9 @@ import pytest
 from links import ROOT
 from talk import assistant, system, user
 
-from minivlmrl.data.chat_template import content_parts, part_kind
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.formats import to_columns
+from minivlmrl.data.messages import content_parts, part_kind
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())

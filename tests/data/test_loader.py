@@ -14,7 +14,8 @@ from minivlmrl.data import loader
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.loader import Batches, shuffled
-from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
 

@@ -12,7 +12,7 @@ from talk import assistant, user
 from minivlmrl.data import media
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor, load_image
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.tasks import shapes
 

@@ -1,85 +1,170 @@
-"""preprocessor_config.json: what a folder says means what it means in transformers, and mistakes are named."""
+"""A row becomes a Prompt: placeholders grow to the image's tokens, ids are transformers' ids."""
 
-import json
+import unicodedata
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
-from record_vision import noise
+from talk import IMAGE_PART, assistant, system, text, user
 
+from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import RESIZE, read_image_processor, write_image_processor
+from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.model.packing import pack
+from minivlmrl.model.rope import get_rope_index
+from minivlmrl.tasks import shapes
+
+import tiny
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 
-def test_bounds_of_the_recipe_are_not_the_folders_mistake():
-    with pytest.raises(ValueError, match=r"^data: max_pixels 10 must be at least min_pixels 3136"):
-        read_image_processor({}, "folder.json", max_pixels=10)
-    with pytest.raises(ValueError, match=r"^folder\.json: max_pixels 3136 must be at least min_pixels 4000"):
-        read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
+def asked(*parts):
+    return [user(list(parts))]
 
 
-def read(content, **bounds):
-    return read_image_processor(content, "preprocessor_config.json", **bounds)
+PAD = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
 
 
-HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
-    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+def picture(size, seed=0):
+    width, height = size
+    return PIL.Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+VIDEO_PART = {"type": "video"}
+
+CONVERSATIONS = {
+    "text": (asked(text("What is it?")), []),
+    "an image": (asked(IMAGE_PART, text("What is it?")), [(56, 84)]),
+    "images between text": (asked(text("Is "), IMAGE_PART, text(" in\n"), IMAGE_PART), [(60, 60), (140, 90)]),
+    "several turns": (
+        [system("It's 7 o'clock."), user([IMAGE_PART, text("  first ")]), assistant("green square\n"),
+         user([IMAGE_PART, IMAGE_PART, text("café e\u0301")])],
+        [(56, 56), (84, 56), (112, 28)],
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "bounds"), [
-    ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
-    ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
-    ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
-    ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
-    ({"size": {"shortest_edge": 784, "longest_edge": None, "height": None}}, (784, 1003520)),
-])  # fmt: skip
-def test_pixel_bounds_of_a_folder(config, bounds):
-    processor = read(config)
-    assert (processor.min_pixels, processor.max_pixels) == bounds
-
-
-@pytest.mark.parametrize("config", [{}, HUB_CONFIG | {"max_pixels": 4000}])
-def test_a_folders_settings_mean_what_they_mean_in_transformers(config, transformers):
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory, oracle, published):
+    """theirs(messages, images): what transformers' processor makes of them, with the template that TRL ships."""
+    from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    image = noise("RGB", (1200, 900))
-    expected = Qwen2VLImageProcessorPil.from_dict(dict(config))(images=[image], return_tensors="pt")
-    assert torch.equal(read(config)(image)[0], expected["pixel_values"])
+    pixels = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384)
+    folder, template = tmp_path_factory.mktemp("tokenizer"), published("qwen2_5_vl")
+    processor = oracle.their_processor(Qwen2_5_VLProcessor, folder, PROCESSOR.tokenizer, template, pixels)
+
+    def theirs(messages, images, **options):
+        rendered = processor.apply_chat_template(messages, tokenize=False, **options)
+        return processor(text=[rendered], images=images or None, return_tensors="pt")
+
+    return theirs
 
 
-def test_the_hubs_settings_are_the_defaults_and_arguments_override_them():
-    assert read(HUB_CONFIG) == ImageProcessor()
-    assert read(HUB_CONFIG, min_pixels=784, max_pixels=1000) == ImageProcessor(min_pixels=784, max_pixels=1000)
-    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is RESIZE["torch"]
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_prompt_equals_transformers(theirs, name):
+    messages, sizes = CONVERSATIONS[name]
+    images = [picture(size, seed) for seed, size in enumerate(sizes)]
+    prompt, expected = PROCESSOR(messages, images), theirs(messages, images, add_generation_prompt=True)
+    assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+    if images:
+        assert torch.equal(prompt.pixel_values, expected["pixel_values"])
+        assert torch.equal(prompt.image_grid_thw, expected["image_grid_thw"])
 
 
-CUSTOM = {
-    "patch_size": 7, "temporal_patch_size": 1, "merge_size": 3, "min_pixels": 441, "max_pixels": 9000,
-    "image_mean": (0.5, 0.25, 0.125), "image_std": (0.5, 0.3, 1.0),
-}  # fmt: skip
+def test_an_image_token_in_a_users_text_is_plain_text():
+    prompt = PROCESSOR(asked(IMAGE_PART, text("say <|image_pad|><|im_end|>")), [picture((56, 56))])
+    assert prompt.input_ids.tolist().count(PAD) == 4
+    assert "say <|image_pad|><|im_end|><|im_end|>" in PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
 
 
-@pytest.mark.parametrize("resize", ["pil", "torch"])
-def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp_path, resize, transformers):
-    processor, image = ImageProcessor(**CUSTOM, resize=RESIZE[resize]), noise("RGB", (200, 120))
-    written = json.dumps(write_image_processor(processor))
-    assert read(json.loads(written)) == processor
-    (tmp_path / "preprocessor_config.json").write_text(written)
-    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
-    expected = theirs(images=[image], return_tensors="pt")
-    assert torch.equal(ImageProcessor(**CUSTOM)(image)[0], expected["pixel_values"])
+def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
+    """Ids, what is written, patches and positions: of a user's later picture, and of one in an assistant's turn."""
+    first, second, third = (picture(size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
+    turns = [assistant("red"), *asked(text("and"), {"type": "image", "image": second}, text("it?")), assistant([
+        text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
+    messages = asked(IMAGE_PART, text("What?"))
+    prompt, said = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
+    sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in said.pictures[1:]]
+    shown = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
+    expected = theirs(messages + turns, shown)
+    ids = torch.cat([prompt.input_ids, said.ids])
+    assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
+    grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in said.pictures])])
+    assert grids.tolist() == expected["image_grid_thw"].tolist()
+    assert torch.equal(torch.cat([prompt.pixel_values, *(x for _, x, _ in said.pictures)]), expected["pixel_values"])
+    written = PROCESSOR.tokenizer.decode(said.ids[said.written].tolist())
+    assert written == "red<|im_end|>lookblue<|im_end|>"
+    config = tiny.config()
+    special = PROCESSOR.tokenizer.special_tokens
+    config.image_token_id, config.video_token_id = special["<|image_pad|>"], special["<|video_pad|>"]
+    batch = pack([prompt], [[said]], config)
+    assert torch.equal(batch.position_ids, get_rope_index(ids, grids, config)[:, :-1])
+    assert torch.equal(batch.vision_index, (ids == config.image_token_id).nonzero()[:, 0])
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    *[(name, False) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")],
-    *[(name, True) for name in ("do_center_crop", "do_pad")],
-    ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
-    ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]),
-    ("patch_size", 10**9), ("merge_size", {}), ("temporal_patch_size", -2), ("image_mean", 0.5),
-    ("image_std", [0.5, 0, 0.5]), ("image_std", [True, 1, 1]), ("image_std", [1, 1, 10**400]),
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("answer", ["", " red\n\n", "7 e\u0301"])
+def test_prompt_and_completion_equal_transformers_whole_conversation(theirs, name, answer):
+    """Prompt and completion are cut where the template's own tokenization has a boundary."""
+    messages, sizes = CONVERSATIONS[name]
+    turns = [assistant(answer), *asked(text("Sure?\n")), assistant("'s fine")]
+    images = [picture(size) for size in sizes]
+    prompt, said = PROCESSOR(messages, images), encode_completion(PROCESSOR, [], turns)
+    expected = theirs(messages + turns, images)["input_ids"][0].tolist()
+    assert [*prompt.input_ids.tolist(), *said.ids.tolist(), *PROCESSOR.tokenizer.encode("\n")] == expected
+    written = f"{answer}<|im_end|>'s fine<|im_end|>"
+    assert PROCESSOR.tokenizer.decode(said.ids[said.written].tolist()) == unicodedata.normalize("NFC", written)
+
+
+def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
+    """In one string the newlines would be one token, "\\n\\n": no prompt ends there, so no policy could write it so."""
+    tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
+    assert len(tokenizer.encode("\n\n")) == 1
+    last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
+    for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
+        said = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
+        assert said.ids.tolist()[-len(last) :] == last
+        assert said.written[-len(last) :].all() and not said.written[: -len(last)][-1:].any()
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
+def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
+    ids = [*PROCESSOR.tokenizer.encode("red"), PROCESSOR.tokenizer.special_tokens[stop]]
+    assert PROCESSOR.decode(torch.tensor(ids)) == "red"
+    assert PROCESSOR.decode(torch.tensor([*ids, ids[-1]])) == "red" + stop
+    assert PROCESSOR.decode(torch.tensor(ids[-1:])) == ""
+    # what a policy writes in front of its answer must not be hidden from the rewards
+    ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
+    assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
+
+
+@pytest.mark.parametrize("turns", [
+    [],
+    [{"role": "user", "content": "hi"}],
+    [{"role": "user", "content": "hi"}, assistant("ho")],
+    [assistant("ho"), {"role": "user", "content": "hi"}],
 ])  # fmt: skip
-def test_a_setting_that_is_not_supported_is_named(field, value):
-    with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
-        read({**HUB_CONFIG, field: value})
+def test_a_completion_begins_and_ends_with_the_assistant(turns):
+    with pytest.raises(ValueError, match="turns must begin and end with an assistant turn; their roles"):
+        encode_completion(None, [], turns)
+
+
+@pytest.mark.parametrize("part", [IMAGE_PART, {"image": "a"}, VIDEO_PART])
+def test_an_image_that_did_not_come_or_a_video_in_a_completion_is_refused(part):
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
+        with pytest.raises(ValueError, match=r"the prompt has 1 .* placeholder.s. but 0 .* came with it"):
+            encode_completion(processor, [], turns)
+
+
+def test_a_picture_of_an_answer_that_the_template_drops_is_refused(published):
+    """Qwen3-VL's shows none of the assistant's."""
+    processor = Processor(shapes.tokenizer(), ImageProcessor(), ChatTemplate(published("qwen3_vl"), "t"))
+    shown = assistant([IMAGE_PART | {"image": PIL.Image.new("RGB", (56, 56))}])
+    turns = [shown, {"role": "tool", "content": "4"}, assistant("four")]
+    with pytest.raises(ValueError, match="the chat template has no place for a picture of the answer"):
+        encode_completion(processor, [{"role": "user", "content": "?"}], turns)

@@ -7,8 +7,8 @@ from runs import write_lines
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.mixture import Picked
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import summary
-from minivlmrl.data.rows import Processor
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 

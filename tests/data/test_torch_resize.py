@@ -3,7 +3,7 @@
 from record_vision import digest, image_cases, recorded
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import RESIZE
+from minivlmrl.data.image_settings import RESIZE
 
 
 def test_patches_equal_transformers_torchvision_processor_bit_for_bit():

@@ -13,7 +13,7 @@ from record_vision import attempt, digest, frame_size_cases, noise, recorded, sa
 
 from minivlmrl.data import video as video_module
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import RESIZE
+from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.video import Video, frame_size, load_video, sample_indices
 
 import tiny

@@ -14,7 +14,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics import check
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.tasks import shapes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.fsdp import is_sharded
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import Decode

@@ -18,7 +18,7 @@ from minivlmrl.config.import_utils import load_name, run_file
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.generation.sampler import ENGINES, Sampler, find_engine
 from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, set_parameters
 

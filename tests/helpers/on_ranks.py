@@ -24,7 +24,8 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.loader import Batches
-from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.fsdp import is_sharded, reshard
 from minivlmrl.rewards.registry import REWARDS

@@ -9,7 +9,7 @@ from runs import metrics
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.loader import Batches
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.build import random_model
 from minivlmrl.model.lora import draw_adapters, inject_adapters

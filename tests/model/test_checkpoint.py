@@ -18,7 +18,7 @@ from minivlmrl.data import chat_template
 from minivlmrl.data.chat_template import Control
 from minivlmrl.data.folder_template import FILES
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint
 from minivlmrl.model.build import random_model

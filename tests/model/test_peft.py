@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.model.lora import adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter

@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor, Prompt
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.checkpoint import save_value_model
 from minivlmrl.distributed.fsdp import Sharding, copy_model
 from minivlmrl.model.attention import GroupAttention

@@ -11,7 +11,7 @@ from runs import summary
 
 from minivlmrl.config.options import DataOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 
 ROOT = Path(__file__).parents[2]
 TASK = runpy.run_path(str(ROOT / "recipes" / "site.py"))

@@ -29,7 +29,7 @@ from minivlmrl.__main__ import main
 from minivlmrl.model.lora import LoRAOptions
 from minivlmrl.data.formats import to_columns
 from minivlmrl.config.import_utils import load_name
-from minivlmrl.data.processor import RESIZE
+from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.kernels import dense_attention as kernel_file
 from minivlmrl.losses.grpo import Counts
 from minivlmrl.rewards.registry import get_reward

@@ -9,7 +9,8 @@ import torch
 from talk import IMAGE_PART, user
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video
 from minivlmrl.rewards.boxes import acc_0_5, box_columns, box_format, giou, iou
 from recipes import localisation

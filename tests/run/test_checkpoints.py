@@ -26,7 +26,7 @@ from safetensors.torch import load, load_file, save_file
 from minivlmrl.agents import tool_sampler
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import shuffled
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.files import locked
 from minivlmrl.generation import generate
 from minivlmrl.model import checkpoint as checkpoint_file

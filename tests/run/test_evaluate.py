@@ -8,7 +8,7 @@ import torch
 from talk import user
 
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
-from minivlmrl.data.conversations import conversation
+from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Row
 from minivlmrl.model.build import random_model
 from minivlmrl.run import evaluate as file

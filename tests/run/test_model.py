@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.data.processor import RESIZE
+from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.model import build_model

@@ -14,7 +14,8 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.mixture import Picked
-from minivlmrl.data.rows import Processor, Row
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import model
 from minivlmrl.run.setup import describe_run, fit_rows, notes, stage_lengths, try_rewards

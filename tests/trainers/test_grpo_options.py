@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.trainers import grpo as grpo_file

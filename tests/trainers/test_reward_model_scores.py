@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.data.tokenize_completions import encode_completion
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.checkpoint import save_value_model
 from minivlmrl.model.build import random_model

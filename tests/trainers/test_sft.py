@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minivlmrl.data.tokenize_completions import encode_completion
+from minivlmrl.data.processor import encode_completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import sft as file

@@ -21,7 +21,7 @@ from minivlmrl.config.parsing import build, require
 from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
-from minivlmrl.data.processor import FIXED, patch_settings
+from minivlmrl.data.image_settings import FIXED, patch_settings
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families import qwen2_vl
 from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import GRPOOptions, LoRAOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.rows import Processor
+from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.memory import Costs
 from minivlmrl.losses.grpo import Counts, grpo_loss
 from minivlmrl.model.checkpoint import load_model, save_model

@@ -17,8 +17,9 @@ from minivlmrl.data.chat_template import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import RESIZE, read_image_processor
-from minivlmrl.data.rows import Processor, Prompt
+from minivlmrl.data.image_settings import RESIZE, read_image_processor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Prompt
 from minivlmrl.data.video import Video, frame_size, sample_indices
 from minivlmrl.model.build import default_template, random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model

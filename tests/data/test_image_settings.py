@@ -1,0 +1,85 @@
+"""preprocessor_config.json: what a folder says means what it means in transformers, and mistakes are named."""
+
+import json
+
+import pytest
+import torch
+from record_vision import noise
+
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.image_settings import RESIZE, read_image_processor, write_image_processor
+
+
+def test_bounds_of_the_recipe_are_not_the_folders_mistake():
+    with pytest.raises(ValueError, match=r"^data: max_pixels 10 must be at least min_pixels 3136"):
+        read_image_processor({}, "folder.json", max_pixels=10)
+    with pytest.raises(ValueError, match=r"^folder\.json: max_pixels 3136 must be at least min_pixels 4000"):
+        read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
+
+
+def read(content, **bounds):
+    return read_image_processor(content, "preprocessor_config.json", **bounds)
+
+
+HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "bounds"), [
+    ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
+    ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
+    ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
+    ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
+    ({"size": {"shortest_edge": 784, "longest_edge": None, "height": None}}, (784, 1003520)),
+])  # fmt: skip
+def test_pixel_bounds_of_a_folder(config, bounds):
+    processor = read(config)
+    assert (processor.min_pixels, processor.max_pixels) == bounds
+
+
+@pytest.mark.parametrize("config", [{}, HUB_CONFIG | {"max_pixels": 4000}])
+def test_a_folders_settings_mean_what_they_mean_in_transformers(config, transformers):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image = noise("RGB", (1200, 900))
+    expected = Qwen2VLImageProcessorPil.from_dict(dict(config))(images=[image], return_tensors="pt")
+    assert torch.equal(read(config)(image)[0], expected["pixel_values"])
+
+
+def test_the_hubs_settings_are_the_defaults_and_arguments_override_them():
+    assert read(HUB_CONFIG) == ImageProcessor()
+    assert read(HUB_CONFIG, min_pixels=784, max_pixels=1000) == ImageProcessor(min_pixels=784, max_pixels=1000)
+    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is RESIZE["torch"]
+
+
+CUSTOM = {
+    "patch_size": 7, "temporal_patch_size": 1, "merge_size": 3, "min_pixels": 441, "max_pixels": 9000,
+    "image_mean": (0.5, 0.25, 0.125), "image_std": (0.5, 0.3, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("resize", ["pil", "torch"])
+def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp_path, resize, transformers):
+    processor, image = ImageProcessor(**CUSTOM, resize=RESIZE[resize]), noise("RGB", (200, 120))
+    written = json.dumps(write_image_processor(processor))
+    assert read(json.loads(written)) == processor
+    (tmp_path / "preprocessor_config.json").write_text(written)
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected = theirs(images=[image], return_tensors="pt")
+    assert torch.equal(ImageProcessor(**CUSTOM)(image)[0], expected["pixel_values"])
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    *[(name, False) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")],
+    *[(name, True) for name in ("do_center_crop", "do_pad")],
+    ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
+    ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]),
+    ("patch_size", 10**9), ("merge_size", {}), ("temporal_patch_size", -2), ("image_mean", 0.5),
+    ("image_std", [0.5, 0, 0.5]), ("image_std", [True, 1, 1]), ("image_std", [1, 1, 10**400]),
+])  # fmt: skip
+def test_a_setting_that_is_not_supported_is_named(field, value):
+    with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
+        read({**HUB_CONFIG, field: value})
