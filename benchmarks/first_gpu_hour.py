@@ -32,7 +32,8 @@ class Part(NamedTuple):
 SHORT = "--sft.max_steps=1 --grpo.max_steps=1 --grpo.prompts_per_step=2 --data.eval_rows=2"
 RUN = "train.py --resume=never --sft.max_steps=60 --grpo.max_steps=20 --data.eval_rows=32 --output_dir={out}/run_"
 NF4 = "--adapter.r=8 --adapter.quantize=nf4 --model.dtype=bfloat16 --rollout.max_logp_mismatch=.inf"
-FILES = " ".join(f"tests/test_{name}.py" for name in ("attention", "window_attention", "backend", "captured"))
+NAMES = "model/test_attention", "kernels/test_window_attention", "kernels/test_backend", "generation/test_cuda_graphs"
+FILES = " ".join(f"tests/{name}.py" for name in NAMES)
 PARTS = {
     "tests": Part(4, f"-m pytest -m 'slow or not slow' -k gpu {FILES}", "--collect-only"),
     "run_bfloat16": Part(1.5, f"{RUN}bfloat16 --model.compute_dtype=bfloat16", SHORT),

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from minivlmrl.generation import environments, generate
 from minivlmrl.generation import sampler as sample
+from minivlmrl.generation import sampler as samplers
 from minivlmrl.losses import advantages
 from minivlmrl.losses import grpo as losses
 from minivlmrl.run import loop as train
@@ -380,7 +381,7 @@ BUGS = {
     ),
     "rewards_see_other_rows": Bug(
         "StarsfieldAI/R1-V/issues/146",
-        around(GRPO, "columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest)),
+        around(GRPO, "reward_columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest)),
     ),
     "gradient_of_zero": Bug(
         "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
@@ -470,7 +471,7 @@ BUGS = {
     ),
     "one_seed": Bug(  # the completions of a group are equal
         "NVIDIA-NeMo/RL/pull/171",
-        around(generate, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
+        around(samplers, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
     ),
     "schedule_by_micro_batch": Bug(  # four times too fast
         "huggingface/accelerate/issues/963",

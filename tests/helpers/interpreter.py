@@ -27,7 +27,7 @@ def run_interpreted(*modules: str) -> None:
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
-    command += [f"tests/test_{name}.py" for name in modules]
+    command += [f"tests/kernels/test_{name}.py" for name in modules]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -113,7 +113,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from minivlmrl.kernels import backend, linear_log_softmax, selective_log_softmax, window_attention
-from minivlmrl import decoder as qwen2_5_vl
+from minivlmrl.model import decoder as qwen2_5_vl
 assert not backend.INSTALLED and not backend.INTERPRETED
 logps, _ = linear_log_softmax.linear_log_softmax(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.long))
 assert torch.allclose(logps, -torch.tensor(4.0).log())

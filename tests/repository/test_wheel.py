@@ -179,7 +179,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
     [packages] = python.parents[1].glob("lib/python*/site-packages")
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
         for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
-            wanted = path.suffix in (".py", ".yaml", ".json", ".html", ".jinja", ".safetensors")
+            wanted = path.suffix in (".py", ".typed", ".yaml", ".json", ".html", ".jinja", ".safetensors")
             wanted = wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # points to kernels/ in a clone
             found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
             assert found.is_file() == wanted, path
