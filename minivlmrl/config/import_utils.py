@@ -4,6 +4,7 @@ Options may follow: "name(option=1)" is the object `name`, with that option boun
 """
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-from minivlmrl.config.parsing import did_you_mean, naming, read_value
+from minivlmrl.config.parsing import did_you_mean, naming, read_value, require
 
 
 @functools.cache
@@ -105,6 +106,25 @@ def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[s
         raise ValueError(
             f"{kind} {text}: its options must have the form name=value, name=value"
         ) from error
+
+
+def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
+    """Find the class that an item of `stages` names: by its name in the table, or "file.py:Class".
+
+    The class is only checked for its name and the dataclass of its options, because the base class
+    of all trainers is in a layer above: see trainers/registry.py.
+
+    Raises:
+        ValueError: there is no such class, or it has no name or no options.
+    """
+    cls, options = find_named("stage", stage, table or {})
+    with naming(f"stages: {stage}"):
+        has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
+        require(has_options, "it", cls, "a Trainer of minivlmrl.trainers.base")
+        name = getattr(cls, "stage", None)
+        require(str(name).isidentifier(), "stage", name, "a name, that of its section")
+        require(not options, "what is in brackets", options, "in its section of the recipe")
+    return cls
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from minivlmrl.config.import_utils import find_named, recipes_folder, split_options
+from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import build, did_you_mean, naming, parse_yaml, read_value, require
+from minivlmrl.config.parsing import build, did_you_mean, naming, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
 from minivlmrl.data.media_options import check_options
 from minivlmrl.files import json_text
@@ -97,24 +97,6 @@ def _build_run(config_class: type[RunConfig], values: dict, where: str | Path) -
             config.data.video = check_options("video", config.data.video)
         check_dpo_options(config.dpo, "dpo.")
     return config
-
-
-def find_stage(stage: str) -> type:
-    """Find the class of a stage in a file, "file.py:Class", which has a name and options.
-
-    trainers/registry.py checks the rest: this module may not import trainers.
-
-    Raises:
-        ValueError: there is none, or it lacks one of them.
-    """
-    cls, options = find_named("stage", stage, {})
-    with naming(f"stages: {stage}"):
-        has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
-        require(has_options, "it", cls, "a Trainer of minivlmrl.trainers.base")
-        name = getattr(cls, "stage", None)
-        require(str(name).isidentifier(), "stage", name, "a name, that of its section")
-        require(not options, "what is in brackets", options, "in its section of the recipe")
-    return cls
 
 
 def _find_recipe(recipe: str | Path) -> Path:

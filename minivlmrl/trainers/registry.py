@@ -1,6 +1,6 @@
 """The stages that a recipe can name, and the class of each."""
 
-from minivlmrl.config.import_utils import find_named
+from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.config.validation import check_effects
 from minivlmrl.trainers.base import Trainer
@@ -21,14 +21,11 @@ def find_class(stage: str) -> type[Trainer]:
     Raises:
         ValueError: there is none, or it is no Trainer with a name.
     """
-    algorithm, options = find_named("stage", stage, TRAINERS)
+    trainer = find_stage(stage, TRAINERS)
     with naming(f"stages: {stage}"):
-        is_algorithm = isinstance(algorithm, type) and issubclass(algorithm, Trainer)
-        require(is_algorithm, "it", algorithm, "a Trainer of minivlmrl.trainers.base")
-        name = getattr(algorithm, "stage", None)
-        require(str(name).isidentifier(), "stage", name, "a name, that of its section")
-        require(not options, "what is in brackets", options, "in its section of the recipe")
-    return algorithm
+        is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
+        require(is_trainer, "it", trainer, "a Trainer of minivlmrl.trainers.base")
+    return trainer
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
