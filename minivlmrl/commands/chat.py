@@ -15,7 +15,7 @@ from torch import Tensor
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
-from minivlmrl.config.parsing import help_of
+from minivlmrl.config.parsing import options_of
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Completion, Row
@@ -121,8 +121,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--system", help="instead of the family's system message")
     add("--seed", type=int, default=0, help="same seed, same answer")
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
-    for name, help_text in help_of(SamplingOptions).items():
-        if name not in ("engine", *ENGINES):  # it draws itself
-            help_text = help_text.replace("%", "%%")
-            group.add_argument(f"--{name}", dest=f"sampling.{name}", help=help_text)
+    for option in options_of(SamplingOptions):
+        if option.name not in ("engine", *ENGINES):  # it draws itself
+            help_text = option.comment.replace("%", "%%")
+            group.add_argument(f"--{option.name}", dest=f"sampling.{option.name}", help=help_text)
     return parser

@@ -5,17 +5,15 @@ python -m minivlmrl train --help grpo     # one section
 python -m minivlmrl train shapes_kto.yaml --help kto  # of a stage in a file that a recipe names
 """
 
-import dataclasses
 import inspect
 import sys
 import textwrap
-import typing
 
 import yaml
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import did_you_mean, help_of, type_text
+from minivlmrl.config.parsing import Option, did_you_mean, options_of, type_text
 from minivlmrl.run.loop import main
 from minivlmrl.run.process import run_rank
 
@@ -34,42 +32,38 @@ def show(*names: str):
     """
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
-        recipe, *names = names
-        config_class = type(load_config(recipe))
-    all_sections = sections(config_class)
+        config_class = type(load_config(names[0]))
+        names = names[1:]
+    sections = options_by_section(config_class)
     for name in names:
-        if name not in all_sections:
+        if name not in sections:
             raise ValueError(
-                f"--help {name}: no such section; sections are {', '.join(all_sections)}"
-                f"{did_you_mean(name, all_sections)}"
+                f"--help {name}: no such section; sections are {', '.join(sections)}"
+                f"{did_you_mean(name, sections)}"
             )
     print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
     print("Train by a recipe, by default shapes.yaml. Its options, defaults:")
-    for name in names or all_sections:
-        config = all_sections[name]
-        print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")
-        print("\n".join(option_lines(config, "" if name == "run" else f"{name}.")))
+    for name in names or sections:
+        section = RunConfig if name == "run" else type(getattr(config_class(), name))
+        title = inspect.getdoc(section) or ""
+        print(f"\n{name}: {title.partition(chr(10))[0]}")
+        for option in sections[name]:
+            print(describe(option))
 
 
-def sections(config_class: type[RunConfig] = RunConfig) -> dict[str, typing.Any]:
-    """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
-    fields = vars(config_class()).items()
-    return {"run": RunConfig()} | {
-        name: value for name, value in fields if dataclasses.is_dataclass(value)
-    }
+def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
+    """List the options of each section; "run" has those outside of sections."""
+    sections = {}
+    for option in options_of(config_class):
+        section = option.path.removesuffix(option.name).rstrip(".") or "run"
+        sections.setdefault(section, []).append(option)
+    return sections
 
 
-def option_lines(config, prefix: str) -> list[str]:
-    """List the options of one section, without the sections inside it."""
-    lines = []
-    sentences = help_of(type(config))
-    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            continue
-        default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
-        default = default.removesuffix("\n...\n").strip()
-        lines.append(f"  --{prefix}{name}={default}")
-        text = f"{type_text(hint)}; {sentences[name]}"
-        lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
-    return lines
+def describe(option: Option) -> str:
+    """Format an option with its default, and with its type and its comment on lines below."""
+    default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
+    default = default.removesuffix("\n...\n").strip()
+    text = f"{type_text(option.hint)}; {option.comment}"
+    lines = textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
+    return "\n".join([f"  --{option.path}={default}", *lines])

@@ -3,9 +3,7 @@
 import dataclasses
 import os
 import re
-import types
-import typing
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
@@ -15,7 +13,17 @@ import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import build, did_you_mean, naming, parse_yaml, read_value
+from minivlmrl.config.parsing import (
+    ChangeText,
+    Plain,
+    TypeHint,
+    build,
+    did_you_mean,
+    naming,
+    options_of,
+    parse_yaml,
+    read_value,
+)
 from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
 from minivlmrl.data.media_options import check_options
 from minivlmrl.files import json_text
@@ -39,7 +47,7 @@ TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that are texts
 
 
 def load_config(
-    recipe: str | Path, overrides: list[str] = (), asked_for: list[str] | None = None
+    recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None
 ) -> RunConfig:
     """Read a recipe, a YAML file with the fields of RunConfig and sections of stages in a file.
 
@@ -53,20 +61,16 @@ def load_config(
     path = _find_recipe(recipe)
     with naming(recipe):
         values = parse_yaml(path.read_bytes()) or {}
+    resolver = Resolver(path.parent, overrides)
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
     stages = recipe_stages
     for override in overrides:
         if override.startswith("--stages="):
-            value = _value(RunConfig, "stages", override.removeprefix("--stages="))
+            value = _override_value(override.removeprefix("--stages="), "stages", list[Code])
             stages = _stages({"stages": value}, "command line")
-
-    def locate(hint, text: str) -> str:
-        located = _located(hint, text, path.parent, overrides)
-        if asked_for is not None and hint in (Code, RewardName):
-            check_found(recipe, located, asked_for)
-        return located
-
-    files = [locate(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
+    files = [resolver(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
+    if asked_for is not None:
+        check_found(recipe, resolver.code, asked_for)
     config_class = _with_sections(tuple(find_stage(file) for file in files))
     unused_sections = []
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
@@ -74,24 +78,26 @@ def load_config(
         values = {name: value for name, value in values.items() if name not in unused_sections}
     if asked_for is None:
         _build_run(config_class, values, recipe)  # names the recipe if that is what is wrong
+    hints = {option.path: option.hint for option in options_of(config_class)}
     for override in overrides:
-        key, separator, text = override.removeprefix("--").partition("=")
-        if not separator and _hint(config_class, key) is bool:  # --dpo.use_weighting
-            separator = "="
-            text = "true"
-        if not override.startswith("--") or not separator:
-            raise ValueError(f"{override!r}: an override has the form --section.name=value")
-        values = _replace(values, key.split("."), _value(config_class, key, text))
-    config = _build_run(config_class, _map_texts(config_class, values, locate), "command line")
+        values = _apply(override, values, hints)
+    config = _build_run(config_class, values, "command line", resolver)
+    if asked_for is not None:
+        check_found(recipe, resolver.code, asked_for)
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
     return config
 
 
-def _build_run(config_class: type[RunConfig], values: dict, where: str | Path) -> RunConfig:
+def _build_run(
+    config_class: type[RunConfig],
+    values: dict,
+    where: str | Path,
+    change_text: ChangeText | None = None,
+) -> RunConfig:
     """Build a config and check what its classes cannot: they import nothing (ValueError)."""
-    config = build(config_class, values, str(where))
+    config = build(config_class, values, str(where), change_text=change_text)
     with naming(where):
         with naming("data.video"):
             config.data.video = check_options("video", config.data.video)
@@ -132,93 +138,99 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,))
 
 
-def check_found(recipe: str | Path, text: str, overrides: list[str]):
+def check_found(recipe: str | Path, code: Iterable[str], overrides: Sequence[str]):
     """Refuse code (ValueError) that a recipe names which the user did not name: somebody sent it.
 
     Args:
-        text: a value of the recipe, a name of code.
+        code: names of code, values of the recipe.
         overrides: of the command line; code that one of them says too may run.
     """
-    name, options = split_options(text)
-    # Names without a colon are of tables. A text among options could be a URL, a file or a name.
-    is_harmless = ":" not in name and not re.search("['\"]", options)
-    spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
-    if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
-        raise ValueError(
-            f"{recipe}: it was found, not asked for, and names code, {text}; read it; "
-            f"--recipe={recipe} says that it may run"
-        )
+    for text in code:
+        name, options = split_options(text)
+        # Names without a colon are of tables. A text in options could be a URL, a file or a name.
+        is_harmless = ":" not in name and not re.search("['\"]", options)
+        spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
+        if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
+            raise ValueError(
+                f"{recipe}: it was found, not asked for, and names code, {text}; read it; "
+                f"--recipe={recipe} says that it may run"
+            )
 
 
-def _is_in(overrides: list[str], text: str) -> bool:
+def _is_in(overrides: Sequence[str], text: str) -> bool:
     """Say whether the command line names a file or code, and not one whose name ends alike."""
     pattern = rf"(?<![\w./-]){re.escape(text)}(?!\w)"
     return any(re.search(pattern, override) for override in overrides)
 
 
-def _map_texts(hint, value, change: Callable[[object, str], str]):
-    """Change the texts in a value by their types; one of another type than `hint` stays."""
-    inside = typing.get_args(hint)
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        for choice in inside:
-            value = _map_texts(choice, value, change)
-        return value
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints = typing.get_type_hints(hint)
-        return {key: _map_texts(hints.get(key), item, change) for key, item in value.items()}
-    if origin is dict and isinstance(value, dict):
-        changed = {}
-        for key, item in value.items():
-            changed[_map_texts(inside[0], key, change)] = _map_texts(inside[1], item, change)
-        return changed
-    if origin in (list, tuple) and isinstance(value, list):
-        return [_map_texts(inside[0], item, change) for item in value]
-    if isinstance(value, str):
-        return change(inside[0] if origin is list else hint, value)
-    return value
+class Resolver:
+    """Makes paths of a recipe absolute, by their types; `code` collects the names of code.
 
+    A repository's id, and a path where nothing is, stay as they are.
 
-def _located(hint, text: str, beside: Path, overrides: list[str]) -> str:
-    """Make a path in a text absolute; a repository's id, and what is not there, stay."""
-    file, suffix, name = re.fullmatch(r"(.*?)(?:(\.py)(:.*))?", text, re.DOTALL).groups("")
-    if hint is RecipePath or (suffix and hint in (Code, RewardName)):
-        path = _located_file(file + suffix, beside, overrides)
-        if hint is RewardName and not os.path.isabs(file):  # metrics have its name: a short one
+    Args:
+        beside: the folder of the recipe.
+        overrides: of the command line. A file that they name is looked for where the command runs
+            before it is looked for beside the recipe.
+    """
+
+    def __init__(self, beside: Path, overrides: Sequence[str]):
+        self.beside = beside
+        self.overrides = overrides
+        self.code: list[str] = []
+
+    def __call__(self, hint: TypeHint, text: str) -> str:
+        if hint in (Code, RewardName):
+            located = self._code(text, hint is RewardName)
+            self.code.append(located)
+            return located
+        if hint is RecipePath:
+            return self._find(text)
+        if hint is FilePath and os.path.exists(text):
+            return str(Path(text).resolve())
+        return text
+
+    def _code(self, text: str, short: bool) -> str:
+        """Make the path in "file.py:name" absolute.
+
+        Args:
+            short: leave out the folder in which the command runs: metrics have this name.
+        """
+        match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
+        if not match:
+            return text
+        file, name = match.groups()
+        path = self._find(file)
+        if short and not os.path.isabs(file):
             for home in (os.getcwd(), recipes_folder().parent):
                 path = path.removeprefix(os.path.join(home, ""))
         return path + name
-    if hint is FilePath and os.path.exists(text):
-        return str(Path(text).resolve())
-    return text
+
+    def _find(self, file: str) -> str:
+        """Find a file beside the recipe or where the command runs, or among recipes of a wheel."""
+        folders = [self.beside, Path()]
+        if _is_in(self.overrides, file):
+            folders = [Path(), self.beside]
+        existing = [x for x in (*folders, recipes_folder().parent) if os.path.exists(x / file)]
+        return os.path.abspath((existing or folders)[0] / file)
 
 
-def _located_file(file: str, beside: Path, overrides: list[str]) -> str:
-    """Find a file of code, or a RecipePath, beside the recipe or else where the command runs.
-
-    One that the command line names the other way round.
-    """
-    folders = [beside, Path()]
-    if _is_in(overrides, file):
-        folders = [Path(), beside]
-    shipped = recipes_folder().parent  # of a wheel: recipes/answers.py
-    existing = [folder for folder in (*folders, shipped) if os.path.exists(folder / file)]
-    return os.path.abspath((existing or folders)[0] / file)
-
-
-def _hint(config_class: type[RunConfig], key: str):
-    """Find the type of a field, "section.name"; None: there is no such field."""
-    hint = config_class
-    for name in key.split("."):
-        hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
-    return hint
+def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
+    """Return the values of a recipe with an override, "--grpo.beta=0.1"."""
+    path, separator, text = override.removeprefix("--").partition("=")
+    hint = hints.get(path)
+    if not separator and hint is bool:  # --dpo.use_weighting
+        separator = "="
+        text = "true"
+    if not override.startswith("--") or not separator:
+        raise ValueError(f"{override!r}: an override has the form --section.name=value")
+    return _replace(values, path.split("."), _override_value(text, path, hint))
 
 
-def _value(config_class: type[RunConfig], key: str, text: str):
+def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
     """Read a field's value on the command line: YAML, or text as it is where the field is one."""
-    hint = _hint(config_class, key)
-    is_text = any(hint in (text, text | None) for text in TEXTS)
-    with suppress(ValueError) if is_text else naming(f"command line: quote the value of {key}"):
+    is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
+    with suppress(ValueError) if is_text else naming(f"command line: quote the value of {path}"):
         value = parse_yaml(text)
         if not is_text or isinstance(value, str | None):
             return value

@@ -1,23 +1,31 @@
-"""Values of recipes and config files, checked by the annotations of a dataclass; help texts too.
+"""Read values of recipes and config files by the type hints of a dataclass.
 
-`build` reads a section, `read_value` one value, `help_of` and `type_text` make the text of --help.
+`Reader` walks over a value together with its type hint: it checks and converts the value, and lets
+its caller change texts that name files or code. `build` makes a dataclass of a file's values with
+it, `read_value` reads a single value. `options_of` lists what a dataclass declares, for the names of
+options and for --help.
 """
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 
 from minivlmrl.config.types import Code
 
+T = TypeVar("T")
+TypeHint = Any  # list[int], int | None, ...: Python has no type for these before PEP 747
+Plain = Any  # what YAML and JSON consist of: None, bool, int, float, str, list, dict
+ChangeText = Callable[[TypeHint, str], str]
 # option of another trainer -> its name here
 THEIRS = {
     "lr": "STAGE.learning_rate",
@@ -73,9 +81,13 @@ def require(valid: bool, name: str, value: Any, expected: str):
     A dataclass calls this in `__post_init__` for what depends on several of its fields.
     """
     if not valid:
-        # a list of YAML's aliases may be endless; reprlib stops
-        shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
-        raise ValueError(f"{name} is {shown:.80}, it must be {expected}")
+        raise _invalid(name, value, expected)
+
+
+def _invalid(name: str, value: object, expected: str) -> ValueError:
+    # a list of YAML's aliases may be endless; reprlib stops
+    shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
+    return ValueError(f"{name} is {shown:.80}, it must be {expected}")
 
 
 class naming(AbstractContextManager):
@@ -99,38 +111,156 @@ def extra(name: str, needed: str) -> Iterator[None]:
         raise ValueError(f"{needed}: pip install 'minivlmrl[{name}]'") from error
 
 
-def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
+def build(
+    cls: type[T],
+    values: Plain,
+    where: str,
+    prefix: str = "",
+    json: bool = False,
+    change_text: ChangeText | None = None,
+) -> T:
     """Make a dataclass of the values in a file; every key, type and bound is checked.
 
-    Field annotations: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
-    tuple[X, X, X], dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"],
-    Annotated[float, "(0, 1]"].
-
     Args:
-        where, prefix: the file and the section in it: "recipe.yaml: grpo.beta is -1.0, it must be 0
-            or more".
-        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may
-            say "1e-4" (which YAML reads as text) for a float and a single text for a list of texts.
+        where, prefix: the file and the section in it, for errors: "recipe.yaml: grpo.beta is -1.0,
+            it must be 0 or more".
+        json, change_text: see Reader.
     """
     with naming(where):
         try:
-            return _build_section(cls, values, prefix, json)
+            return Reader(json, change_text).read_section(cls, values, prefix.rstrip("."))
         except UnknownKey as error:
             section, prefix, key = error.args
             meant = _suggestion(cls, section, prefix, key)
             raise ValueError(f"unknown key {prefix}{key}; {meant}") from None
 
 
+def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
+    """Check a value against a type hint, and return it as a field of this type holds it."""
+    return Reader(json).read(hint, value, name)
+
+
 class UnknownKey(ValueError):
     """A section has no such field. Args: its dataclass, its prefix in the file, and the key."""
 
 
-def _suggestion(root, section, prefix: str, key: str) -> str:
+class Reader:
+    """Walks over a value together with its type hint, checks the value and converts it.
+
+    Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
+    tuple[X, X, X], dataclasses, Literal["a", "b"], types of texts from config/types.py, and bounds:
+    Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
+
+    Args:
+        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may
+            say "1e-4" (which YAML reads as text) for a float and a single text for a list of texts.
+        change_text: called with (type, text) for each text whose type is one of config/types.py, as
+            a value or as a key; the text that it returns takes the place of the other one.
+    """
+
+    def __init__(self, json: bool, change_text: ChangeText | None = None):
+        self.json = json
+        self.change_text = change_text
+
+    def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
+        """Read a value; `name` is the name of the field for errors, such as "grpo.beta"."""
+        plain = getattr(hint, "__supertype__", hint)  # str for a NewType
+        origin = typing.get_origin(hint)
+        if dataclasses.is_dataclass(hint):
+            return self.read_section(hint, value, name)
+        if origin in (typing.Union, types.UnionType):
+            return self._read_union(hint, value, name)
+        if origin is Annotated:
+            number_type, bounds = typing.get_args(hint)
+            number = self.read(number_type, value, name)
+            require(within_bounds(number, bounds), name, number, bounds_text(bounds))
+            return number
+        if origin is Literal:
+            valid = any(
+                type(value) is type(choice) and value == choice for choice in typing.get_args(hint)
+            )
+            if not valid:  # a text for each of a million valid values would take a while
+                require(valid, name, value, type_text(hint))
+            return value
+        if origin in (list, tuple, dict):
+            return self._read_container(hint, value, name)
+        if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
+            with suppress(ValueError, OverflowError):
+                value = float(value)
+        is_valid = hint is Any or type(value) is plain
+        require(is_valid, name, value, f"of type {type_text(plain)}")
+        return self._changed(hint, value)
+
+    def read_section(self, cls: type[T], values: Plain, name: str) -> T:
+        """Make a dataclass; `name` is "" for the whole file."""
+        require(
+            isinstance(values, dict), name or "the file", values, "an object with names and values"
+        )
+        prefix = f"{name}." if name else ""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = [key for key in values if key not in fields]
+        if unknown and not self.json:
+            raise UnknownKey(cls, prefix, str(unknown[0]))
+        read = {}
+        for key, field in fields.items():
+            if key in values:
+                read[key] = self.read(hints[key], values[key], f"{prefix}{key}")
+            elif field.default is field.default_factory is dataclasses.MISSING:
+                raise ValueError(f"{prefix}{key} is missing")
+        try:
+            return cls(**read)
+        except ValueError as error:  # what a __post_init__ refuses
+            raise ValueError(f"{prefix}{error}") from None
+
+    def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
+        """Read a value by its own type if the union has it, else by the first type that takes it."""
+        choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
+        if type(value) in typing.get_args(hint):  # "7" is text for float | str
+            return value
+        if len(choices) == 1:  # its error says more than that of the union
+            return self.read(choices[0], value, name)
+        for choice in choices:
+            if choice is Code and ":" not in str(value):
+                continue  # names that need no file are a Literal beside it
+            with suppress(ValueError):
+                return self.read(choice, value, name)
+        raise _invalid(name, value, f"of type {type_text(hint)}")
+
+    def _read_container(self, hint: TypeHint, value: Plain, name: str) -> list | tuple | dict:
+        """Read the values inside a list, tuple or dict."""
+        origin = typing.get_origin(hint)
+        inside = typing.get_args(hint)
+        if origin is list and isinstance(value, str) and not self.json:
+            value = [value]  # --dpo.loss_type=ipo
+        # JSON and YAML have no tuples
+        is_valid = isinstance(value, (list, tuple) if origin is tuple else origin)
+        require(is_valid, name, value, f"of type {type_text(hint)}")
+        if origin is dict:
+            read = {}
+            for key, item in value.items():
+                key = self._changed(inside[0], key)
+                read[key] = self.read(inside[1], item, f"{name}.{key}")
+            return read
+        if origin is list or ... in inside:
+            return origin(self.read(inside[0], item, name) for item in value)
+        require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
+        items = zip(inside, value, strict=True)
+        return tuple(self.read(item_hint, item, name) for item_hint, item in items)
+
+    def _changed(self, hint: TypeHint, value: Plain) -> Plain:
+        """Change a text by its type, see change_text; another value stays as it is."""
+        if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
+            return self.change_text(hint, value)
+        return value
+
+
+def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
     theirs = THEIRS.get(key)
     if theirs:
         return f"here it is {theirs}"
-    paths = list(option_paths(root))
+    paths = [option.path for option in options_of(root)]
     for words in ([key], key.split("_")):
         elsewhere = []
         for path in paths:
@@ -157,46 +287,46 @@ def did_you_mean(
     return f"; did you mean {' or '.join(prefix + match for match in nearest)}?"
 
 
-def option_paths(cls, prefix: str = "") -> Iterator[str]:
-    """Yield what a file can set: "seed", "grpo.beta"."""
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            yield from option_paths(hint, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option as a dataclass declares it: a field that is not a section."""
+
+    path: str  # "seed" or "grpo.beta", as it is written on the command line
+    hint: TypeHint
+    field: dataclasses.Field
+    declared_in: type  # the dataclass that declares the field, maybe a base class
+
+    @property
+    def name(self) -> str:
+        return self.field.name
+
+    @property
+    def default(self) -> Plain:
+        factory = self.field.default_factory
+        return self.field.default if factory is dataclasses.MISSING else factory()
+
+    @property
+    def comment(self) -> str:
+        """The comment on the field in its source, "" if there is none."""
+        return _field_comments(self.declared_in).get(self.name, "")
 
 
-def _build_section(cls, values: Any, prefix: str, json: bool):
-    """Make a dataclass, see build; `prefix` is "" or the section with a dot."""
-    section = prefix.rstrip(".") or "the file"
-    require(isinstance(values, dict), section, values, "an object with names and values")
+def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
+    """Yield the options that a file can set in a dataclass and in the sections inside it."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = [name for name in values if name not in fields]
-    if unknown and not json:
-        raise UnknownKey(cls, prefix, str(unknown[0]))
-    checked = {}
-    for name, field in fields.items():
-        if name in values:
-            checked[name] = read_value(hints[name], values[name], f"{prefix}{name}", json)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{prefix}{name} is missing")
-    try:
-        return cls(**checked)
-    except ValueError as error:  # what a __post_init__ refuses
-        raise ValueError(f"{prefix}{error}") from None
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from options_of(hint, f"{prefix}{field.name}.")
+        else:
+            declaring = [
+                part for part in cls.__mro__ if field.name in inspect.get_annotations(part)
+            ]
+            yield Option(prefix + field.name, hint, field, declaring[0])
 
 
-def help_of(cls) -> dict[str, str]:
-    """Read the comments on each field in the source of a dataclass; "" where there is none."""
-    comments = {}
-    for part in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(part):
-            comments |= _field_comments(part)
-    return comments
-
-
-def _field_comments(cls) -> dict[str, str]:
+@functools.cache
+def _field_comments(cls: type) -> dict[str, str]:
     """Join the comment lines above a field, and those after it, of one dataclass's own source."""
     comments = {}
     above = []  # comment lines since the last field
@@ -215,7 +345,7 @@ def _field_comments(cls) -> dict[str, str]:
     return comments
 
 
-def type_text(hint) -> str:
+def type_text(hint: TypeHint) -> str:
     """Say an annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
     if hint is Code:
         return "file.py:name"
@@ -233,68 +363,6 @@ def type_text(hint) -> str:
         parts = ["..." if part is ... else type_text(part) for part in inside]
         return f"{origin.__name__}[{', '.join(parts)}]"
     return "null" if hint is types.NoneType else hint.__name__
-
-
-def read_value(hint, value, name: str, json: bool):
-    """Check a value against an annotation, and return it as the field holds it."""
-    hint = getattr(hint, "__supertype__", hint)  # of a NewType
-    origin = typing.get_origin(hint)
-    inside = typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build_section(hint, value, f"{name}.", json)
-    if origin in (typing.Union, types.UnionType):
-        return _read_union(hint, value, name, json)
-    if origin is Annotated:
-        number = read_value(inside[0], value, name, json)
-        require(within_bounds(number, inside[1]), name, number, bounds_text(inside[1]))
-        return number
-    if origin is Literal:
-        valid = any(type(value) is type(choice) and value == choice for choice in inside)
-        if not valid:  # a text for each of a million valid values would take a while
-            require(valid, name, value, type_text(hint))
-        return value
-    if origin is list and isinstance(value, str) and not json:
-        value = [value]  # --dpo.loss_type=ipo
-    if origin in (list, tuple, dict):
-        return _read_container(hint, value, name, json)
-    if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
-        with suppress(ValueError, OverflowError):
-            value = float(value)
-    require(hint is Any or type(value) is hint, name, value, f"of type {type_text(hint)}")
-    return value
-
-
-def _read_union(hint, value, name: str, json: bool):
-    """Read a value of several types by its own if that is one, else by the first that takes it."""
-    choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
-    if type(value) in typing.get_args(hint):  # "7" is text for float | str
-        return value
-    if len(choices) == 1:  # its error says more than that of the union
-        return read_value(choices[0], value, name, json)
-    for choice in choices:
-        if choice is Code and ":" not in str(value):
-            continue  # names that need no file are a Literal beside it
-        with suppress(ValueError):
-            return read_value(choice, value, name, json)
-    require(False, name, value, f"of type {type_text(hint)}")
-
-
-def _read_container(hint, value, name: str, json: bool):
-    """Read the values inside a list, tuple or dict."""
-    origin = typing.get_origin(hint)
-    inside = typing.get_args(hint)
-    # JSON and YAML have no tuples
-    allowed = (list, tuple) if origin is tuple else origin
-    require(isinstance(value, allowed), name, value, f"of type {type_text(hint)}")
-    if origin is dict:
-        return {
-            key: read_value(inside[1], item, f"{name}.{key}", json) for key, item in value.items()
-        }
-    if origin is list or ... in inside:
-        return origin(read_value(inside[0], item, name, json) for item in value)
-    require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
-    items = zip(inside, value, strict=True)
-    return tuple(read_value(item_hint, item, name, json) for item_hint, item in items)
 
 
 def within_bounds(number: float, bounds: str) -> bool:

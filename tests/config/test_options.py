@@ -14,7 +14,7 @@ from runs import LETTERS, STAGE, leave_out
 
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import option_paths
+from minivlmrl.config.parsing import options_of
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.processor import Processor
 from minivlmrl.generation import sampler
@@ -361,7 +361,8 @@ def test_every_option_has_an_effect_that_a_test_shows():
     names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
     tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
-    options = {*option_paths(type(load_config("shapes.yaml", [f"--stages={json.dumps([*FILES.values()])}"])))}
+    config = load_config("shapes.yaml", [f"--stages={json.dumps([*FILES.values()])}"])
+    options = {option.path for option in options_of(type(config))}
     assert options == tested | ELSEWHERE.keys()
     assert not tested & ELSEWHERE.keys()
     for name, test in ELSEWHERE.items():

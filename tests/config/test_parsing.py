@@ -132,7 +132,7 @@ def test_an_unknown_option_is_told_its_name_here(override, meant):
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.THEIRS.values()}
-    assert ours - {"not"} <= {*parsing.option_paths(RunConfig)}
+    assert ours - {"not"} <= {option.path for option in parsing.options_of(RunConfig)}
 
 
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):

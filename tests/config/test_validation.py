@@ -13,7 +13,7 @@ from minivlmrl.config import validation
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig, SFTOptions
-from minivlmrl.config.parsing import option_paths
+from minivlmrl.config.parsing import options_of
 from minivlmrl.config.validation import check_effects, options_without_effect
 from minivlmrl.diagnostics.check import main as check_main
 from minivlmrl.run import loop
@@ -155,7 +155,7 @@ def test_every_option_that_may_be_without_effect_is_tried(empty):
             found |= {option for option, _ in options_without_effect(run, has_reference(run))}
     others = {f"{stage}.min_lr_ratio" for stage in ("sft", "dpo", "reward_model", "ppo")}  # grpo's is tried
     assert found - others == {name for name, *_ in CASES}
-    assert found <= {*option_paths(RunConfig)}
+    assert found <= {option.path for option in options_of(RunConfig)}
 
 
 def test_the_message_names_recipe_option_value_and_reason(empty):

@@ -24,7 +24,7 @@ from docs.scripts import held_out, make_pages
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
-from minivlmrl.config.parsing import option_paths
+from minivlmrl.config.parsing import options_of
 from minivlmrl.diagnostics.trace import READING_LIST
 from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.build import random_model
@@ -126,6 +126,7 @@ def test_the_band_of_the_default_run():
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distill"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
 WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*TRAINERS, *FILES.values()])}]"])  # every stage
+ALL_OPTIONS = {option.path for option in options_of(type(WITH_FILES))}
 STAGES = [type(getattr(WITH_FILES, name)) for name in WITH_FILES.stage_names]
 SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fields(TrainingOptions))}
 
@@ -151,7 +152,7 @@ COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"]
 
 def test_options_of_other_trainers_have_a_name_here():
     named = [name for _, ours, _ in COMING for name in re.findall("`([^`]+)`", ours)]
-    assert len(COMING) > 90 and set(named) <= {*option_paths(type(WITH_FILES))}
+    assert len(COMING) > 90 and set(named) <= ALL_OPTIONS
     assert [theirs for theirs, ours, _ in COMING if "`" not in ours and ours != "none"] == []
     assert all(re.fullmatch("(VLM-R1 |ms-swift )?(`[^`]+`(, )?)+", theirs) for theirs, *_ in COMING)
 
@@ -226,7 +227,7 @@ def test_the_changelog_names_what_a_recipe_could_once_set():
     gone = [name for names, _ in rows_of(page, "Options that went") for name in re.findall("`([^`]+)`", names)]
     back = re.findall("`([^`]+)`", page.split("\nBack")[1].split("\n\n")[0])
     recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
-    assert {*recorded} - {*option_paths(type(WITH_FILES))} - {*back} == {*gone}
+    assert {*recorded} - ALL_OPTIONS - {*back} == {*gone}
 
 
 def test_every_metric_is_explained(run, plain):
