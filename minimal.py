@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
@@ -37,7 +36,8 @@ from minivlmrl.tasks.registry import FRESH_ROWS
 from minivlmrl.tasks.shapes import Shapes, tokenizer
 
 GROUP = 8  # G, completions of each prompt
-SAMPLING = SamplingOptions(temperature=1.0, max_new_tokens=20)
+TEMPERATURE = 1.0
+MAX_NEW_TOKENS = 20
 LOSS = GRPOLossOptions(loss_type="grpo", beta=0.02)
 REWARDS = {tag_format: 0.5, accuracy: 1.0}
 
@@ -79,9 +79,9 @@ def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[lis
 
 def sample(model: nn.Module, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
     """Sample G completions of each prompt: its tokens and images are read once for all of them."""
-    uniforms = uniform_numbers(keys, GROUP, SAMPLING.max_new_tokens)
-    sample_token = make_token_sampler(SAMPLING, processor.stop_token_ids, sample_by_uniforms(uniforms))
-    return generate(model, prompts, GROUP, SAMPLING.max_new_tokens, sample_token)
+    uniforms = uniform_numbers(keys, GROUP, MAX_NEW_TOKENS)
+    sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, sample_by_uniforms(uniforms))
+    return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
 
 
 def adamw(model: nn.Module, learning_rate: float, beta2: float) -> torch.optim.AdamW:
@@ -138,7 +138,7 @@ def grpo(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_st
         logps = group.pad(per_token_logps(model, group)[0])
         # 6. The loss; the ratio to the policy that sampled is 1, as each rollout has one update.
         mask = group.completion_mask
-        counts = Counts(len(mask), int(mask.sum()), SAMPLING.max_new_tokens)
+        counts = Counts(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
         loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, counts=counts)
         # 7. The update.
         update(model, optimizer, loss, schedule.at(step))

@@ -20,7 +20,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as 
 import torch
 from gpu_step import CARD, Case, build, make_case, take_turns, twin, write_numbers
 
-from minivlmrl.config.options import SamplingOptions
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.model.build import random_model
@@ -98,7 +97,7 @@ def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
     @torch.inference_mode()
     def decode(step: Callable, prompts: int, generations: int):
         draw = sample_by_uniforms(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        choose = make_token_sampler(SamplingOptions(), (), draw, device=CARD)
+        choose = make_token_sampler(1.0, (), draw, device=CARD)
         groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
         assert {len(completion.ids) for group in groups for completion in group} == {tokens}
 

@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from sizes import config_of
 from torch import Tensor
 
-from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
@@ -250,7 +249,7 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
 
     def rollout():
         draw = sample_by_uniforms(torch.rand(G, C).double(), CARD)
-        choose = make_token_sampler(SamplingOptions(), (), draw, device=CARD)
+        choose = make_token_sampler(1.0, (), draw, device=CARD)
         (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
         assert {len(completion.ids) for completion in group} == {C}
 

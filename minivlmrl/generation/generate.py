@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.exact_cumsum import running_sum
@@ -102,12 +101,13 @@ def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
 
 
 def make_token_sampler(
-    sampling: SamplingOptions, stop_ids: Sequence[int], sample: Callable,
+    temperature: float, stop_ids: Sequence[int], sample: Callable,
     logits_processor: Callable | None = None, device="cpu",
 ) -> TokenSampler:  # fmt: skip
     """Make the function with which `generate` samples tokens.
 
     Args:
+        temperature: of the softmax; 0 takes the likeliest token.
         stop_ids: ids that end a completion.
         sample: (probs (r, V), rows, counts) -> ids (r,), see sample_by_uniforms.
         logits_processor: (logits (r, V), rows, counts) -> scores (r, V), whose softmax is sampled
@@ -115,7 +115,6 @@ def make_token_sampler(
             those of the tokens that they keep, that is, do not set to -inf.
     """
     stop_ids = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
-    temperature = sampling.temperature
 
     def sample_token(logits: Tensor, rows: Tensor, counts: Tensor):
         logits = logits.float()

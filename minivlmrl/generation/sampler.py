@@ -103,7 +103,9 @@ class Sampler:
             raise ValueError(f"stop_token_ids has {largest}, the model has {vocab_size} tokens")
         uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
         sample = sample_by_uniforms(uniforms, self.device)
-        sample_token = make_token_sampler(sampling, stop_ids, sample, self.filters, self.device)
+        sample_token = make_token_sampler(
+            sampling.temperature, stop_ids, sample, self.filters, self.device
+        )
 
         def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
             ids, logps, turn_ends = sample_token(logits, rows, counts)

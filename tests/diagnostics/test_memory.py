@@ -123,7 +123,9 @@ def test_a_draw_takes_what_is_planned(options, rel):
     sampling = SamplingOptions(**options)
     logits = torch.randn(4, 151936)
     warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
-    choose = make_token_sampler(sampling, [], sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64)), warp)
+    choose = make_token_sampler(
+        sampling.temperature, [], sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64)), warp
+    )
     with LiveBytes([]) as live:
         choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)

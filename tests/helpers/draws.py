@@ -57,7 +57,7 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     filters = None
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
-    choose = make_token_sampler(sampling, stop, draw, filters, device)
+    choose = make_token_sampler(sampling.temperature, stop, draw, filters, device)
     if filters:
         choose = hearing(choose, filters.add_seen)
     choose = wrap(choose) if wrap else choose

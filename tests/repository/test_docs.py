@@ -112,6 +112,16 @@ def test_the_reading_list_names_what_its_files_define():
     assert {path: name for path, name in found.items() if name not in names(path)} == {}
 
 
+def test_each_file_of_the_reading_list_imports_only_files_above_it():
+    """Besides kernels/; the last two files run recipes and import more."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in reading_list()]
+    allowed = set()
+    for path, module in [*zip(reading_list(), modules, strict=True)][:-2]:
+        imported = re.findall(r"(?m)^(?:from|import) (minivlmrl[\w.]*)", path.read_text())
+        assert [name for name in imported if name not in allowed and ".kernels" not in name] == [], module
+        allowed.add(module)
+
+
 def test_the_band_of_the_default_run():
     """README's band is that of results.md over processors, where the runs of recipes/expected.json are."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))

@@ -104,7 +104,7 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 def drawn(model, rows, tokens):
     """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
-    original = make_token_sampler(SamplingOptions(max_new_tokens=tokens), STOP, sample_by_uniforms(numbers))
+    original = make_token_sampler(1.0, STOP, sample_by_uniforms(numbers))
 
     def choose(logits, rows, step):
         ids, _, ends = original(logits, rows, step)
