@@ -44,7 +44,8 @@ def main(arguments: list[str]):
         sampling.stop_token_ids = processor.stop_token_ids
     stream = Stream(processor.tokenizer, sampling.stop_token_ids)
     print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
-    sampler = make_sampler(model, processor, sampling, world, on_tokens=stream.write)
+    sampler = make_sampler(model, processor, sampling, world)
+    sampler.on_tokens = stream.write
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:

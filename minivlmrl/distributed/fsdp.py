@@ -209,15 +209,17 @@ def rollout_weights(model: nn.Module, gather_weights: bool) -> Iterator[nn.Modul
         reshard(model)
 
 
-def in_lockstep(choose: Callable, max_new_tokens: int, model: nn.Module, world: World) -> Callable:
+def in_lockstep(
+    sample_token: Callable, max_new_tokens: int, model: nn.Module, world: World
+) -> Callable:
     """Make all ranks run a sharded decoder equally often, though completions end at different steps.
 
-    Returns a `choose` for generate that tells the other ranks of each further decode step, and
-    after the last one runs steps on a meaningless token until all ranks have finished.
+    Returns a `sample_token` for `generate` that tells the other ranks of each further decode step,
+    and after the last one runs steps on a meaningless token until all ranks have finished.
     """
 
-    def choose_together(logits: Tensor, rows: Tensor, counts: Tensor):
-        ids, logps, ends = choose(logits, rows, counts)
+    def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
+        ids, logps, ends = sample_token(logits, rows, counts)
         all_end = (ends | (counts + 1 == max_new_tokens)).all()
         if not all_end:
             world.sum(1)
@@ -230,7 +232,7 @@ def in_lockstep(choose: Callable, max_new_tokens: int, model: nn.Module, world: 
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 
-    return choose_together
+    return sample_together
 
 
 @torch.no_grad()

@@ -5,12 +5,18 @@ when a recipe sets `sampling.environment`, so that a run without tools loads non
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch, pack
+
+if TYPE_CHECKING:
+    from minivlmrl.agents.environment import Environment
 
 
 def check_environment(run: RunConfig):
@@ -31,7 +37,7 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
     return has_windows(sampling.environment, sampling.history)
 
 
-def begin_environment(name: str | None, row: Row) -> object | None:
+def begin_environment(name: str | None, row: Row) -> "Environment | None":
     """Construct the environment of a recipe, if it names one, and reset it with the columns of a row."""
     if name is None:
         return None
@@ -53,7 +59,7 @@ def pack_rollout(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
     config: ModelConfig,
-    device="cpu",
+    device: torch.device | str = "cpu",
 ) -> GroupBatch:
     """Pack prompts and their completions; a trajectory is packed turn by turn, each with its window."""
     if not any(completion.turns for group in completions for completion in group):

@@ -1,4 +1,4 @@
-"""Filters on the distribution that a token is drawn from: penalty, top_k, top_p, min_p."""
+"""Filter the distribution of a token: repetition penalty, top_k, top_p and min_p."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,17 +10,22 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """A recipe's filters as the `warp` of make_token_sampler; prompts: (P,) int64 ids of each, of one call."""
+    """The filters of a recipe, as the logits_processor of make_token_sampler, for one batch.
+
+    Args:
+        prompts: (P,) int64 ids of each prompt.
+    """
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        self.kept = [[] for _ in range(len(prompts) * num_generations)]  # by row: each token's ids
-        self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
+        # ids from which each token of each row was sampled
+        self.kept: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
+        self.seen: Tensor | None = None  # (R, V) ids in each row's prompt and completion
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Turn (r, V) logits of these rows into scores, whose softmax is drawn from."""
+        """Compute scores (r, V) of these rows, whose softmax is the distribution of a token."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
             for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
@@ -37,32 +42,33 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Note in completions from what their tokens were drawn: training scores them on it."""
+        """Record in completions the ids that filters kept, because training normalises over them."""
         for kept_of_row, completion in zip(self.kept, completions, strict=True):
-            kept = kept_of_row[: len(completion.ids)]  # a row that has ended may run on
+            kept = kept_of_row[: len(completion.ids)]  # a row that has ended is decoded further
             if kept:
                 counts = torch.tensor([len(ids) for ids in kept])
                 completion.sampling_mask = counts, torch.cat(kept)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Note tokens ids (r,) of these rows, for the penalty."""
+        """Add ids (r,) to the seen ids of these rows, for the penalty."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
 
-def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tensor:
-    """Apply penalty, temperature, top_k, top_p and min_p, in this order; dropped is -inf.
+def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
+    """Apply penalty, temperature, top_k, top_p and min_p in this order; dropped tokens get -inf.
 
-    With temperature 0 only the penalty. Equals transformers' generate bit for bit, with ties.
+    With temperature 0 only the penalty applies. The scores equal those of transformers' generate
+    bit for bit, also for ties.
 
     Args:
         logits: (r, V) float32.
-        seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a
-            repetition penalty.
+        seen: (r, V) bool, ids in each row's prompt and completion so far, which the repetition
+            penalty applies to.
     """
     scores = logits
     penalty = sampling.repetition_penalty
-    if penalty != 1:
+    if penalty != 1 and seen is not None:
         penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(seen, penalised, scores)
     if sampling.temperature == 0:
@@ -74,7 +80,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None) -> Tenso
     if sampling.top_p < 1:
         ascending, order = scores.sort(dim=-1)
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        drop[:, -1] = False  # the likeliest always stays
+        drop[:, -1] = False  # the likeliest token always stays
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     if sampling.min_p:
         probs = scores.softmax(-1)

@@ -1,17 +1,17 @@
-"""The sampler of a recipe: filters, stop strings, sharded weights, decoding as a CUDA graph."""
+"""Sample with the options of a recipe: filters, stop strings, sharded weights, CUDA graphs."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config.import_utils import find_named
-from minivlmrl.config.options import SamplingOptions
+from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Prompt, uniform_numbers
+from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.fsdp import in_lockstep, is_sharded, rollout_weights
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
@@ -34,19 +34,30 @@ ENGINES = {
 }
 
 
+class SampledRows(Protocol):
+    """The fields of a trainers/grpo.Rollout that a sampler verifies."""
+
+    rows: Sequence[Row]
+    prompts: Sequence[Prompt]
+    completions: Sequence[Sequence[Completion]]
+
+
 class Sampler:
-    """Samples completions as a recipe's section `sampling` says, by the key of each prompt.
+    """Samples completions with the options of a recipe's section `sampling`.
+
+    Samples depend on the key of each prompt, not on the other prompts or the number of ranks.
+    Another engine is a subclass, see vllm.py and docs/carry_on.md.
 
     Args:
-        world: the ranks of the run; default: this process alone, where the model is.
-        gather_weights: see distributed/fsdp.rollout_weights.
-        keeps_vision: the tower is frozen: prompts keep the embeddings of their images.
-        on_tokens: called with new tokens, on_tokens(rows (r,), ids (r,)), see commands/chat.py.
+        world: the ranks of the run, by default this process alone, on the device of the model.
+        gather_weights: gather sharded weights before a rollout, see fsdp.rollout_weights.
+        keeps_vision: store the embeddings of images in their prompts, because the vision tower is
+            frozen and the reference and the training step can use them too.
     """
 
     def __init__(
-        self, model, processor: Processor, sampling: SamplingOptions, world: World | None = None,
-        gather_weights=True, keeps_vision=False, on_tokens: Callable = lambda *_: None,
+        self, model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions,
+        world: World | None = None, gather_weights: bool = True, keeps_vision: bool = False,
     ):  # fmt: skip
         self.model = model
         self.processor = processor
@@ -54,19 +65,21 @@ class Sampler:
         self.world = world or World(device=model.lm_head.weight.device)
         self.device = self.world.device  # weights may be offloaded
         self.gather_weights = gather_weights
-        self.on_tokens = on_tokens
+        # called with the rows (r,) and ids (r,) of new tokens, see commands/chat.py
+        self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
-        # a graph waits for no counts of experts' tokens
+        # the number of an expert's tokens is not known when a graph is captured
         fits_graph = not by_layer and model.config.experts is None
         on_gpu = self.device.type == "cuda" and fits_graph
         self.captured = sampling.graph == "auto" and on_gpu
-        self.filters = self.stop_strings = None  # of the present call
+        self.filters: Filters | None = None  # filters and stop strings of the present call
+        self.stop_strings: StopStrings | None = None
 
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample num_generations completions of each prompt: B lists of G; all ranks call this."""
+        """Sample num_generations completions of each prompt: B lists; all ranks call this."""
         if self.sampling.max_tokens_at_once is None:
             return self.sample(prompts, num_generations, keys)
         return in_pieces(self.sample, prompts, num_generations, keys, self.sampling, self.world)
@@ -74,7 +87,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample completions of as many prompts as fit into memory together."""
+        """Sample completions of prompts that fit into memory together."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         return self.sample_with(prompts, num_generations, sample_token)
 
@@ -116,7 +129,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with gathered weights; an engine of its own replaces this method."""
+        """Sample completions with the weights of the rollout; vllm.py replaces this method."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 limit = self.sampling.max_new_tokens
@@ -124,24 +137,23 @@ class Sampler:
             return self.generate(model, prompts, num_generations, sample_token)
 
     def generate(
-        self, model, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
-    ) -> list[list[Completion]]:
-        """Sample with the weights of rollouts; agents/ sample turn after turn."""
+        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
+        sample_token: TokenSampler,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Sample with a model that has the weights of the rollout; agents/ extend this method."""
         limit = self.sampling.max_new_tokens
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
         decode = self.decode()
-        watched = nullcontext(sample_token)
-        if model.config.experts is not None:
+        arguments = model, prompts, num_generations, limit
+        if model.config.experts is None:
+            groups = generate(*arguments, sample_token, decode, self.device)
+        else:
             from minivlmrl.model.families.routes import watch_routes
 
             kept_routes = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
-            watched = watch_routes(model, sample_token, kept_routes)
-        with watched as sample_token:
-            groups = generate(
-                model, prompts, num_generations, limit, sample_token, decode, self.device
-            )
-        if model.config.experts is not None:
+            with watch_routes(model, sample_token, kept_routes) as watched:
+                groups = generate(*arguments, watched, decode, self.device)
             for completion, routes in zip(chain(*groups), kept_routes, strict=True):
                 completion.routes = routes
         if self.filters is not None:
@@ -149,7 +161,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make what computes a decode step; agents/ have one that reads answers."""
+        """Make the decode step; agents/ replace it by one that also reads answers."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -157,14 +169,15 @@ class Sampler:
         return CapturedDecode()
 
     def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Take the tokens (r,) that were sampled; (r,) bool: which rows end with them.
+        """Record sampled tokens (r,); return (r,) bool: the row ends. agents/ answer calls here.
 
-        agents/ answer calls here, and go on.
+        Args:
+            turn_ends: (r,) bool, the token is a stop token.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Take tokens (r,) of rows (r,), sampled or of an answer; (r,) bool: a stop string ends."""
+        """Record tokens (r,), sampled or of answers; return (r,) bool: a stop string is complete."""
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -172,33 +185,38 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # What another engine may have to say; this one says nothing.
+    # Other engines extend these methods.
 
     @classmethod
-    def check(cls, run):
-        """Refuse a recipe (ValueError) before anything is loaded."""
+    def check(cls, run: RunConfig):
+        """Raise ValueError if the engine cannot run a recipe, before anything is loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Say how many tokens a prompt and its completion may have, where the engine has a limit."""
+        """Return the engine's limit of the tokens of a prompt and its completion, if any."""
 
     @classmethod
-    def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype) -> dict[str, int]:
-        """Name the bytes that an engine holds in a rollout alone, of a policy of this dtype."""
+    def engine_bytes(
+        cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype
+    ) -> dict[str, int]:
+        """Return the memory that the engine needs only in rollouts, in bytes by name.
+
+        Args:
+            dtype: dtype of the policy.
+        """
         return {}
 
-    def verify_logps(self, rollout, max_logp_mismatch: float):
-        """Verify that the policy sampled a Rollout (ValueError: it did not)."""
+    def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
+        """Raise ValueError if the log-probabilities of a rollout are not those of the policy."""
 
 
 def make_sampler(
     model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
-    gather_weights: bool = True, keeps_vision: bool = False, **options,
+    gather_weights: bool = True, keeps_vision: bool = False,
 ) -> Sampler:  # fmt: skip
-    """Make the sampler that the section `sampling` of a recipe describes.
+    """Make the sampler of a recipe: the class that sampling.engine names, or one with tools.
 
-    The class of the sampler is the one that sampling.engine names, or one of agents/ if there is
-    a sampling.environment. See Sampler for the arguments.
+    See Sampler for the arguments.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -206,11 +224,11 @@ def make_sampler(
         from minivlmrl.agents.trajectories import find_sampler
 
         kind = find_sampler(sampling.environment, sampling.history)
-    return kind(model, processor, sampling, world, gather_weights, keeps_vision, **options)
+    return kind(model, processor, sampling, world, gather_weights, keeps_vision)
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
-    """Find the sampler of rollouts that sampling.engine names (ValueError: there is none)."""
+    """Return the class of sampler that sampling.engine names (ValueError: there is none)."""
     with naming(f"sampling.engine {sampling.engine}"):
         kind, options = find_named("engine", sampling.engine, ENGINES)
         if options or not (isinstance(kind, type) and issubclass(kind, Sampler)):
@@ -218,8 +236,8 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     return kind
 
 
-def keep_vision(model, prompts: Sequence[Prompt], device):
-    """Let prompts keep what a frozen tower makes of their images, for reference and training."""
+def keep_vision(model: Qwen2_5_VL, prompts: Sequence[Prompt], device: torch.device):
+    """Store the embeddings of images in their prompts, for the reference and the training step."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

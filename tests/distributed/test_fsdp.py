@@ -285,10 +285,10 @@ def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
     world = SimpleNamespace(device=CPU, sum=lambda value: said.append(value) or [replies.pop(0)])
     decoder = lambda *_: ran.append(1)  # noqa: E731
     decoder.embed_tokens = lambda token: token
-    choose = lambda logits, rows, step: (None, None, torch.tensor([step == last]))  # noqa: E731
-    choose = file.in_lockstep(choose, 3, SimpleNamespace(model=decoder), world)
+    sample_token = lambda logits, rows, step: (None, None, torch.tensor([step == last]))  # noqa: E731
+    sample_token = file.in_lockstep(sample_token, 3, SimpleNamespace(model=decoder), world)
     for step in range(min(last + 1, 3)):
-        choose(None, None, step)
+        sample_token(None, None, step)
     assert said == told and len(ran) == (last == 1)
 
 

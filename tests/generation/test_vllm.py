@@ -95,12 +95,12 @@ def test_vllm_is_called_as_recorded(samplers, monkeypatch):
 
 def test_the_form_of_runner_v2_follows_its_slots(monkeypatch):
     module = vllm_stand_in.install(monkeypatch)
-    choose = lambda logits, rows, counts: (torch.tensor([4, 2]), rows.float(), rows == 1)  # noqa: E731
-    monkeypatch.setattr(module.Choosing, "rollout", rollout := module.Rollout(choose, 2))
-    choosing, batch = module.Choosing(None, None), SimpleNamespace(idx_mapping_np=torch.tensor([3, 0]))
-    assert all(choosing.add_request(slot, SimpleNamespace(extra_args={"row": row})) for slot, row in ((3, 1), (0, 0)))
-    assert choosing.apply(torch.zeros(2, 6), batch).argmax(-1).tolist() == [4, 2]
-    assert rollout.steps[0][0].tolist() == [1, 0] and rollout.ended == ["1"] and rollout.counts.tolist() == [1, 1]
+    sample_token = lambda logits, rows, counts: (torch.tensor([4, 2]), rows.float(), rows == 1)  # noqa: E731
+    monkeypatch.setattr(module.TokenChooser, "sampling", sampling := module.Sampling(sample_token, 2))
+    chooser, batch = module.TokenChooser(None, None), SimpleNamespace(idx_mapping_np=torch.tensor([3, 0]))
+    assert all(chooser.add_request(slot, SimpleNamespace(extra_args={"row": row})) for slot, row in ((3, 1), (0, 0)))
+    assert chooser.apply(torch.zeros(2, 6), batch).argmax(-1).tolist() == [4, 2]
+    assert sampling.steps[0][0].tolist() == [1, 0] and sampling.ended == ["1"] and sampling.counts.tolist() == [1, 1]
 
 
 def test_a_run_is_the_own_samplers_run(stage, monkeypatch):
