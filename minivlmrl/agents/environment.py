@@ -66,6 +66,13 @@ def get_environment(name: str) -> Callable[[], Environment]:
     return make
 
 
+class Stateless:
+    """The base class of environments that are made of functions."""
+
+    def reset(self, **columns):
+        pass
+
+
 def class_of(functions: Callable | list[Callable]) -> type[Environment]:
     """Make a class of an environment whose tools are these functions, or this one."""
     listed = functions if isinstance(functions, list) else [functions]
@@ -74,7 +81,7 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
         if not inspect.isfunction(function):
             raise ValueError(f"it is {functions!r:.60}, no class, function or list of functions")
         members[function.__name__] = staticmethod(function)
-    return type("Functions", (), {"reset": lambda self, **columns: None, **members})
+    return type("Functions", (Stateless,), members)
 
 
 def with_tools(processor: Processor, name: str) -> Processor:

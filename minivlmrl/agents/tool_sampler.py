@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 from PIL.Image import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.agents.environment import Environment, get_environment, settings_of, tools_of
 from minivlmrl.agents.tool_calls import (
@@ -37,19 +37,15 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.model.attention import DecodeAttention
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import pack
 
 
 class ToolEpisode:
-    """One completion and its environment, while the completion is sampled.
+    """One completion and its environment, while the completion is sampled."""
 
-    Args:
-        prompt: the prompt of the completion; None in tests.
-    """
-
-    def __init__(self, environment: Environment, prompt: Prompt | None = None):
+    def __init__(self, environment: Environment):
         self.environment = environment
-        self.prompt = prompt
         self.tools = tools_of(environment)
         self.settings = settings_of(environment)
         self.num_calls = 0
@@ -149,7 +145,7 @@ class ToolEpisode:
         completion.ids = torch.tensor(self.ids)
         completion.written = written
         completion.pictures = self.pictures
-        sampled_logps = completion.logps
+        sampled_logps = completion.sampled_logps
         completion.logps = torch.zeros(len(written)).masked_scatter(written, sampled_logps)
         if completion.sampling_mask:
             counts, kept_ids = completion.sampling_mask
@@ -263,7 +259,7 @@ class ReadingDecode(Decode):
         self.sampler = sampler
         self.attention_type = decode.attention_type
 
-    def __call__(self, model: nn.Module, ids: Tensor, attention: DecodeAttention) -> Tensor:
+    def __call__(self, model: Qwen2_5_VL, ids: Tensor, attention: DecodeAttention) -> Tensor:
         logits = self.decode(model, ids, attention)
         episodes = [self.sampler.episodes[row] for row in attention.rows.tolist()]
         rows = [i for i, episode in enumerate(episodes) if episode.unread]
@@ -274,7 +270,7 @@ class ReadingDecode(Decode):
         return logits
 
     def read(
-        self, model: nn.Module, attention: DecodeAttention, rows: list[int], index: Tensor,
+        self, model: Qwen2_5_VL, attention: DecodeAttention, rows: list[int], index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:  # fmt: skip
         """Read the answers of some rows; return logits (rows, V) of the tokens that follow.
@@ -308,12 +304,14 @@ class ToolSampler(Sampler):
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> TokenSampler:
-        make = self.make_environment
-        self.episodes = begin_episodes(ToolEpisode, make, self, prompts, num_generations)
+        self.episodes = begin_episodes(
+            lambda environment, prompt, row: ToolEpisode(environment),
+            *(self.make_environment, self, prompts, num_generations),
+        )
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self, model: nn.Module, prompts: Sequence[Prompt], num_generations: int,
+        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         groups = super().generate(model, prompts, num_generations, sample_token)
@@ -346,15 +344,13 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
 
 
 def begin_episodes(
-    kind: type[AnyEpisode], make: Callable[[], Environment], sampler: Sampler,
-    prompts: Iterable[Prompt], num_generations: int,
-) -> list[AnyEpisode]:  # fmt: skip
-    """Begin the episodes of all completions: each has an environment, reset with its prompt's row.
-
-    Args:
-        kind: the class of an episode.
-        make: the constructor of an environment.
-    """
+    make_episode: Callable[[Environment, Prompt, Row], AnyEpisode],
+    make_environment: Callable[[], Environment],
+    sampler: Sampler,
+    prompts: Iterable[Prompt],
+    num_generations: int,
+) -> list[AnyEpisode]:
+    """Begin the episodes of all completions: each has an environment, reset with its prompt's row."""
     episodes = []
     for prompt in prompts:
         row = prompt.row
@@ -365,8 +361,8 @@ def begin_episodes(
         with naming(f"{name} {sampler.sampling.environment}"):
             for _ in range(num_generations):
                 copies = {id(image): shared(image) for image in columns["images"]}
-                environment = begin(make, deepcopy(columns, copies))
-                episodes.append(kind(environment, prompt))
+                environment = begin(make_environment, deepcopy(columns, copies))
+                episodes.append(make_episode(environment, prompt, row))
     return episodes
 
 

@@ -13,7 +13,7 @@ from itertools import chain
 
 import PIL.Image
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.agents.environment import Environment, get_environment
 from minivlmrl.agents.tool_calls import Call, call_method
@@ -35,6 +35,7 @@ from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import GroupBatch, pack
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
@@ -95,9 +96,10 @@ class Round:
 class Episode(ToolEpisode):
     """One trajectory while it is sampled: answers are not inserted, but go into the next window."""
 
-    def __init__(self, environment: Environment, prompt: Prompt):
-        super().__init__(environment, prompt)
-        self.prompt: Prompt = prompt
+    def __init__(self, environment: Environment, prompt: Prompt, row: Row):
+        super().__init__(environment)
+        self.prompt = prompt
+        self.row = row
         self.key = ""  # the samples of its turns depend on this key and the number of the turn
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
@@ -130,10 +132,11 @@ class Episode(ToolEpisode):
 
     def trajectory(self) -> Completion:
         """Join all turns; its pictures, which only people see, are the newest of each window."""
-        shown = [turn.prompt.row.images[-1:] for turn in self.turns[1:]]
+        windows = [turn.prompt for turn in self.turns[1:]]
+        shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
-            logps=torch.cat([turn.logps for turn in self.turns]),
+            logps=torch.cat([turn.sampled_logps for turn in self.turns]),
             stopped=self.turns[-1].stopped,
             environment=self.environment,
             calls=(self.num_calls, self.num_failed, False),
@@ -156,14 +159,15 @@ class TrajectorySampler(Sampler):
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> TokenSampler:
-        make = self.make_environment
-        self.episodes = begin_episodes(Episode, make, self, prompts, num_generations)
+        self.episodes = begin_episodes(
+            Episode, self.make_environment, self, prompts, num_generations
+        )
         for i, episode in enumerate(self.episodes):
             episode.key = f"{keys[i // num_generations]}/{i % num_generations}"
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self, model: nn.Module, prompts: Sequence[Prompt], num_generations: int,
+        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         episodes = self.episodes
@@ -177,7 +181,7 @@ class TrajectorySampler(Sampler):
         return [[episode.trajectory() for episode in group] for group in groups]
 
     def sample_next_turns(
-        self, model: nn.Module, windows: list[Prompt], num_generations: int,
+        self, model: Qwen2_5_VL, windows: list[Prompt], num_generations: int,
         episodes: list[Episode],
     ) -> list[list[Completion]]:  # fmt: skip
         """Sample the next turn of some trajectories, one from each window."""
@@ -190,7 +194,7 @@ class TrajectorySampler(Sampler):
         return groups
 
     def sample_turns(
-        self, model: nn.Module, prompts: Sequence[Prompt], num_generations: int,
+        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         """Sample a turn of each of the present episodes."""
@@ -205,7 +209,7 @@ class TrajectorySampler(Sampler):
 
     def window(self, episode: Episode) -> Prompt:
         """Make the next window of a trajectory (ValueError: it does not fit, with the row's name)."""
-        row = episode.prompt.row
+        row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
         with naming(name):
             if self.sampling.history is None:
@@ -234,13 +238,15 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"observe returned {messages!r:.40}; it must be a list of messages")
     check_messages(messages)
-    images = [part.get("image") for part in shown_parts_of(messages)]
-    for image in images:
+    images = []
+    for part in shown_parts_of(messages):
+        image = part.get("image")
         if not isinstance(image, PIL.Image.Image):
             raise ValueError(
                 f"observe shows {image!r:.40}; a part names its picture: "
                 '{"type": "image", "image": a PIL image}'
             )
+        images.append(image)
     return Row(messages, images).prompt(processor)
 
 
@@ -259,13 +265,14 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
         ids.append(prompt.input_ids if is_new else without(prompt.input_ids, vision_ids))
         ids.append(without(turn_ids, vision_ids))  # placeholders of the policy show nothing
     newest = shown[-history:]
+    seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
     window = Prompt(
         input_ids=torch.cat(ids),
         pixel_values=torch.cat([prompt.pixel_values for prompt in newest]),
         image_grid_thw=torch.cat([prompt.image_grid_thw for prompt in newest]),
-        second_per_grid_ts=torch.cat([prompt.second_per_grid_ts for prompt in newest]),
+        second_per_grid_ts=torch.cat(seconds),
     )
-    images = [episode.prompt.row.images, *(past.images for past in episode.rounds)]
+    images = [episode.row.images, *(past.images for past in episode.rounds)]
     window.row = Row([], list(chain(*images[-history:])))
     return window
 

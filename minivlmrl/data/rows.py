@@ -9,8 +9,6 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.image import Grid
-
 if TYPE_CHECKING:
     from minivlmrl.data.processor import Processor
     from minivlmrl.data.video import Video, VideoFile
@@ -44,8 +42,9 @@ class Completion:
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
     # (C,), all ids end to end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # images that tools show, in order, each with its patches and image_grid_thw
-    pictures: Sequence[tuple[PIL.Image.Image, Tensor, Grid]] = ()
+    # images that tools show, in order, each with its patches and image_grid_thw (a Grid); a
+    # trajectory has the images alone, because its turns have the patches
+    pictures: Sequence[tuple] = ()
     environment: object = None  # the environment that the tools belong to, see agents/
     # calls of tools: (made, failed, True if a result was cut because it did not fit)
     calls: tuple[int, int, bool] = (0, 0, False)
@@ -54,10 +53,18 @@ class Completion:
     # prompt of any other completion is None, because it is the prompt of its row.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
+    # (max_new_tokens,) int64: experts of each token, see model/families/routes.py
+    routes: Tensor | None = None
 
     def __post_init__(self):
         if self.written is None:
             self.written = torch.ones_like(self.ids, dtype=torch.bool)
+
+    @property
+    def sampled_logps(self) -> Tensor:
+        """Return the log-probabilities of a sampled completion; a given answer has none."""
+        assert self.logps is not None, "a given answer has no log-probabilities"
+        return self.logps
 
 
 @dataclass

@@ -23,6 +23,7 @@ from minivlmrl.config.options import ShardingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import place_like, shared_base
 
@@ -190,7 +191,7 @@ def reshard(module: nn.Module):
 
 
 @contextmanager
-def rollout_weights(model: nn.Module, gather_weights: bool) -> Iterator[nn.Module]:
+def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5_VL]:
     """Yield what to run without gradient, to sample.
 
     gather_weights: gather a sharded model's full weights on every rank first; each rank may then
@@ -236,7 +237,7 @@ def in_lockstep(
 
 
 @torch.no_grad()
-def gathered(model: nn.Module) -> nn.Module:
+def gathered(model: Qwen2_5_VL) -> Qwen2_5_VL:
     """Gather a sharded model's weights until it is resharded, and make a plain model on them.
 
     It has no hooks: a rank may run it alone, and a CUDA graph capture it.
@@ -263,7 +264,7 @@ def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
     return twin
 
 
-def twin_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def twin_of(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
     """Build a model of the same layers on the meta device."""
     with torch.device("meta"):
         twin = family_of(model).model(model.config).to(dtype)

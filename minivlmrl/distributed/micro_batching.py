@@ -6,10 +6,20 @@ no gradient but for the order in which numbers are added.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.distributed.process_group import World
+
+Key = TypeVar("Key")
 
 
 def pieces(
-    lengths: list[tuple[int, Sequence[int]]], most_prompts: int, most_tokens: int | None, world=None
+    lengths: Sequence[tuple[int, Sequence[int]]],
+    most_prompts: int,
+    most_tokens: int | None,
+    world: World | None = None,
 ) -> list[list[tuple[int, int]]]:
     """Divide the rows of some prompts.
 
@@ -75,8 +85,10 @@ def largest_piece(
 
 
 def in_pieces(
-    sample: Callable, prompts: Sequence, num_generations: int, keys: Sequence[str], sampling, world
-) -> list[list]:
+    sample: Callable[[list[Prompt], int, list[Key]], list[list[Completion]]],
+    prompts: Sequence[Prompt], num_generations: int, keys: Sequence[Key],
+    sampling: SamplingOptions, world: World | None,
+) -> list[list[Completion]]:  # fmt: skip
     """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit, or one."""
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens

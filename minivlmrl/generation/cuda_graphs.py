@@ -51,9 +51,10 @@ class StaticDecodeAttention(DecodeAttention):
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
-        prompt_kv = self.prompt_kv[layer_index]
-        row_kv = self.remember(layer_index, k, v)
-        return decode_attention(q, *prompt_kv, self.prompt_bias, *row_kv, self.row_bias[:, 0, 0])
+        prompt_k, prompt_v = self.prompt_kv[layer_index]
+        row_k, row_v = self.remember(layer_index, k, v)
+        row_bias = self.row_bias[:, 0, 0]
+        return decode_attention(q, prompt_k, prompt_v, self.prompt_bias, row_k, row_v, row_bias)
 
 
 class CapturedDecode(Decode):

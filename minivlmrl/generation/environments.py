@@ -71,4 +71,5 @@ def pack_rollout(
 
 def packed_length(completion: Completion) -> int:
     """Count the tokens that a completion adds to a packed batch, windows of later turns included."""
-    return len(completion.ids) + sum(len(turn.prompt.input_ids) for turn in completion.turns[1:])
+    windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
+    return len(completion.ids) + sum(len(window.input_ids) for window in windows)

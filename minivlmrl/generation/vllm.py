@@ -138,7 +138,11 @@ class VLLMSampler(Sampler):
                 f"sampling.vllm: max_model_len is {limit}, it must be sampling.max_new_tokens, "
                 f"{run.sampling.max_new_tokens}, and the longest prompt together"
             )
-        config = run.model.config or find_folder(run.model.path) / "config.json"
+        config = run.model.config
+        if run.model.path is not None:
+            config = find_folder(run.model.path) / "config.json"
+        if config is None:  # build_model raises the error
+            return
         model_type = read_json(Path(config)).get("model_type")
         if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"):
             raise ValueError(
@@ -186,13 +190,13 @@ class VLLMSampler(Sampler):
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        SamplingParams = import_module("vllm").SamplingParams
+        vllm = import_module("vllm")
         engine = self.llm.llm_engine
         num_rows = len(prompts) * num_generations
         sampling = Sampling(sample_token, num_rows)
         inputs_of_prompts = [self.make_input(prompt) for prompt in prompts]
         for row in range(num_rows):
-            params = SamplingParams(
+            params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
                 temperature=0,  # the argmax, which is the token that Sampling sampled
@@ -217,13 +221,16 @@ class VLLMSampler(Sampler):
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
         config = self.model.config
+        name = "a prompt"
+        if prompt.row is not None:
+            name = prompt.row.where or f"row {prompt.row.index}"
         if (ids == config.video_token_id).any():
-            raise ValueError(f"{prompt.row.where}: a video needs sampling.engine=own")
+            raise ValueError(f"{name}: a video needs sampling.engine=own")
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
         if limit and len(ids) + num_new > limit:  # vLLM would cut the completion
             raise ValueError(
-                f"{prompt.row.where or f'row {prompt.row.index}'}: its prompt of {len(ids)} tokens "
+                f"{name}: its prompt of {len(ids)} tokens "
                 f"and {num_new} new ones are over sampling.vllm: max_model_len, {limit}"
             )
         if not len(prompt.image_grid_thw):
@@ -260,7 +267,7 @@ class VLLMSampler(Sampler):
         for row, prompt, completions in groups:
             batch = pack([prompt], [completions], self.model.config, self.device)
             logps, _ = per_token_logps(self.model, batch, self.sampling.temperature)
-            recorded = torch.cat([completion.logps for completion in completions])
+            recorded = torch.cat([completion.sampled_logps for completion in completions])
             mismatch = (logps - recorded.to(self.device)).abs()
             mismatch = mismatch.square().mean().sqrt() if in_16_bits else mismatch.max()
             worst = max(worst, (mismatch.item(), row.where or f"row {row.index}"))
@@ -306,11 +313,11 @@ def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: 
     if world.size > 1:
         defaults["distributed_executor_backend"] = "external_launcher"
     options = defaults | options
-    LLM = import_module("vllm").LLM
+    vllm = import_module("vllm")
     with TemporaryDirectory() as folder:
         write_settings(Path(folder), model, processor)
         try:
-            llm = LLM(folder, logits_processors=[chooser], **FIXED_OPTIONS, **options)
+            llm = vllm.LLM(folder, logits_processors=[chooser], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
     world.ends_group = False  # vLLM destroys it with its own groups

@@ -40,7 +40,16 @@ from minivlmrl.model.families.registry import (
     hub_name,
     memory_name,
 )
-from minivlmrl.model.lora import LoRALinear, adapters, base_weights, full, plain_name, plain_weights
+from minivlmrl.model.lora import (
+    LoRALinear,
+    PackedLinear,
+    Stacked,
+    adapters,
+    base_weights,
+    full,
+    plain_name,
+    plain_weights,
+)
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of one file of weights
@@ -317,8 +326,8 @@ def on_meta(weight: object) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def file_weights(model: nn.Module) -> dict[str, object]:
-    """Name each weight of the plain model as files of its family do: see plain_weights."""
+def file_weights(model: nn.Module) -> dict[str, Tensor | LoRALinear | PackedLinear | Stacked]:
+    """Return what `full` computes each weight from, with its name in files of the family."""
     family = family_of(model)
     name_of = memory_name if family.memory_names else str
     weights = {name_of(name): weight for name, weight in plain_weights(model).items()}

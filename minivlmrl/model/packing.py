@@ -51,8 +51,8 @@ class GroupBatch:
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device="cpu",
-    rows: Sequence[int] | None = None,
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config,
+    device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
 ) -> GroupBatch:  # fmt: skip
     """Lay prompts and their completions end to end.
 

@@ -61,7 +61,10 @@ def watch_routes(model: nn.Module, choose: Callable, kept: Tensor) -> Iterator[C
 
 
 def join_routes(completions: Sequence[Completion]) -> Tensor | None:
-    """Lay the routes of completions end to end, (M,); None: no sampler has told them."""
-    if not all(hasattr(completion, "routes") for completion in completions):
-        return None
-    return torch.cat([completion.routes[: len(completion.ids)] for completion in completions])
+    """Lay the routes of completions end to end, (M,); None if the sampler did not record them."""
+    routes = []
+    for completion in completions:
+        if completion.routes is None:
+            return None
+        routes.append(completion.routes[: len(completion.ids)])
+    return torch.cat(routes)
