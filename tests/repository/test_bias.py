@@ -46,7 +46,7 @@ def test_the_page_has_rows_of_the_table(tables, name):
 @pytest.mark.slow
 def test_what_is_exact_is_so_for_another_policy(tables):
     """A cell that says 1 or 0 does so for another policy, reference and rewards, and no other cell does."""
-    source = (DOCS / "bias.py").read_text()
+    source = (DOCS / "scripts/bias.py").read_text()
     other = types.ModuleType("other")
     exec(source.replace("manual_seed(1)", "manual_seed(5)"), other.__dict__)
     assert other.BINARY.unique().tolist() == [0, 1] and not torch.equal(other.POLICY, bias.POLICY)
