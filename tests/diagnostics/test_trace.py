@@ -180,11 +180,11 @@ def test_ten_questions_on_ones_own_run(film, tmp_path):
     largest = max(ratio["rows"][2][: batch.group.layout.row_lengths[2]])
     assert largest != 1 and f"2 ({names[index[2]]}): {largest:g} at " in answers["ratio"]
     assert answers["advantage"] == f"row 3 ({names[index[3]]}): {batch.advantages[3].item():.4g}"
-    entropies = page.made("entropies", "GRPO.loss")[0]["rows"][0]
+    entropies = page.made("entropies", "GRPOTrainer.loss")[0]["rows"][0]
     assert answers["entropy"].startswith("row 0 (") and answers["entropy"].endswith(f": {entropies[0]:g}")
     shape = ", ".join(map(str, batch.group.pixel_values.shape))
     assert f"pixel_values: ({shape})" in answers["pixel values"]
-    assert re.match(r"not run losses\.py:\d+ .*\+ options\.beta \* kl$", answers["beta * kl"])
+    assert re.match(r"not run losses/grpo\.py:\d+ .*\+ options\.beta \* kl$", answers["beta * kl"])
     assert f"returns.learning_rate: {metrics['learning_rate']:g}" in answers["learning rate"]
     norms = [norm for name, norm in page.made("norms of gradients", "optimizer_step")[1]["items"] if "visual." in name]
     assert float(answers["tower"]) == pytest.approx(math.hypot(*norms), rel=1e-3)
