@@ -4,6 +4,7 @@ And the names of mistakes in losses alone, for parity.check.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,15 @@ def test_a_gradient_that_is_no_number_is_located():
     d = step(gradient=lambda x: x.where(x != x[2, 1], torch.nan))
     said = report(audit(d), d)
     assert "logps_gradient: 1 of 30" in said and "logps_gradient at [2, 1]: nan over" in said
+
+
+def test_sources_name_lines_of_minivlmrl():
+    """Where a cause names a file of the library, that file exists and has the name behind the colon."""
+    package = Path(parity.__file__).parents[1]
+    found = {named for cause in CAUSES for named in re.findall(r"([\w/]+\.py)(?:: (\w+))?", cause.source)}
+    assert len(found) > 9
+    for file, name in found:
+        assert (package / file).is_file() and name in (package / file).read_text(), f"{file}: {name}"
 
 
 def test_the_table_is_whole():
