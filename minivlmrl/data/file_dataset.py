@@ -1,6 +1,6 @@
 """A row of a file or a dataset folder -> Row: prompt, answers, columns, images and videos.
 
-forms.py has the forms of other projects, conversations.py those of a prompt and its answers,
+formats.py has the forms of other projects, conversations.py those of a prompt and its answers,
 media.py of what is shown. docs/data.md has examples.
 """
 

@@ -78,7 +78,7 @@ class Step:
 
 
 class Trainer:
-    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
+    """What run/loop.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
 
     Args:
         steps_done: optimizer steps of the stage before a resume, for those that count them.

@@ -148,7 +148,7 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
 
 
 def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch):
-    """By its row: in the rollout, as rows of a task are not counted before, see test_start.py."""
+    """By its row: in the rollout, as rows of a task are not counted before, see test_setup.py."""
     own, engine = samplers(vllm={"max_model_len": 47})
     lengths = [len(prompt.input_ids) for prompt in prompts(5)]
     assert min(lengths) + 12 <= 47 < max(lengths) + 12

@@ -1,4 +1,4 @@
-"""Stages on several processes of this machine: what each makes of the same rows on 1, 2 and 4 ranks, see test_ranks.py.
+"""Stages on 1, 2 and 4 processes of this machine, each with the same rows, for test_process_group.py.
 
 All cases of a world size run in one launch. Its processes are forked from that of the tests, which has one thread.
 """

@@ -140,7 +140,8 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder, transfo
     assert tokenizer.eos_token == "<|im_end|>"
     messages = [user([IMAGE_PART, text("What?")])]
     laid_out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert laid_out == "".join(chat_template.render(messages)) and processor.template is None  # we go on with chat.py's
+    assert laid_out == "".join(chat_template.render(messages))
+    assert processor.template is None  # so that training uses the template of chat_template.py
     images = transformers.AutoImageProcessor.from_pretrained(folder)
     assert (images.patch_size, images.merge_size) == (7, 2)
     monkeypatch.setattr(tiny, "IMAGE", ours.config.image_token_id)

@@ -67,6 +67,19 @@ COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:pytho
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_names_of_files_and_imports_are_those_of_today(page):
+    """Text of a link to a Python file is that file's name; imports of minivlmrl in Python code work."""
+    if page == "docs/changelog.md":  # which names what was
+        return
+    text = PAGES[page]
+    for shown, target in re.findall(r"\[`?(\w+\.py)`?\]\(([^)#\s]+)", text):
+        assert target.split("/")[-1] == shown
+    for code in blocks(text, "python"):
+        for line in re.findall(r"(?m)^ *((?:from|import) minivlmrl\b(?!_).*)", code):
+            exec(line)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """Files and titles; a link with code as its text leads to a file that defines the name."""
     text = PAGES[page]

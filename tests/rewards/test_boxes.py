@@ -78,7 +78,7 @@ HACKS = {
     say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
-    # tags; test_rewards.py has more
+    # tags; test_text.py has more
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,

@@ -255,7 +255,7 @@ def near(completions, solution, tolerance=0.0, units=None, **columns):
 
 @pytest.mark.parametrize(("name", "tolerance"), [("near", 0.0), (f"{__file__}:near(tolerance=0.5)", 0.5)])
 def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tolerance):
-    """Other forms of names with options: test_code_names.py."""
+    """Other forms of names with options: test_import_utils.py."""
     monkeypatch.setitem(REWARDS, "near", near)
     assert get_reward(name).function(["a"], ["b"]) == [tolerance]
     assert get_reward(name).columns == {"solution"}

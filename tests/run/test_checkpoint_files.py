@@ -1,4 +1,4 @@
-"""Tensors of a state: written in pieces, each row once, and read by any number of ranks; whole runs: test_resume.py."""
+"""Tensors of a state: written in pieces, each row once, read by any number of ranks; for runs: test_checkpoints.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One signal asks for a state, a later one ends the process, handlers are given back; whole runs: test_resume.py."""
+"""A signal asks for a state, a second ends the process, handlers are given back; whole runs: test_checkpoints.py."""
 
 import os
 import pty

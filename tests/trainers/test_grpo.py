@@ -1,4 +1,4 @@
-"""GRPO step by step on a tiny model: what is drawn, stored, shared and counted; the loss is held in test_losses.py."""
+"""GRPO step by step on a tiny model: what is drawn, stored, shared and counted; the loss is held in tests/losses."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """What must not change a number: how a step is split, the order of its rows; to 1e-12.
 
 Two steps of four rows of whole algorithms with a tiny random model in float64. Losses alone: tests/parity, whose cells
-are parts of larger steps. Several ranks: test_ranks.py.
+are parts of larger steps. Several ranks: test_process_group.py.
 """
 
 import pytest
