@@ -189,13 +189,13 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """Tell whether some tokens cannot be drawn."""
+        """Tell whether a filter removes tokens: training then normalises over those that are left."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
     @property
     def filtered(self) -> bool:
-        """Tell whether draws need Filters."""
-        return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != (0, 1, 0, 1)
+        """Tell whether sampling needs generation/filters.py."""
+        return self.truncates or self.repetition_penalty != 1
 
 
 @dataclass

@@ -121,7 +121,8 @@ class ImageProcessor:
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames  # or that of data/image_settings.py
-    videos: object = None  # hub/qwen3_vl.Videos sizes and lays out frames; None: data/video.py
+    # model/families/qwen3_vl.Videos, which sizes and lays out frames; None: data/video.py does
+    videos: object = None
 
     @property
     def factor(self) -> int:

@@ -1,6 +1,6 @@
 """Video file or list of frames -> the frames that the model sees -> patches, as qwen-vl-utils.
 
-A family whose rules are others has them in ImageProcessor.videos, see hub/qwen3_vl.Videos.
+A family whose rules are others has them in ImageProcessor.videos, see model/families/qwen3_vl.Videos.
 """
 
 import contextlib

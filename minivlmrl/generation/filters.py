@@ -1,4 +1,9 @@
-"""Filter the distribution of a token: repetition penalty, top_k, top_p and min_p."""
+"""Filter the distribution of a token: repetition penalty, top_k, top_p and min_p.
+
+A filter of your own is a field of SamplingOptions (config/options.py), a step of filter_logits and,
+if it removes tokens, a part of SamplingOptions.truncates: without it training would normalise over
+all tokens, although the sampler did not.
+"""
 
 from collections.abc import Iterable, Sequence
 

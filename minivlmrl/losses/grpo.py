@@ -192,6 +192,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
         k1+, k3+   the value of k1 or k3         as k1, k3                 the token KL's, as k2
 
+    A recipe's grpo.kl_estimator takes the names in GRPOOptions (config/options.py); names with a
+    plus are for callers of grpo_loss. See correct_kl too when you add an estimator.
     The table is for sums over tokens. None has the gradient of whole completions' KL, in which a
     token also changes what follows: a KL in the reward has it (docs/bias.md).
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477; with a
@@ -209,7 +211,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         return 0.5 * d.square()
     if estimator == "k3":
         return d.exp() - d - 1
-    raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2 and k3")
+    raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2, k3, k1+ and k3+")
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:

@@ -102,7 +102,8 @@ class Span:
     """A prompt or a completion in the run: n tokens."""
 
     ids: Tensor  # (n,)
-    image_ids: Tensor  # (n,): where images are looked for. The ids, but -1 for what is text
+    # (n,): ids, but -1 where a completion wrote an image token, which is text and shows no image
+    image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # of its images and videos: each (patches, patch_dim)
     grids: Sequence[Tensor] = ()  # each (images and videos, 3)
