@@ -12,6 +12,7 @@ Dimension letters: N tokens of the packed run, B groups, R completions of all gr
 tokens, P tokens of a prompt, C of a completion, H query heads, K key/value heads, D head_dim.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -27,12 +28,12 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 class Attention(Protocol):
     """What layers of the decoder ask for: GroupAttention or DecodeAttention."""
 
-    memory: dict[
-        int, list[Tensor]
-    ]  # of recurrent layers, by index: see go_on in model/families/qwen3_5.py
+    # memory of each recurrent layer, by its index: see go_on in model/families/qwen3_5.py
+    memory: dict[int, list[Tensor]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (N, H, D), k and v (N, K, D), all after the rotary -> (N, H, D)."""
+        ...
 
 
 class GroupLayout:
@@ -46,7 +47,10 @@ class GroupLayout:
         rows: of each completion the row that it is a part of, as the turns of a trajectory are.
     """
 
-    def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu", rows=None):
+    def __init__(
+        self, prompt_lengths: list[int], completion_lengths: list[list[int]],
+        device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
+    ):  # fmt: skip
         self.prompt_lengths = prompt_lengths
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
@@ -95,7 +99,9 @@ class GroupLayout:
                 tokens += [prompt_span[-1], *span]
         return tokens
 
-    def lay_blocks(self, device) -> tuple[list[Tensor], list[PromptSlots | None]]:
+    def lay_blocks(
+        self, device: torch.device | str
+    ) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Lay out prompts (b, P) and completions (r, C) of each length of prompts.
 
         Returns the blocks, whose cells have indices of tokens in the run, and for each length the
@@ -123,7 +129,7 @@ class GroupLayout:
         return list(zip(blocks[::2], blocks[1::2], strict=True))
 
 
-def index_tensor(values: list[int], device) -> Tensor:
+def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
     """Make an int64 tensor on a device, of no values too."""
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
@@ -180,7 +186,7 @@ class DecodeAttention:
     check_every = 1  # after so many steps `generate` asks which rows have ended
     spans = ((slice(None), slice(None)),)  # rows, and which of the new tokens are theirs
 
-    def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
+    def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device

@@ -14,6 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.files import read_json
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpec
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def random_model(
     seed: int,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
-) -> tuple[nn.Module, Processor]:
+) -> tuple[Qwen2_5_VL, Processor]:
     """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = ModelConfig.from_dict(values, str(config_file))
@@ -68,7 +69,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
-def model_from_config(config: ModelConfig, where: str | Path) -> nn.Module:
+def model_from_config(config: ModelConfig, where: str | Path) -> Qwen2_5_VL:
     """Build the model of a config with uninitialised weights (ValueError: its sizes are wrong)."""
     try:
         return FAMILIES[config.model_type].model(config)
@@ -78,7 +79,7 @@ def model_from_config(config: ModelConfig, where: str | Path) -> nn.Module:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, generator: torch.Generator):
+def initialize(model: Qwen2_5_VL, generator: torch.Generator):
     """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
     The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
@@ -98,7 +99,7 @@ def initialize(model: nn.Module, generator: torch.Generator):
             parameter.zero_()
 
 
-def assign(model: nn.Module, weights: dict[str, Tensor]):
+def assign(model: Qwen2_5_VL, weights: dict[str, Tensor]):
     """Give a model on the meta device its weights, by name; a tied head gets the embedding's."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.data.folder_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
@@ -32,7 +32,7 @@ from minivlmrl.files import (
 )
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Sharder
+from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
 from minivlmrl.model.families.registry import (
     CONTROL_TOKENS,
     FAMILIES,
@@ -65,10 +65,10 @@ CARRIED = re.compile(
 def load_model(
     folder: str | Path,
     dtype: torch.dtype | None = None,
-    device="cpu",
+    device: torch.device | str = "cpu",
     sharding: Sharder | None = None,
-    adapt: Callable[[nn.Module], None] | None = None,
-) -> nn.Module:
+    adapt: Callable[[Qwen2_5_VL], None] | None = None,
+) -> Qwen2_5_VL:
     """Build the model of a folder or repository with its weights (ValueError: names what is wrong).
 
     Args:
@@ -103,7 +103,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read_weights(
-    folder: Path, files: list[Path], model: nn.Module, part: Callable, device
+    folder: Path, files: list[Path], model: Qwen2_5_VL, part: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read a tensor for each parameter; part(view of the file, parameter) is what is kept.
 
@@ -176,7 +176,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def unread_tensors(model: nn.Module) -> dict[str, Tensor]:
+def unread_tensors(model: Qwen2_5_VL) -> dict[str, Tensor]:
     """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
     folder = model.folder
     prefixes = family_of(model).unread
@@ -247,7 +247,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 def save_model(
     folder: str | Path,
-    model: nn.Module,
+    model: Qwen2_5_VL,
     processor: Processor,
     base: str | None = None,
     more: Callable[[Path], None] | None = None,
@@ -281,7 +281,7 @@ def save_model(
         write_extras(new_folder, write_adapter, more)
 
 
-def adapter_writer(model: nn.Module, base: str | None) -> Callable[[Path], None] | None:
+def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None] | None:
     """Return what writes a model's adapters as PEFT does; None: the model has no adapters."""
     if not adapters(model):
         return None
@@ -326,7 +326,7 @@ def on_meta(weight: object) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def file_weights(model: nn.Module) -> dict[str, Tensor | LoRALinear | PackedLinear | Stacked]:
+def file_weights(model: Qwen2_5_VL) -> dict[str, Tensor | LoRALinear | PackedLinear | Stacked]:
     """Return what `full` computes each weight from, with its name in files of the family."""
     family = family_of(model)
     name_of = memory_name if family.memory_names else str
@@ -341,7 +341,7 @@ def check_finite(name: str, tensor: Tensor, folder: object):
         raise ValueError(f"{folder}: not saved, {name} is not finite; what was there is untouched")
 
 
-def write_settings(folder: Path, model: nn.Module, processor: Processor):
+def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
     """Write all files of a model's folder but its weights."""
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})

@@ -7,8 +7,9 @@ Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `conf
 ModelConfig of model/config.py.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, GroupAttention
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.rope import apply_rotary, text_rotary
-from minivlmrl.model.vision import MLP, VisionTransformer
+from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
+
+if TYPE_CHECKING:
+    from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
 class Sharder(Protocol):
@@ -34,13 +38,19 @@ class Sharder(Protocol):
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor, in the form of a sharded parameter."""
+        ...
 
 
 class Qwen2_5_VL(nn.Module):
     sharding: Sharder | None = None  # how the weights are sharded; None: every rank has all of them
     folder: Path | None = None  # the folder that the weights were read from
 
-    def __init__(self, config, tower=VisionTransformer, layer_type=None):
+    def __init__(
+        self,
+        config: "ModelConfig",
+        tower: Callable[["VisionConfig"], VisionTower] = VisionTransformer,
+        layer_type: "type[DecoderLayer] | None" = None,
+    ):
         super().__init__()
         self.config = config
         self.visual = tower(config.vision_config)
@@ -83,7 +93,7 @@ def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tenso
 
 
 class TextModel(nn.Module):
-    def __init__(self, config, layer_type):
+    def __init__(self, config: "ModelConfig", layer_type: "type[DecoderLayer]"):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -92,7 +102,7 @@ class TextModel(nn.Module):
 
     def forward(
         self, x: Tensor, position_ids: Tensor, attention: Attention, select: Tensor | None = None,
-        vision_index: Tensor | None = None, deep: list[Tensor] = (),
+        vision_index: Tensor | None = None, deep: Sequence[Tensor] = (),
     ) -> Tensor:  # fmt: skip
         """Run all layers on embeddings x (N, hidden_size); see Qwen2_5_VL.forward.
 
@@ -111,7 +121,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 has biases of q, k and v; Qwen3 norms each head of q and k."""
 
-    def __init__(self, config, index: int):
+    def __init__(self, config: "ModelConfig", index: int):
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
@@ -144,7 +154,7 @@ class DecoderLayer(nn.Module):
     attention_type = SelfAttention
     mlp_type = MLP
 
-    def __init__(self, config, index: int):
+    def __init__(self, config: "ModelConfig", index: int):
         super().__init__()
         self.input_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         if self.attention_type:
@@ -157,8 +167,9 @@ class DecoderLayer(nn.Module):
         return self.self_attn(x, cos, sin, attention)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, select=None
-    ) -> Tensor:
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention,
+        select: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         x = x + self.attend(self.input_layernorm(x), cos, sin, attention)
         if select is not None:
             x = gather_rows(x, select)

@@ -3,10 +3,13 @@
 from torch import Tensor
 
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import GroupBatch
 
 
-def plain_per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
+def plain_per_token_logps(
+    model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps by its definition, all logits in memory: for tests and exercise 7."""
     logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
     log_probs = logits.log_softmax(-1)
@@ -14,7 +17,9 @@ def plain_per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Te
     return logps, -(log_probs.exp() * log_probs).sum(-1)
 
 
-def per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
+def per_token_logps(
+    model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of every completion token, given its prompt and those before it.
 
     Logits are made a block at a time, and again in the backward: never all (M, vocab_size). Where
@@ -30,12 +35,14 @@ def per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, 
     return logps_of_states(model, completion_states(model, batch), batch, temperature)
 
 
-def completion_states(model, batch: GroupBatch) -> Tensor:
+def completion_states(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
     """(M, hidden_size): the state from which the head predicts each completion token."""
     return model(batch, select=batch.layout.predict_index)
 
 
-def logps_of_states(model, states: Tensor, batch: GroupBatch, temperature=1.0) -> tuple:
+def logps_of_states(
+    model: Qwen2_5_VL, states: Tensor, batch: GroupBatch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps from states that are needed for something else too."""
     return linear_log_softmax(
         states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask

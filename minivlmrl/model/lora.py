@@ -20,6 +20,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.config.types import Part
 from minivlmrl.data.rows import random_numbers
+from minivlmrl.model.decoder import Qwen2_5_VL
 
 PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
@@ -29,7 +30,7 @@ PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the 
 }
 
 
-def inject_adapters(model: nn.Module, options: LoRAOptions):
+def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
     """Freeze a model and exchange all layers that the options name; draw_adapters follows."""
     model.requires_grad_(not options.r)
     if not options.r:
@@ -280,7 +281,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, PackedLinear)}
 
 
-def draw_adapters(model: nn.Module, seed: int):
+def draw_adapters(model: Qwen2_5_VL, seed: int):
     """Draw A as nn.Linear does; B is 0."""
     weights = {}
     for name, layer in adapters(model).items():
@@ -291,7 +292,7 @@ def draw_adapters(model: nn.Module, seed: int):
     set_parameters(model, weights)
 
 
-def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
+def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
     """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
     sharding = model.sharding
     device = model.lm_head.weight.device

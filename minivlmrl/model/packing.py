@@ -6,6 +6,7 @@ SFT is a prompt with one completion, GRPO a prompt with G of them, a prefill a p
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.linear_log_softmax import join_masks
 from minivlmrl.model.attention import GroupLayout
 from minivlmrl.model.rope import get_rope_index
+
+if TYPE_CHECKING:
+    from minivlmrl.model.config import ModelConfig
 
 
 @dataclass
@@ -51,7 +55,7 @@ class GroupBatch:
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config,
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: "ModelConfig",
     device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
 ) -> GroupBatch:  # fmt: skip
     """Lay prompts and their completions end to end.
@@ -109,7 +113,7 @@ class Span:
     grids: Sequence[Tensor] = ()  # each (images and videos, 3)
 
 
-def lay_group(prompt: Prompt, group: Sequence[Completion], config) -> list[Span]:
+def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig") -> list[Span]:
     """Lay out a prompt and each of its completions, which go on from the prompt's last position."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build, naming, require
 from minivlmrl.files import read_json, save_tensors, write_json
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import hub_name, memory_name
 from minivlmrl.model.lora import LoRALinear, PackedLinear, adapters, full, set_parameters, wrap
 
@@ -46,7 +47,7 @@ class PeftConfig:
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
-def load_adapter(model: nn.Module, folder: str | Path):
+def load_adapter(model: Qwen2_5_VL, folder: str | Path):
     """Put a PEFT folder's adapters on a model, freeze the rest (ValueError: what is wrong)."""
     forms, weights = _read(model.requires_grad_(False), folder)
     for name, form in forms.items():
@@ -54,7 +55,7 @@ def load_adapter(model: nn.Module, folder: str | Path):
     set_parameters(model, weights)
 
 
-def begin_with(model: nn.Module, folder: str | Path):
+def begin_with(model: Qwen2_5_VL, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
     read_forms, weights = _read(model, folder)
     placed_forms = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
@@ -88,7 +89,7 @@ def find_adapter(folder: str | Path) -> Path:
     )
 
 
-def _read(model: nn.Module, folder: str | Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
+def _read(model: Qwen2_5_VL, folder: str | Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
     """Read the form of the adapter of each layer of a model, and all weights."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
@@ -132,7 +133,7 @@ def _read_config(file: Path) -> PeftConfig:
     return config
 
 
-def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
+def _form(model: Qwen2_5_VL, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
     """Check the tensors of a layer's adapter; its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
@@ -155,7 +156,7 @@ def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConf
     return r, alpha / divisor
 
 
-def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path], None]:
+def gather_adapter(model: Qwen2_5_VL, base: str | None = None) -> Callable[[Path], None]:
     """Return what writes a model's adapters as they are now into a folder; all ranks call this."""
     layers = {memory_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}

@@ -5,16 +5,21 @@ ModelConfig, in `vision_rotary` the VisionConfig, of model/config.py.
 """
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import to_device
 
+if TYPE_CHECKING:
+    from minivlmrl.model.config import ModelConfig, VisionConfig
+
 
 def get_rope_index(
-    input_ids: Tensor, image_grid_thw: Tensor, config, second_per_grid_ts: Tensor | None = None
-) -> Tensor:
+    input_ids: Tensor, image_grid_thw: Tensor, config: "ModelConfig",
+    second_per_grid_ts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Give every prompt token its (time, height, width) position.
 
     Text counts up on all three axes together. The tokens of an image share one time and count the
@@ -70,7 +75,7 @@ def _text_positions(first: int, count: int) -> Tensor:
     return torch.arange(first, first + count).expand(3, -1)
 
 
-def _grid_positions(t: int, rows: int, cols: int, seconds: float, config) -> Tensor:
+def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "VisionConfig") -> Tensor:
     """(3, t * rows * cols): time, row and column of each merged token, all from 0."""
     time = torch.arange(t)
     if config.tokens_per_second is not None:  # Qwen2-VL has none: one position a time step
@@ -80,7 +85,9 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config) -> Ten
     return torch.stack(axes).flatten(1)
 
 
-def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def text_rotary(
+    position_ids: Tensor, config: "ModelConfig", dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Compute the angles of M-RoPE: config.mrope_axes says with which axis each frequency turns.
 
     Args:
@@ -95,7 +102,9 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
     return cos.to(dtype), sin.to(dtype)
 
 
-def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor, Tensor]:
+def vision_rotary(
+    image_grid_thw: Tensor, config: "VisionConfig", device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Compute the angles of the tower: half of the frequencies turn by row, half by column.
 
     Patches are in the order of pixel_values: merge blocks in raster order, and inside a block its
@@ -129,7 +138,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @cache
-def _inverse_frequencies(count: int, theta: float, device) -> Tensor:
+def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -> Tensor:
     """(count,) float32: theta^(-i/count), so the slowest turns about `theta` times slower."""
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -9,7 +10,7 @@ from minivlmrl.config.types import Part
 from minivlmrl.model.lora import adapters, base_weights, is_adapter, part_of
 
 
-def select_trained(model: nn.Module, freeze: list[Part]):
+def select_trained(model: nn.Module, freeze: Sequence[Part]):
     """Choose what an optimizer takes (ValueError: nothing)."""
     adapted = bool(adapters(model))
     for name, parameter in model.named_parameters():
@@ -26,7 +27,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def is_trained(name: str, freeze: list[Part], adapted: bool) -> bool:
+def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
     """Tell whether to train a parameter: of an adapter where there are some, and of no frozen part.
 
     Of a value model its head too, and not the head that predicts tokens.

@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.config.types import Part
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, read_tensors
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained
@@ -21,7 +24,9 @@ HEAD_FILE = "score.safetensors"  # beside the model's own files
 class ValueModel(nn.Module):
     """Backbone and one linear unit on its last hidden states; see value_head for its weight."""
 
-    def __init__(self, backbone: nn.Module, freeze: Sequence[str] = (), weight=None):
+    def __init__(
+        self, backbone: Qwen2_5_VL, freeze: Sequence[Part] = (), weight: Tensor | None = None
+    ):
         super().__init__()
         self.backbone = backbone
         self.score = value_head(backbone, weight)
@@ -37,8 +42,9 @@ class ValueModel(nn.Module):
 
 
 def pack_to_end(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device
-) -> GroupBatch:
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: ModelConfig,
+    device: torch.device | str,
+) -> GroupBatch:  # fmt: skip
     """Pack prompts and completions with the last token of each completion in the run.
 
     A run leaves out the last token, as nothing follows that it would predict. So it is there twice,
@@ -64,7 +70,7 @@ class ValueHead(nn.Linear):
         return super().forward(states.to(self.weight.dtype))
 
 
-def value_head(model: nn.Module, weight: Tensor | None = None) -> ValueHead:
+def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
     """Make a head on a model's hidden states, sharded like it, float32 also on a bfloat16 model.
 
     Args:
@@ -83,7 +89,7 @@ def value_head(model: nn.Module, weight: Tensor | None = None) -> ValueHead:
     return head
 
 
-def input_form(model: nn.Module, processor: Processor) -> tuple:
+def input_form(model: Qwen2_5_VL, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
     """Say what a model reads: its family, vocabulary and sizes of patches.
 
     Ids and patches made for one model are another's too where this is equal.
@@ -107,7 +113,7 @@ def load_value_model(folder: str | Path, *options) -> ValueModel:
     return add_saved_head(load_model(folder, *options), folder)
 
 
-def add_saved_head(backbone: nn.Module, folder: str | Path) -> ValueModel:
+def add_saved_head(backbone: Qwen2_5_VL, folder: str | Path) -> ValueModel:
     """Build a value model of a backbone and the head that a folder has."""
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)

@@ -8,8 +8,10 @@ tokens (P / 4). `config` is the VisionConfig of model/config.py.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,9 @@ from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.rope import apply_rotary, vision_rotary
+
+if TYPE_CHECKING:
+    from minivlmrl.model.config import VisionConfig
 
 
 class MLP(nn.Module):
@@ -39,7 +44,9 @@ NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
 EPS = 1e-6  # of the tower's norms
 
 
-def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], list[int]]:
+def window_order(
+    image_grid_thw: Tensor, config: "VisionConfig"
+) -> tuple[Tensor, list[int], list[int]]:
     """Sort merged tokens so that each attention window is one consecutive run.
 
     Every frame is tiled from its top left by windows of window_size pixels; windows at the right
@@ -90,7 +97,9 @@ class Layout:
 
 @lru_cache(maxsize=8)  # policy and reference see the same images
 @torch.inference_mode(False)  # tensors made in inference mode could not be used in training later
-def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.device) -> Layout:
+def lay_out(
+    grids: tuple[tuple[int, int, int], ...], config: "VisionConfig", device: torch.device
+) -> Layout:
     """Compute the Layout of images and videos of these sizes, patches in (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
@@ -107,8 +116,17 @@ def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.devic
     )
 
 
-class VisionTransformer(nn.Module):
-    def __init__(self, config, mlp=MLP):
+class VisionTower(nn.Module):
+    """The attributes that the towers of all families have."""
+
+    config: "VisionConfig"
+    patch_embed: "PatchEmbed"
+    blocks: nn.ModuleList
+    merger: nn.Module
+
+
+class VisionTransformer(VisionTower):
+    def __init__(self, config: "VisionConfig", mlp: Callable[..., nn.Module] = MLP):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
@@ -137,7 +155,7 @@ class VisionTransformer(nn.Module):
 class PatchEmbed(nn.Module):
     """A linear map of a flattened patch; checkpoints store it as a 3-D convolution."""
 
-    def __init__(self, config):
+    def __init__(self, config: "VisionConfig"):
         super().__init__()
         size = (config.temporal_patch_size, config.patch_size, config.patch_size)
         self.proj = nn.Conv3d(config.in_channels, config.hidden_size, size, size, bias=False)
@@ -148,7 +166,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config, mlp):
+    def __init__(self, config: "VisionConfig", mlp: Callable[..., nn.Module]):
         super().__init__()
         self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
         self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
@@ -161,7 +179,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config: "VisionConfig"):
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
@@ -177,7 +195,7 @@ class VisionAttention(nn.Module):
 class PatchMerger(nn.Module):
     """Norm per patch; then the 2 x 2 patches of a block, side by side, through a two-layer MLP."""
 
-    def __init__(self, config):
+    def __init__(self, config: "VisionConfig"):
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)

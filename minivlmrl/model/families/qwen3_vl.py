@@ -22,10 +22,11 @@ from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.image_settings import FIXED, patch_settings
+from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families import qwen2_vl
 from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec
-from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, lay_out
+from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, lay_out
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
@@ -38,7 +39,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 class Merger(nn.Module):
     """2 x 2 patches -> one token. The last one norms each patch, DeepStack's all four together."""
 
-    def __init__(self, config, together: bool):
+    def __init__(self, config: VisionConfig, together: bool):
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.norm = nn.LayerNorm(self.width if together else config.hidden_size, EPS)
@@ -50,10 +51,10 @@ class Merger(nn.Module):
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
-class Qwen3VisionTransformer(nn.Module):
+class Qwen3VisionTransformer(VisionTower):
     """A ViT whose inner blocks `deepstack_visual_indexes` speak to the decoder too."""
 
-    def __init__(self, config):
+    def __init__(self, config: VisionConfig):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from torch import nn
-
 from minivlmrl.model.decoder import Qwen2_5_VL
 
 MODULES = {
@@ -72,7 +70,7 @@ class ModelSpec:
     write: Callable[[dict], dict] = lambda config: config
     memory_names: bool = False  # its files name tensors as transformers in memory, see memory_name
     unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not computed with
-    model: Callable[..., nn.Module] = Qwen2_5_VL  # of a ModelConfig, with visual, model, lm_head
+    model: Callable[..., Qwen2_5_VL] = Qwen2_5_VL  # of a ModelConfig, with visual, model, lm_head
     # what config.json says of experts, and what transformers takes for what is missing
     experts: dict[str, Any] = field(default_factory=dict)
     turned_experts: bool = False  # its files have them transposed
@@ -109,7 +107,7 @@ class Families(Mapping[str, ModelSpec]):
 FAMILIES = Families()
 
 
-def family_of(model: nn.Module) -> ModelSpec:
+def family_of(model: Qwen2_5_VL) -> ModelSpec:
     """Look up the family of a model."""
     return FAMILIES[model.config.model_type]
 
