@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minivlmrl.run import loop
+from minivlmrl_audit.minivlmrl_api import loop
 
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
 import bugs

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from minivlmrl.losses.ppo import gae
+from minivlmrl_audit.minivlmrl_api import gae
 
 CASES = [  # name, fix, the release before, the first good one, function, gamma, lambda, whether there are values
     ("GAE over answers", 2337, "0.4.1", "0.5.0", "compute_gae_advantage_return", 0.9, 0.8, 1.0),

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.config.parsing import naming
 from minivlmrl_audit import stages, updates
 from minivlmrl_audit.dump import DAMAGES, Dump, read
+from minivlmrl_audit.minivlmrl_api import naming
 from minivlmrl_audit.moves import TABLE, Change, formula
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding

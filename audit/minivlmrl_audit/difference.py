@@ -13,13 +13,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minivlmrl.config.parsing import parse_yaml, require
-from minivlmrl.files import digest, json_text, parse_json, read_json
-from minivlmrl.run.checkpoint_files import find_pieces, read_rows
-from minivlmrl.run.checkpoints import COMPLETE
-from minivlmrl.run.metrics import TIMINGS
-from minivlmrl.run.rollout_log import COMPLETIONS
-from minivlmrl.run.trainer_state import RUN
+from minivlmrl_audit.minivlmrl_api import (
+    COMPLETE,
+    COMPLETIONS,
+    RUN,
+    TIMINGS,
+    digest,
+    find_pieces,
+    json_text,
+    parse_json,
+    parse_yaml,
+    read_json,
+    read_rows,
+    require,
+)
 
 # of a recipe, what a resumption may say otherwise
 OPTIONS = {

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.data.tokenizer import load_tokenizer
-from minivlmrl.files import read_json, save_tensors, write_json
 from minivlmrl_audit import moves
+from minivlmrl_audit.minivlmrl_api import load_tokenizer, read_json, save_tensors, write_json
 from minivlmrl_audit.options import OPTIONS
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise

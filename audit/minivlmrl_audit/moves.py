@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.config.parsing import parse_yaml
-from minivlmrl.losses.grpo import (
+from minivlmrl_audit.minivlmrl_api import (
     importance_ratio,  # noqa: F401
+    kept_tokens,  # noqa: F401
     kl_term,  # noqa: F401
+    parse_yaml,
 )
-from minivlmrl.losses.grpo_variants import kept_tokens  # noqa: F401
 
 TABLE = {}  # of causes, of units, and of the names of a step's tensors
 for name in ("causes.yaml", "units.yaml", "step.yaml"):

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from minivlmrl.losses.grpo import TERMS, GRPOLossOptions
-from minivlmrl.losses.preference import DPOLossOptions
+from minivlmrl_audit.minivlmrl_api import TERMS, DPOLossOptions, GRPOLossOptions
 
 
 @dataclass

@@ -14,19 +14,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.losses.advantages import nanstd
-from minivlmrl.losses.grpo import (
+from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.minivlmrl_api import (
     AVERAGES,
     TERMS,
     Counts,
     TermInputs,
+    answer_logps,
     correct_kl,
+    dpo_loss,
     importance_ratio,
+    kept_tokens,
     kl_term,
+    mean_entropy,
+    nanstd,
+    off_policy_mask,
 )
-from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
-from minivlmrl.losses.preference import answer_logps, dpo_loss
-from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
 

@@ -7,12 +7,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from minivlmrl.data.rows import Prompt
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.registry import hub_name
-from minivlmrl.model.packing import GroupBatch, pack
-from minivlmrl.model.rope import get_rope_index
 from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.minivlmrl_api import (
+    GroupBatch,
+    Prompt,
+    get_rope_index,
+    hub_name,
+    load_model,
+    pack,
+)
 from minivlmrl_audit.moves import Change, clipped, first, shown_as
 from minivlmrl_audit.stages import Answer, shown
 

@@ -10,15 +10,21 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from minivlmrl.diagnostics.replay import run_config, train_again
-from minivlmrl.files import digest, json_text, read_lines
-from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoints import state_folders
-from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.process import is_first
-from minivlmrl.run.rollout_log import COMPLETIONS, Logged
-from minivlmrl.run.trainer_state import RUN
 from minivlmrl_audit.difference import DAMAGED, content, difference, distance
+from minivlmrl_audit.minivlmrl_api import (
+    COMPLETIONS,
+    METRICS,
+    RUN,
+    Callback,
+    Logged,
+    digest,
+    is_first,
+    json_text,
+    read_lines,
+    run_config,
+    state_folders,
+    train_again,
+)
 
 DERIVED = [".lock", "page.html"]  # the page is made of the other files
 # the most by which another machine's first step differs, in float32
