@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minivlmrl_audit.minivlmrl_api import loop
+from minivlmrl_audit.minivlmrl_api import train_recipe
 
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
 import bugs
@@ -64,7 +64,7 @@ def main(arguments: list[str]):
             bug = BUGS[options.bug]
             bug.ours(setattr)
             overrides = [*bug.options, OPEN, *overrides]
-        return loop.main(overrides)
+        return train_recipe(overrides)
     rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     for seed in options.seeds:
         for name in [*HEALTHY, *BUGS]:

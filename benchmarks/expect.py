@@ -1,8 +1,11 @@
 """What a recipe is expected to reach: recipes/expected.json, which benchmarks/learning.py writes, one run a line.
 
-`torchrun train.py RECIPE --expect` trains, then prints each number after the last stage beside its band. Where seed,
-threads, CPU and torch are those of a line, every number must be equal to that line's to the last bit. Elsewhere sums
-are rounded otherwise, which over many steps is another draw: no number may be below its band.
+    python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # a run of one process
+    torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
+
+It trains as train.py does, then prints each number after the last stage beside its band. Where seed, threads, CPU and
+torch are those of a line, every number must be equal to that line's to the last bit. Elsewhere sums are rounded
+otherwise, which over many steps is another draw: no number may be below its band.
 
 A band goes from the lowest to the highest run of the recipe, and beyond these by two standard errors of a share of the
 held-out rows (by Agresti and Coull, two right and two wrong rows added: where all runs are at 1.000 it has one too). Of
@@ -26,10 +29,11 @@ from pathlib import Path
 
 import torch
 
+from minivlmrl.commands.train import parse_arguments
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.run import loop
+from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 
 FILE = "expected.json"
@@ -41,20 +45,19 @@ FREE = {
 
 
 def main(arguments: list[str]):
-    """Be one rank of a run that ends with the comparison, which the first rank prints; ends the process."""
-    arguments = [argument for argument in arguments if argument != "--expect"]
+    """Train as one rank, compare on the first rank, and end the process."""
     try:
         config, runs = find(arguments)
     except ValueError as error:
         sys.exit(str(error))
 
-    def train_and_report(words: list[str]) -> int:
-        code = loop.main(words)
+    def train_and_compare() -> int:
+        code = run_training(config)
         if code == 0 and int(os.environ.get("RANK", 0)) == 0:
             code = report(config, runs)
         return code
 
-    run_rank(train_and_report, arguments)
+    run_rank(train_and_compare)
 
 
 def environment() -> str:
@@ -85,10 +88,7 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
     Raises:
         ValueError: it has none.
     """
-    recipe = recipes_folder() / "shapes.yaml"
-    if arguments and not arguments[0].startswith("--"):
-        recipe = arguments[0]
-    config = load_config(recipe, [word for word in arguments if word.startswith("--")])
+    config = parse_arguments(arguments)
     path = path or recipes_folder() / FILE
     runs = []
     for run in json.loads(path.read_text()):
@@ -96,7 +96,7 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
         if essence(run_config) == essence(config):
             runs.append(run)
     if not runs:
-        raise ValueError(f"--expect: {path} has no run of this recipe with these options; leave --expect out")
+        raise ValueError(f"{path} has no run of this recipe with these options; train it with train.py")
     return config, runs
 
 
@@ -152,3 +152,7 @@ def print_differences(found: dict, expected: dict) -> int:
     if code == 0:
         print("expect: as recorded on this machine, every number to the last bit")
     return code
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

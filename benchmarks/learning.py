@@ -4,8 +4,8 @@
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
     python benchmarks/learning.py --only grpo localisation --threads 2
 
-Each run also goes to recipes/expected.json, with which `train.py --expect` compares; with overrides it does not, nor if
-its options name what another script makes. The recipes of LONG only run when --only names them.
+Each run also goes to recipes/expected.json, with which benchmarks/expect.py compares; with overrides it does not, nor
+if its options name what another script makes. The recipes of LONG only run when --only names them.
 
 Each row is one run of train.py, on one thread unless asked (so that its numbers do not depend on the number of cores).
 sampled and greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out

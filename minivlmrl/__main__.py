@@ -8,7 +8,7 @@ import sys
 from minivlmrl.config.parsing import did_you_mean, shortened
 
 TOOLS = {  # name: (module:function, what it does)
-    "train": ("minivlmrl.commands.help:start", "train by a recipe, as torchrun train.py does"),
+    "train": ("minivlmrl.commands.train:main", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.commands.chat:main", "ask a model one question"),
     "merge": ("minivlmrl.commands.merge:main", "add an adapter to its base, as one plain folder"),
     "page": ("minivlmrl.commands.report:main", "write one HTML file of a run, or of two"),

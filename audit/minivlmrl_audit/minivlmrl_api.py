@@ -29,8 +29,8 @@ from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
 # Training: `verify` trains a run again, audit/museum.py the default recipe with a bug.
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.diagnostics.replay import run_config, train_again
-from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.process import is_first
 

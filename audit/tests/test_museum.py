@@ -7,7 +7,7 @@ import museum
 import pytest
 import yaml
 
-from minivlmrl.run import loop
+from minivlmrl.commands.train import train_recipe
 
 import tiny
 
@@ -29,7 +29,7 @@ def run(tmp_path_factory):
         recipe["model"]["config"] = str(folder / "model.json")
         recipe["grpo"] |= {"beta": 0.1, "loss_type": "grpo"}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        loop.main([str(folder / "recipe.yaml"), *(text.replace("size=4", "size=1") for text in options)])
+        train_recipe([str(folder / "recipe.yaml"), *(text.replace("size=4", "size=1") for text in options)])
         lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
         return [{n: x for n, x in json.loads(line).items() if "second" not in n and n != "time"} for line in lines]
 
@@ -62,7 +62,7 @@ def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
 def test_a_run_gets_its_seed_and_options(monkeypatch):
     """--seed is train.py's, no abbreviation of --seeds."""
     given = []
-    monkeypatch.setattr("minivlmrl.run.loop.main", given.extend)
+    monkeypatch.setattr(museum, "train_recipe", given.extend)
     monkeypatch.setattr(museum, "setattr", monkeypatch.setattr, raising=False)
     museum.main(["--bug", "old_ignored", "--seed=3", "--output_dir=x"])
     assert given == ["--grpo.num_iterations=2", museum.OPEN, "--seed=3", "--output_dir=x"]

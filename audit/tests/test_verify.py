@@ -16,6 +16,7 @@ from runs import leave_out
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.__main__ import main
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.data.processor import Processor
 from minivlmrl.files import digest
 from minivlmrl.rewards.registry import REWARDS
@@ -52,7 +53,7 @@ def recipe(tmp_path_factory):
 
 
 def run(recipe, folder, *options):
-    loop.main([str(recipe), f"--output_dir={folder}", *options])
+    train_recipe([str(recipe), f"--output_dir={folder}", *options])
     return folder
 
 
@@ -245,7 +246,7 @@ def instant(trained_again, monkeypatch):
         shutil.copytree(trained_again, config.output_dir, dirs_exist_ok=True)
         return 0
 
-    monkeypatch.setattr(loop, "start", start)
+    monkeypatch.setattr(loop, "run_training", start)
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -344,7 +345,7 @@ def on_two_ranks(work):
 @pytest.mark.slow
 def test_two_ranks_are_verified_by_two_and_nearly_by_one(recipe, tmp_path, verify):
     folder = tmp_path / "run"
-    assert on_two_ranks(lambda: loop.main([str(recipe), f"--output_dir={folder}", "--state_steps=3"])) == [0, 0]
+    assert on_two_ranks(lambda: train_recipe([str(recipe), f"--output_dir={folder}", "--state_steps=3"])) == [0, 0]
     assert on_two_ranks(lambda: main(["verify", str(folder)])) == [0, 0]
     code, lines = verify(folder)
     assert code == 3 and re.match(

@@ -19,8 +19,8 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.loop import run_training
 from minivlmrl.tasks.shapes import CHANCE, Shapes
 
 SHOWN = 4  # pictures
@@ -59,7 +59,7 @@ def record(options: list[str]):
     config = load_config(recipes_folder() / "shapes.yaml", options)
     folder = Path(config.output_dir)
     recorder = Recorder(config.sampling)
-    loop.start(config, [*default_callbacks(config), recorder])
+    run_training(config, [*default_callbacks(config), recorder])
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     kept = {

@@ -27,8 +27,8 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.rewards.boxes import iou
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.loop import run_training
 from recipes.localisation import GRID, UNIT, Localisation, constant_box
 
 SHOWN, DRAWN, HELD_OUT, EVERY = 8, 8, 256, 4
@@ -79,7 +79,7 @@ def record(options: list[str], folder: Path):
     """Train, and write held_out.json."""
     config = load_config(recipes_folder() / "localisation.yaml", [*options, f"--output_dir={folder}"])
     recorder = Recorder(config.sampling)
-    loop.start(config, [*default_callbacks(config), recorder])
+    run_training(config, [*default_callbacks(config), recorder])
     checkpoint = folder / "checkpoint"
     recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -14,18 +14,9 @@ import yaml
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import Option, did_you_mean, options_of, type_text
-from minivlmrl.run.loop import main
-from minivlmrl.run.process import run_rank
 
 
-def start(arguments: list[str]):
-    """Be one rank of a training run to the end of its process, or with --help print its options."""
-    if "--help" in arguments:
-        return show(*(argument for argument in arguments if argument != "--help"))
-    run_rank(main, arguments)
-
-
-def show(*names: str):
+def print_options(*names: str):
     """Print the options of these sections, "run": those outside of sections, or of all.
 
     The first name may be a recipe: sections of its stages in a file are listed too.
@@ -48,7 +39,7 @@ def show(*names: str):
         title = inspect.getdoc(section) or ""
         print(f"\n{name}: {title.partition(chr(10))[0]}")
         for option in sections[name]:
-            print(describe(option))
+            print(format_option(option))
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
@@ -60,7 +51,7 @@ def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, l
     return sections
 
 
-def describe(option: Option) -> str:
+def format_option(option: Option) -> str:
     """Format an option with its default, and with its type and its comment on lines below."""
     default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
     default = default.removesuffix("\n...\n").strip()

@@ -10,7 +10,7 @@ from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.data.image import load_image
 from minivlmrl.files import digest, json_text, read_json
 from minivlmrl.rewards.registry import REWARDS
-from minivlmrl.run import loop
+from minivlmrl.run.loop import run_training
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
 Rows = Sequence[dict]
@@ -45,7 +45,7 @@ def train(
     for name, given_rows in (("data.train_file", rows), ("data.eval_file", eval_rows)):
         written = None if given_rows is None else str(write_rows(given_rows, folder / "rows"))
         fields[name] = written
-    code = loop.main([str(recipe), *as_overrides(fields)])
+    code = run_training(load_config(recipe, as_overrides(fields)))
     return {} if code else read_json(folder / "summary.json")
 
 

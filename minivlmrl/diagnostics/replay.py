@@ -177,7 +177,7 @@ def train_again(
         callback: called in addition to the default callbacks.
         options: fields of the recipe.
     """
-    if is_first():  # the other ranks wait for it in train.start
+    if is_first():  # the other ranks wait for it in run_training
         if folder.exists():
             raise ValueError(f"{folder}: is there already; remove it")
         folder.mkdir()
@@ -187,7 +187,7 @@ def train_again(
     resume = str(state) if state else "never"
     config = replace(config, output_dir=str(folder), resume=resume, report_to=[], **options)
     with redirect_stdout(sys.stderr):
-        return loop.start(config, [*default_callbacks(config), callback])
+        return loop.run_training(config, [*default_callbacks(config), callback])
 
 
 def earlier_files(run: Path, state: Path) -> Iterator[Path]:

@@ -60,7 +60,7 @@ class Call:
 
 
 class Film:
-    """Records a step from where train.train comes to it.
+    """Records a step from where train_stage comes to it.
 
     `with film:` follows this thread and those that begin in it.
     """
@@ -76,7 +76,7 @@ class Film:
         self.more = Counter()  # calls and rounds that are not followed
         self.values = {}
         self.frames = {}  # calls by frame, None: left out
-        self.root = None  # the call of train.train
+        self.root = None  # the call of train_stage
         self.files = {str(PACKAGE / f"{name}.py"): name for name in READING_LIST}
         for name in names:
             for path in python_files(name):
@@ -94,7 +94,7 @@ class Film:
         """Decide whether a call is followed: sys.settrace asks for each."""
         code = frame.f_code
         if not self.root:  # the step is to come
-            return self.line if code is loop.train.__code__ else None
+            return self.line if code is loop.train_stage.__code__ else None
         if frame in self.frames:  # a generator goes on
             return self.line
         above = frame.f_back

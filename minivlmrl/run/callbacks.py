@@ -2,7 +2,7 @@
 
 run/loop.py calls each method of each callback at the moment that its name says, on all ranks.
 The default callbacks check memory, warn while a run is not learning, and write page.html. For
-others pass a list to `loop.start`: `start(config, [*default_callbacks(config), MyCallback()])`.
+others pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 from torch.optim import Optimizer

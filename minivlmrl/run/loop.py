@@ -1,16 +1,8 @@
-"""Train: recipe -> model -> algorithm -> loop.
-
-torchrun train.py                              # recipes/shapes.yaml: a tiny model, half a minute
-torchrun train.py RECIPE --section.name=value  # another recipe, any option changed
-torchrun train.py RECIPE --resume=auto         # go on from the newest state in output_dir
-torchrun train.py --help [SECTION]             # every option with its default
-"""
+"""The training loop: run_training -> train_stages -> train_stage -> optimizer_step."""
 
 import math
 from collections.abc import Sequence
 
-from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
@@ -28,30 +20,25 @@ from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.registry import find_trainers
 
 
-def main(arguments: list[str]) -> int:
-    """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
-    if not arguments or arguments[0].startswith("--"):
-        arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
-    return start(load_config(arguments[0], arguments[1:]))
-
-
-def start(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
-    """Train by a recipe; returns the exit code, as main.
+def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
+    """Train as a recipe describes: in this process, or as one rank of several.
 
     Args:
         callbacks: what happens beside training, by default what run/callbacks.py lists.
+    Returns:
+        The exit code of the process: 0, or PREEMPTED if a signal ended the run.
     """
     if callbacks is None:
         callbacks = default_callbacks(config)
     algorithms = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
-        run(config, algorithms, signals, callbacks)
+        train_stages(config, algorithms, signals, callbacks)
     process_group.shutdown(signals.world)
     return signals.exit_code
 
 
-def run(
+def train_stages(
     config: RunConfig,
     algorithms: dict[str, type[Trainer]],
     signals: StopSignals,
@@ -82,12 +69,12 @@ def run(
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved
             algorithm = algorithms[stage](config, model, processor, world, state.step)
-            train(algorithm, datasets[stage], results, log, checkpoints, state, callbacks)
+            train_stage(algorithm, datasets[stage], results, log, checkpoints, state, callbacks)
             state.begin_stage(number + 1)
         results.write(algorithm)
 
 
-def train(
+def train_stage(
     algorithm: Trainer,
     rows: Dataset,
     results: Results,

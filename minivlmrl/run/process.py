@@ -49,13 +49,13 @@ def show_mistake(error: Exception) -> bool:
     return True
 
 
-def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
-    """Call main as one rank, and end the process with its exit code: 2 a mistake, 1 a bug."""
+def run_rank(work: Callable[[], int]):
+    """Call work as one rank, and end the process with its exit code: 2 a mistake, 1 a bug."""
 
     @record
     def recorded() -> int:
         try:
-            return main(arguments)
+            return work()
         except (ValueError, OSError) as error:
             if not show_mistake(error):
                 raise

@@ -8,7 +8,7 @@ from minivlmrl.config.options import RunConfig
 
 
 def test_every_option_is_listed_once_and_has_a_sentence(capsys):
-    page.show()
+    page.print_options()
     out = capsys.readouterr().out
     for options in page.options_by_section().values():
         for option in options:
@@ -18,26 +18,26 @@ def test_every_option_is_listed_once_and_has_a_sentence(capsys):
 
 
 def test_one_section(capsys):
-    page.show("sampling")
+    page.print_options("sampling")
     out = capsys.readouterr().out
     assert "  --sampling.top_k=0\n        int" in out and "ties with the k-th stay" in out
     assert "--grpo." not in out and "--seed" not in out
 
 
 def test_the_section_of_a_stage_in_a_file(capsys):
-    page.show("shapes_kto.yaml", "kto")
+    page.print_options("shapes_kto.yaml", "kto")
     assert "  --kto.beta=0.1\n        float, over 0" in capsys.readouterr().out
-    page.show("shapes_kto.yaml")
+    page.print_options("shapes_kto.yaml")
     assert "  --kto.beta=0.1\n" in capsys.readouterr().out
 
 
 def test_an_unknown_section_is_named_with_the_valid_ones():
     with pytest.raises(ValueError, match=r"--help grop: no such section; sections are run, model, .*grpo"):
-        page.show("grop")
+        page.print_options("grop")
 
 
 def test_the_defaults_as_they_are_printed_give_the_default_run(tmp_path, capsys):
-    page.show()
+    page.print_options()
     options = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     (tmp_path / "empty.yaml").write_text("{}")
     assert load_config(tmp_path / "empty.yaml", options) == RunConfig()

@@ -12,6 +12,7 @@ import pytest
 from links import ROOT
 from runs import LETTERS, STAGE, leave_out
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import options_of
@@ -20,7 +21,6 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.generation import sampler
 from minivlmrl.generation.generate import make_token_sampler
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
-from minivlmrl.run import loop
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.model import build_model
@@ -260,7 +260,7 @@ def outputs_of(home, own):
             shutil.rmtree(folder, ignore_errors=True)
             outputs = {"error": b""}
             try:
-                loop.main([str(home / "recipe.yaml"), f"--output_dir={folder}", *TWO_STEPS, *options])
+                train_recipe([str(home / "recipe.yaml"), f"--output_dir={folder}", *TWO_STEPS, *options])
             except ValueError as error:
                 outputs["error"] = str(error).encode()
         for path in folder.rglob("*"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config import validation
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
@@ -16,7 +17,6 @@ from minivlmrl.config.options import RunConfig, SFTOptions
 from minivlmrl.config.parsing import options_of
 from minivlmrl.config.validation import check_effects, options_without_effect
 from minivlmrl.diagnostics.check import main as check_main
-from minivlmrl.run import loop
 from minivlmrl.trainers.registry import find_trainer
 
 TWICE = {"grpo.num_iterations": 2}
@@ -176,7 +176,7 @@ def test_shipped_recipes_have_no_dead_option(path):
     check(load_config(path))
 
 
-@pytest.mark.parametrize("command", [loop.main, check_main])
+@pytest.mark.parametrize("command", [train_recipe, check_main])
 def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
     monkeypatch.setattr("minivlmrl.distributed.process_group.setup", None)  # calling it would fail
     with pytest.raises(

@@ -27,8 +27,8 @@ from minivlmrl.model.families.routers import load_balancing_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import dropout
 from minivlmrl.model.value_head import ValueModel
-from minivlmrl.run import loop
 from minivlmrl.run.callbacks import default_callbacks
+from minivlmrl.run.loop import run_training
 from minivlmrl.run.optimizer import build_optimizer
 
 import tiny
@@ -235,7 +235,7 @@ def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_
     folder = tmp_path / "run"
     given = ["--model.config=null", "--stages=[sft]", "--state_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
-    loop.start(run)
+    run_training(run)
     size = memory.state_bytes(run, "sft", Costs(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
     for state in folder.glob("states/*"):
         assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)

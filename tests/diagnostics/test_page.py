@@ -13,8 +13,8 @@ from minivlmrl.commands import report
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics import report as report_file
 from minivlmrl.diagnostics.report import TEMPLATE, collect, write_page
-from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.loop import run_training
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -160,7 +160,7 @@ def watched(home, tmp_path, monkeypatch):
         now[1:] = [look]
         options = "--stages=[sft]", f"--output_dir={tmp_path / 'run'}", "--resume=never", *options
         config = load_config(home / "recipe.yaml", options)
-        loop.start(config, [*default_callbacks(config), Look()])
+        run_training(config, [*default_callbacks(config), Look()])
 
     return watched
 

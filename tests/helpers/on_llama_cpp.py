@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.chat_template import IMAGE, render
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.rows import Dataset
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
-from minivlmrl.run.loop import main as train
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.registry import Task
 
@@ -85,7 +85,7 @@ def make(folder: Path, family: str):
     steps = ["--stages=[sft]", "--sft.max_steps=80", "--sft.prompts_per_step=16", "--sft.micro_batch_size=16"]
     options = [*steps, f"--data.eval_rows={ROWS}", f"--output_dir={folder}"]
     task = f"--data.task={__file__}:TASK(side={side})"
-    train(["recipes/shapes.yaml", f"--model.config={folder}/model.json", task, *options])
+    train_recipe(["recipes/shapes.yaml", f"--model.config={folder}/model.json", task, *options])
 
 
 def convert(folder: Path, kinds=("f32", "f16", "q8_0")):

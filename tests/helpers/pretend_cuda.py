@@ -1,7 +1,7 @@
 """A GPU that is not there: tensors that say they are on cuda:0, with their numbers in host memory.
 
     with PretendCuda() as gpu:
-        train.main([...])              # torch.cuda.is_available() is true in here
+        train_recipe([...])              # torch.cuda.is_available() is true in here
     gpu.waits                          # where the host waits for the card
 
 What a card refuses is refused: an operation on tensors of both devices raises what CUDA raises. Where the host would

@@ -1,4 +1,4 @@
-"""Whole runs of tiny recipes through train.main: the fixtures of the tests of train.py, its options and its results."""
+"""Whole runs of tiny recipes through train_recipe: fixtures for tests of training, its options and its results."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from minivlmrl.__main__ import main
-from minivlmrl.run import loop
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -32,7 +32,7 @@ def run(home, tmp_path):
     """Train by the recipe with some fields changed; returns the run's folder."""
 
     def run(*overrides, name="run", recipe=home / "recipe.yaml"):
-        loop.main([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
+        train_recipe([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
         return tmp_path / name
 
     return run
@@ -54,7 +54,7 @@ def plain(monkeypatch):
 @pytest.fixture(scope="session")
 def checkpoint(home):
     """The recipe's random model as a Hugging Face folder."""
-    loop.main([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
+    train_recipe([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 
 

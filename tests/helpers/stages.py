@@ -7,6 +7,7 @@ import torch
 import yaml
 from runs import metrics
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
@@ -202,5 +203,5 @@ def snapshot(module):
 
 def main(folder, tmp_path, name, *overrides):
     """A whole run; returns the lines of its metrics.jsonl."""
-    loop.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
+    train_recipe([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
     return metrics(tmp_path / name)

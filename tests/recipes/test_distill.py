@@ -10,13 +10,13 @@ from runs import STAGE, metrics
 from safetensors.torch import load_file, save_file
 from teachers import hint
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.data.rows import Row
 from minivlmrl.model import checkpoint
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
-from minivlmrl.run import loop
 from minivlmrl.tasks import shapes
 from recipes.distill import divergence
 
@@ -138,6 +138,8 @@ def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name, m
 
 def test_what_makes_no_sense_is_refused(home):
     with pytest.raises(ValueError, match=r"distill needs distill\.teacher or distill\.teacher_prompt"):
-        loop.main([str(home / "recipe.yaml"), "--stages=recipes/distill.py:Distill"])
+        train_recipe([str(home / "recipe.yaml"), "--stages=recipes/distill.py:Distill"])
     with pytest.raises(ValueError, match=r"^gone: no such folder; a model is"):
-        loop.main([str(home / "recipe.yaml"), "--stages=[sft, recipes/distill.py:Distill]", "--distill.teacher=gone"])
+        train_recipe(
+            [str(home / "recipe.yaml"), "--stages=[sft, recipes/distill.py:Distill]", "--distill.teacher=gone"]
+        )

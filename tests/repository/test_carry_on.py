@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from minivlmrl.model.lora import inject_adapters
-from minivlmrl.run import loop
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.__main__ import main
 from minivlmrl.model.lora import LoRAOptions
 from minivlmrl.data.formats import to_columns
@@ -43,7 +43,7 @@ own = ["--stages=[my_stage.py:Again, grpo]", "--grpo.loss_type=my_loss.py:reinfo
 own += ["--optimizer.name=my_opt.py:sgd(momentum=0.5)", "--sampling.engine=my_engine.py:Telling", "--num_threads=1"]
 own += ["--data.eval_rows=2", "--again.max_steps=2", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
 with contextlib.redirect_stdout(out):
-    loop.main(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
+    train_recipe(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
     main(["count", "run/metrics.jsonl"])
 lines = [json.loads(line) for line in open("run/metrics.jsonl")]
 found["A stage"] = [line["stage"] for line in lines] == ["again", "again", "grpo"]

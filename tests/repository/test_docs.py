@@ -22,6 +22,7 @@ from runs import metrics
 
 from docs.scripts import held_out, make_pages
 from minivlmrl.__main__ import TOOLS
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import options_of
@@ -31,7 +32,6 @@ from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run import loop as train
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.registry import TRAINERS
 from tests.parity.families import families as make_families
@@ -237,7 +237,7 @@ def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
     for name in ("max_steps", "learning_rate", "num_generations", "beta"):
         assert getattr(ours.grpo, name) == getattr(arguments, name)
     small = ["--model.path=model", "--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4"]
-    assert train.main(["counts.yaml", *small, "--num_threads=1", "--adapter.target=[language]"]) == 0
+    assert train_recipe(["counts.yaml", *small, "--num_threads=1", "--adapter.target=[language]"]) == 0
     [logged] = metrics(tmp_path / "runs" / "counts")
     assert logged["rewards/counts.py:exact/mean"] == 0.0
     trained = ["model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.35.self_attn.v_proj"]
@@ -304,7 +304,7 @@ def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
     monkeypatch.chdir(own)
     words = shlex.split(command.replace("FOLDER", "model"))[2:]
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
-    code = train.main([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
+    code = train_recipe([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
     [line] = metrics(tmp_path)
     assert code == 0 and line["rewards/my_rewards.py:brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
 
@@ -383,7 +383,7 @@ def test_a_task_of_your_own(tmp_path, monkeypatch):
     words = shlex.split(command)[2:]
     small = ["--data.eval_rows=4", "--num_threads=1"]
     small += [f"--{stage}.{size}" for stage in ("sft", "grpo") for size in ("max_steps=1", "prompts_per_step=2")]
-    assert train.main([str(ROOT / words[0]), *words[1:], *small]) == 0
+    assert train_recipe([str(ROOT / words[0]), *words[1:], *small]) == 0
     summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
     assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
 

@@ -1,4 +1,4 @@
-"""`train.py --expect`: the recorded numbers to the last bit where the environment is the same, a band elsewhere."""
+"""benchmarks/expect.py: the recorded numbers to the last bit where the environment is the same, a band elsewhere."""
 
 import json
 
@@ -75,10 +75,10 @@ def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position,
 
 def test_another_recipe_is_refused_before_it_trains(trained, home):
     trained()
-    with pytest.raises(ValueError, match=r"no run of this recipe with these options; leave --expect out$"):
+    with pytest.raises(ValueError, match=r"no run of this recipe with these options; train it with train.py$"):
         trained("--sft.learning_rate=1e-5")
     with pytest.raises(SystemExit, match="no run of this recipe"):
-        expect.main([str(home / "recipe.yaml"), "--expect"])
+        expect.main([str(home / "recipe.yaml")])
 
 
 def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
@@ -86,9 +86,9 @@ def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
     monkeypatch.setattr(expect, "find", lambda arguments: (arguments, []))
     monkeypatch.setattr(expect, "report", lambda *known: 1)
     for of_run, status in ((3, "3"), (0, "1")):
-        monkeypatch.setattr(expect.loop, "main", lambda words, code=of_run: seen.append(words) or code)
+        monkeypatch.setattr(expect, "run_training", lambda config, code=of_run: seen.append(config) or code)
         with pytest.raises(SystemExit, match=status):
-            expect.main(["--seed=1", "--expect"])
+            expect.main(["--seed=1"])
     assert seen == [["--seed=1"]] * 2
 
 

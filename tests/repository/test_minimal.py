@@ -12,7 +12,7 @@ import torch
 from links import ROOT
 from safetensors.torch import load_file
 
-from minivlmrl.run import loop
+from minivlmrl.commands.train import train_recipe
 
 MODULES = (
     "import json, sys, minimal; print(json.dumps([m.__file__ for m in sys.modules.values() if hasattr(m, '__file__')]))"
@@ -30,7 +30,7 @@ def test_a_few_steps_end_with_the_weights_of_train(tmp_path, monkeypatch, capsys
     model, _ = page["main"](seed=3, sft_steps=2, grpo_steps=3)
     assert capsys.readouterr().out.count("reward") == 2  # the first step and the last
     options = ["--seed=3", "--sft.max_steps=2", "--grpo.max_steps=3", "--data.eval_rows=1", "--num_threads=1"]
-    loop.main([*options, f"--output_dir={tmp_path}"])
+    train_recipe([*options, f"--output_dir={tmp_path}"])
     assert_equal(dict(model.state_dict()), load_file(tmp_path / "checkpoint" / "model.safetensors"))
 
 

@@ -19,10 +19,10 @@ import sys
 from tests.repository.test_platforms import pretend
 
 def train(*options):
-    from minivlmrl.run.loop import main
+    from minivlmrl.commands.train import train_recipe
     short = ["--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=2"]
     logs = ["--log_completions=1", "--state_steps=1", "--rewards={../my_rewards.py:length: 1.0}"]
-    assert main(["shapes.yaml", *short, *logs, *options]) == 0
+    assert train_recipe(["shapes.yaml", *short, *logs, *options]) == 0
 
 train("--output_dir=linux")
 for name in [name for name in sys.modules if name.startswith("minivlmrl")]:

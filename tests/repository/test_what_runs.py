@@ -15,8 +15,8 @@ from links import ROOT
 from pretend_cuda import CUDA, PretendCuda
 from reading_list import reading_list
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.distributed.process_group import World
-from minivlmrl.run import loop
 
 import stages
 
@@ -64,7 +64,7 @@ SMALL = ["--num_threads=1", "--grpo.prompts_per_step=2", "--grpo.num_generations
 
 
 def train_by(recipe, output, *options):
-    loop.main([str(ROOT / "recipes" / recipe), f"--output_dir={output}", "--data.eval_rows=1", *SMALL, *options])
+    train_recipe([str(ROOT / "recipes" / recipe), f"--output_dir={output}", "--data.eval_rows=1", *SMALL, *options])
 
 
 def default_recipe(tmp_path, checkpoint, rows):

@@ -41,7 +41,7 @@ from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
 from minivlmrl.commands import notebook
 from minivlmrl.rewards.registry import held_out_rewards
-from minivlmrl.run.loop import main as train
+from minivlmrl.commands.train import train_recipe
 
 model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/images/*.webp")[0]
 zoom = load_config("zoom.yaml")
@@ -49,9 +49,9 @@ assert zoom.data.eval_rewards[1] == held_out_rewards(zoom)[1].name == "recipes/z
 assert main(["plan", *model]) == 0
 assert main(["ask", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
 assert main(["check", "localisation.yaml"]) == 0
-assert train(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
+assert train_recipe(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
 stages = ["--stages=[sft, recipes/kto.py:KTO]", "--kto.max_steps=1", "--sft.max_steps=1", "--data.eval_rows=4"]
-assert train(["shapes.yaml", *stages, "--data.task=shapes(pairs=64)", "--resume=never"]) == 0
+assert train_recipe(["shapes.yaml", *stages, "--data.task=shapes(pairs=64)", "--resume=never"]) == 0
 assert load_config("shapes_kto.yaml").stage_names == ["sft", "kto"]
 small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
 notebook.train = functools.partial(notebook.train, **small, log_completions=1)

@@ -24,6 +24,7 @@ from runs import leave_out, write_lines
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.agents import tool_sampler
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import shuffled
 from minivlmrl.data.processor import Processor
@@ -132,7 +133,7 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
         if die and rank in (None, me):
             owner, name, moment = PLACES[die]
             counted(owner, name, number, **moment)
-        return loop.main([str(recipe), f"--output_dir={output}", *options])
+        return train_recipe([str(recipe), f"--output_dir={output}", *options])
 
     children = [fork(functools.partial(begin, me)) for me in range(ranks)]
     return [exit_code(child) for child in children]
@@ -286,7 +287,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
     monkeypatch.setenv("FAILS_AT", "never")
     expected = straight("--state_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]  # train.main without the line
+    assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]  # run_training without the line
     assert capfd.readouterr().err.count("states/000004: mend it, then --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
     monkeypatch.setenv("FAILS_AT", "never")
@@ -321,7 +322,7 @@ def copy(finished, tmp_path):
 
 
 def resume(recipe, output, *options):
-    return loop.main([str(recipe), f"--output_dir={output}", *SHORT, *options])
+    return train_recipe([str(recipe), f"--output_dir={output}", *SHORT, *options])
 
 
 def flip(file):
@@ -339,7 +340,7 @@ def cut(file):
 )
 def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, copy, capsys, monkeypatch, name, hurt):
     hurt(copy / "states" / "000003" / name)
-    monkeypatch.setattr(loop, "train", lambda *_: None)
+    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto")
     said = capsys.readouterr().out
     assert "states/000003 is damaged and not used" in said
@@ -383,7 +384,7 @@ def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, caps
     state = copy / "states" / "000003"
     values = json.loads((state / "run.json").read_text())
     rewrite(state, "run.json", json.dumps(values | change if change else change).encode())
-    monkeypatch.setattr(loop, "train", lambda *_: None)
+    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto")
     assert f"{message}" in capsys.readouterr().out
 
@@ -507,7 +508,7 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
 
 
 def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "train", lambda *_: None)
+    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert " from here on " not in capsys.readouterr().out
     resume(recipe, copy, "--resume=auto", "--state_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}")

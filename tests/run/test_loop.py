@@ -1,4 +1,4 @@
-"""Whole runs through train.main: what they write, that they repeat to the byte, what they refuse."""
+"""Whole runs through train_recipe: what they write, that they repeat to the byte, what they refuse."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from runs import LETTERS, metrics, summary
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.run import loop
 from minivlmrl.run import results as results_file
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import sft as sft_file
 
@@ -183,7 +183,7 @@ def test_callbacks_are_called_in_order_and_are_not_needed(run, home, tmp_path, p
     options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--state_steps=2"]
     config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'a'}", *options])
     recorder = Recorder()
-    assert loop.start(config, [recorder]) == 0
+    assert run_training(config, [recorder]) == 0
     losses = [f"loss {line['loss']}" for line in metrics(tmp_path / "a")]
     assert recorder.events == [
         "setup", "run begins", "4 rows after 0 of sft", "sft begins after 0", "step 0", losses[0],

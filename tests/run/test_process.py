@@ -1,12 +1,13 @@
 """The end of a process: a mistake is one line, a bug a traceback, torchrun's summary has either."""
 
 import errno
+from functools import partial
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.rewards.text import accuracy
-from minivlmrl.run import loop
 from minivlmrl.run.process import run_rank
 
 
@@ -18,7 +19,7 @@ def ended(monkeypatch, tmp_path, capfd):
 
     def ended(main, *arguments):
         with pytest.raises(SystemExit) as end:
-            run_rank(main, list(arguments))
+            run_rank(partial(main, list(arguments)))
         failure = ProcessFailure(local_rank=0, pid=1, exitcode=end.value.code, error_file=str(file))
         return end.value.code, capfd.readouterr().err, str(ChildFailedError("train.py", {0: failure}))
 
@@ -33,7 +34,7 @@ def ended(monkeypatch, tmp_path, capfd):
     (["--seed={"], "command line: quote the value of seed: not YAML (while parsing a flow node expected"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
-    code, printed, summary = ended(loop.main, *arguments)
+    code, printed, summary = ended(train_recipe, *arguments)
     assert code == 2 and printed.startswith(sentence) and printed.count("\n") == 1
     *_, traceback, border = summary.splitlines()
     assert traceback == f"  traceback : {printed.strip()}" and set(border) == {"="}
@@ -50,9 +51,9 @@ def test_a_bug_keeps_its_traceback(ended):
 def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
     """torchrun's summary has that of each; without torchrun each prints its own."""
     monkeypatch.setenv("RANK", "1")
-    assert ended(loop.main, "--seed=x")[:2] == (2, "")
+    assert ended(train_recipe, "--seed=x")[:2] == (2, "")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert ended(loop.main, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")
+    assert ended(train_recipe, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")
 
 
 def test_a_full_disk_is_called_one(ended):

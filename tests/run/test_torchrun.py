@@ -12,7 +12,7 @@ import pytest
 import yaml
 from runs import metrics
 
-from minivlmrl.run import loop
+from minivlmrl.commands.train import train_recipe
 
 from tiny import RUN_MODEL
 
@@ -27,7 +27,7 @@ RECIPE = {
 SCRIPT = """
 import os, signal, sys, traceback
 import torch
-from minivlmrl.commands.help import start
+from minivlmrl.commands.train import main
 
 calls, original = [], torch.Tensor.backward
 
@@ -38,7 +38,7 @@ def backward(loss):
     original(loss)
 
 torch.Tensor.backward = backward
-start(sys.argv[1:])
+main(sys.argv[1:])
 """
 
 
@@ -65,7 +65,7 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]
     assert "states/000003: 3 steps of sft are done" in out
-    loop.main([str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'alone'}"])
+    train_recipe([str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'alone'}"])
     two = metrics(tmp_path / "run")
     one = metrics(tmp_path / "alone")
     assert [line["step"] for line in two] == list(range(6))

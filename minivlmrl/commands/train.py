@@ -1,0 +1,39 @@
+"""Train as a recipe describes.
+
+torchrun train.py                              # recipes/shapes.yaml: a tiny model, half a minute
+torchrun train.py RECIPE --section.name=value  # another recipe, any option changed
+torchrun train.py RECIPE --resume=auto         # go on from the newest state in output_dir
+torchrun train.py --help [SECTION]             # every option with its default
+
+`python -m minivlmrl train` does the same where there is no clone.
+"""
+
+from functools import partial
+
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
+from minivlmrl.run.loop import run_training
+from minivlmrl.run.process import run_rank
+
+
+def main(arguments: list[str]):
+    """Train as one rank and end the process, or with --help print the options of a recipe."""
+    if "--help" in arguments:
+        from minivlmrl.commands.help import print_options
+
+        print_options(*(argument for argument in arguments if argument != "--help"))
+    else:
+        run_rank(partial(train_recipe, arguments))
+
+
+def train_recipe(arguments: list[str]) -> int:
+    """Train by the recipe of a command line, and return the exit code of run_training."""
+    return run_training(parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str]) -> RunConfig:
+    """Load the recipe of a command line, [RECIPE] [--section.name=value ...]."""
+    if not arguments or arguments[0].startswith("--"):
+        arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
+    return load_config(arguments[0], arguments[1:])
