@@ -144,6 +144,75 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert status == 1 and "explained by: mask: padding, in the count alone" in out, out
 
 
+BREVITY = """
+def brevity(completions, **columns):
+    return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
+"""
+PARITY = """
+import dataclasses, sys
+
+sys.modules["trl"] = None  # the numbers are recorded
+from minivlmrl.losses import parity
+from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+
+
+def chosen(kind, options):
+    return kind(**{field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options})
+
+
+def grpo(batch, options):
+    counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    return grpo_loss(**batch, options=chosen(GRPOLossOptions, options), counts=counts)[0]
+
+
+def dpo(batch, options):
+    return dpo_loss(**batch, options=chosen(DPOLossOptions, options))[0]
+
+
+print(parity.check(grpo), parity.check(dpo, kind="dpo"))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_new_user_does_first(python, tmp_path):
+    """Check and train the default recipe, redraw its page, resume it, train own rows, hold losses against TRL's."""
+
+    def minivlmrl(*arguments):
+        status, out = run(python, tmp_path, "-m", "minivlmrl", *arguments)
+        assert status == 0, out
+        return out
+
+    short = "--sft.max_steps=1", "--grpo.max_steps=3", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
+    folder = tmp_path / "runs" / "shapes"
+    assert "nothing found that will go wrong" in minivlmrl("check", "shapes.yaml")
+    minivlmrl("train", *short, "--state_steps=2")
+    # drawn again
+    (folder / "page.html").unlink()
+    minivlmrl("page", "runs/shapes")
+    assert "</html>" in (folder / "page.html").read_text()
+    # resumed before the last step, it ends with the same bytes
+    written = {name: (folder / name).read_bytes() for name in ("checkpoint/model.safetensors", "completions.jsonl")}
+    shutil.rmtree(folder / "states" / "000004")
+    assert "resumes from runs/shapes/states/000002: 1 steps of grpo are done" in minivlmrl(
+        "train", *short, "--state_steps=2", "--resume=auto"
+    )
+    assert {name: (folder / name).read_bytes() for name in written} == written
+    # rows and a reward of one's own, as README has them
+    (tmp_path / "my_rewards.py").write_text(BREVITY)
+    images = sorted(folder.glob("images/*.webp"))[:2]
+    rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = "--model.path=runs/shapes/checkpoint", "--data.train_file=train.jsonl", "--data.eval_file=eval.jsonl"
+    rewards = "--rewards={accuracy: 1.0, my_rewards.py:brevity: 0.2}"
+    few = "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--sampling.max_new_tokens=8"
+    out = minivlmrl("train", "own_data.yaml", *own, rewards, *few)
+    assert "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
+    # TRL's recorded numbers are in the wheel
+    assert run(python, tmp_path, "-c", PARITY) == (0, "64 15\n")
+
+
 MINE = """
 stages: [sft, my_stage.py:Again, grpo]
 model: {config: recipes/shapes_model.json}
