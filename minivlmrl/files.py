@@ -270,7 +270,8 @@ def _lock(file: IO):
     else:  # Windows
         import msvcrt
 
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        # pyright reads what msvcrt has on Linux: nothing
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flush_file(path: Path):

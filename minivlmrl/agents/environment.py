@@ -11,18 +11,8 @@ from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.parsing import build, naming
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Environment
 from minivlmrl.rewards.registry import guarded
-
-
-class Environment(Protocol):
-    """The state of one completion: `reset`, and public methods, which are the tools.
-
-    An environment may also have the methods `get_reward` and `observe`, an attribute `done`, and
-    attributes that replace the defaults of Settings.
-    """
-
-    def reset(self, **columns) -> None:
-        """Begin with the columns of a row."""
 
 
 class RewardingEnvironment(Environment, Protocol):

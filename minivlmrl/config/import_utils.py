@@ -74,7 +74,7 @@ def run_file(path: str) -> ModuleType:
 def split_options(text: str) -> tuple[str, str]:
     """Split "name(option=value)" into its name and its options: ("name", "option=value")."""
     name_and_options = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
-    return name_and_options.groups() if name_and_options else (text, "")
+    return (name_and_options[1], name_and_options[2]) if name_and_options else (text, "")
 
 
 def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -99,10 +99,15 @@ def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[s
             target = load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
-        if call.args or not isinstance(call.func, ast.Name):
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise SyntaxError
-        return target, {option.arg: ast.literal_eval(option.value) for option in call.keywords}
-    except (SyntaxError, ValueError, AttributeError) as error:
+        bound_options = {}
+        for option in call.keywords:
+            if option.arg is None:  # **
+                raise SyntaxError
+            bound_options[option.arg] = ast.literal_eval(option.value)
+        return target, bound_options
+    except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"{kind} {text}: its options must have the form name=value, name=value"
         ) from error

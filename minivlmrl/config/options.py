@@ -8,7 +8,6 @@ in that file.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from minivlmrl.config.types import (
@@ -133,7 +132,9 @@ class DataOptions(RowOptions):
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     answer: Literal["tags", "whole", "last_line"] = "tags"  # where it is: docs/rewards.md
     # the first is what counts
-    eval_rewards: list[RewardName] = field(default_factory=lambda: ["accuracy", "format"])
+    eval_rewards: list[RewardName] = field(
+        default_factory=lambda: [RewardName("accuracy"), RewardName("format")]
+    )
 
     def __post_init__(self):
         if "{problem}" not in self.prompt_template and self.task:
@@ -380,14 +381,10 @@ class PPOOptions(TrainingOptions):
 class RunConfig:
     """A whole run."""
 
-    recipe = ""  # what it was read from: no option
-    unused_sections = ()  # of stages in a file that an override of `stages` leaves out: no option
-    names_of_files = MappingProxyType({})  # "file.py:Class" of `stages` -> Class.stage: no option
-
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
     # algorithms, one after the other; also file.py:Class, whose section has the name Class.stage
-    stages: list[Code] = field(default_factory=lambda: ["grpo"])
+    stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over rows that end a stage
     num_threads: Annotated[int, "[1, 4096]"] | None = None  # of a rank; None: its share of all
     state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state so often, and after a stage
@@ -412,7 +409,9 @@ class RunConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     # name -> weight
-    rewards: Weights = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
+    rewards: Weights = field(
+        default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0}
+    )
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)
     sft: SFTOptions = field(default_factory=SFTOptions)
@@ -422,6 +421,11 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
+        # not options, but what load_config says of the recipe
+        self.recipe = ""  # what it was read from
+        # sections of stages in a file that an override of `stages` leaves out
+        self.unused_sections: list[str] = []
+        self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
 

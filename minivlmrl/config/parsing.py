@@ -16,15 +16,22 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
 
-from minivlmrl.config.types import Code
+from minivlmrl.config.types import Code, Plain
 
-T = TypeVar("T")
+
+class Dataclass(Protocol):
+    """An instance of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+
+T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # list[int], int | None, ...: Python has no type for these before PEP 747
-Plain = Any  # what YAML and JSON consist of: None, bool, int, float, str, list, dict
 ChangeText = Callable[[TypeHint, str], str]
 # option of another trainer -> its name here
 THEIRS = {
@@ -70,7 +77,7 @@ def parse_yaml(text: str | bytes) -> Any:
         raise ValueError(f"not YAML ({error})") from error
 
 
-def shortened(error: object) -> str:
+def shortened(error: str | Exception) -> str:
     """Cut what an error quotes at 80 characters: it may be a picture in base64."""
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
@@ -84,7 +91,7 @@ def require(valid: bool, name: str, value: Any, expected: str):
         raise _invalid(name, value, expected)
 
 
-def _invalid(name: str, value: object, expected: str) -> ValueError:
+def _invalid(name: str, value: Any, expected: str) -> ValueError:
     # a list of YAML's aliases may be endless; reprlib stops
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, it must be {expected}")
@@ -94,7 +101,7 @@ class naming(AbstractContextManager):
     """Begin the errors of a block with the file, row or field that they are about."""
 
     # a class is faster than a generator: every one of 200,000 rows enters several
-    def __init__(self, where: object):
+    def __init__(self, where: str | Path):
         self.where = where
 
     def __exit__(self, kind, error, traceback):
@@ -166,7 +173,7 @@ class Reader:
         """Read a value; `name` is the name of the field for errors, such as "grpo.beta"."""
         plain = getattr(hint, "__supertype__", hint)  # str for a NewType
         origin = typing.get_origin(hint)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)
@@ -182,8 +189,10 @@ class Reader:
             if not valid:  # a text for each of a million valid values would take a while
                 require(valid, name, value, type_text(hint))
             return value
-        if origin in (list, tuple, dict):
-            return self._read_container(hint, value, name)
+        if origin is dict:
+            return self._read_dict(hint, value, name)
+        if origin in (list, tuple):
+            return self._read_sequence(hint, value, name)
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
                 value = float(value)
@@ -227,21 +236,25 @@ class Reader:
                 return self.read(choice, value, name)
         raise _invalid(name, value, f"of type {type_text(hint)}")
 
-    def _read_container(self, hint: TypeHint, value: Plain, name: str) -> list | tuple | dict:
-        """Read the values inside a list, tuple or dict."""
-        origin = typing.get_origin(hint)
+    def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
+        """Read the keys and the values of a dict."""
+        key_hint, item_hint = typing.get_args(hint)
+        require(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
+        read = {}
+        for key, item in value.items():
+            key = self._changed(key_hint, key)
+            read[key] = self.read(item_hint, item, f"{name}.{key}")
+        return read
+
+    def _read_sequence(self, hint: TypeHint, value: Plain, name: str) -> list | tuple:
+        """Read the values of a list or a tuple."""
+        origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
             value = [value]  # --dpo.loss_type=ipo
         # JSON and YAML have no tuples
-        is_valid = isinstance(value, (list, tuple) if origin is tuple else origin)
+        is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         require(is_valid, name, value, f"of type {type_text(hint)}")
-        if origin is dict:
-            read = {}
-            for key, item in value.items():
-                key = self._changed(inside[0], key)
-                read[key] = self.read(inside[1], item, f"{name}.{key}")
-            return read
         if origin is list or ... in inside:
             return origin(self.read(inside[0], item, name) for item in value)
         require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
@@ -316,7 +329,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from options_of(hint, f"{prefix}{field.name}.")
         else:
             declaring = [

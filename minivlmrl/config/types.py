@@ -4,7 +4,9 @@ config/parsing.py reads a value by its type: Annotated[int, ">= 1"] is checked a
 a path in a recipe is resolved by what the type says that it is relative to.
 """
 
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Any, Literal, NewType
+
+Plain = Any  # what YAML and JSON consist of: None, bool, int, float, str, list, dict
 
 # relative to the folder in which the command runs, unless a field says otherwise
 FilePath = NewType("FilePath", str)

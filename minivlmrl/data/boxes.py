@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minivlmrl.config.parsing import extra
+from minivlmrl.config.types import Plain
 
 SPACES = ("original", "resized", "thousandths", "unit")
 LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow
@@ -63,7 +64,8 @@ class Box:
         if extent == self.extent:
             return self
         numbers = zip(self.numbers, extent * 2, self.extent * 2, strict=True)
-        return Box(*(number * new / old for number, new, old in numbers), extent)
+        x1, y1, x2, y2 = (number * new / old for number, new, old in numbers)
+        return Box(x1, y1, x2, y2, extent)
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
@@ -188,7 +190,7 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
     return list(map(tuple, number_groups))
 
 
-def _groups_in_json(text: str, keys: Sequence[str]) -> list[object]:
+def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
     """Read what should be groups of numbers (ValueError, RecursionError: it is no JSON)."""
     if '"' not in text:
         text = text.replace("'", '"')  # as Python writes it
@@ -198,7 +200,7 @@ def _groups_in_json(text: str, keys: Sequence[str]) -> list[object]:
     return [value_of(item, keys) if isinstance(item, dict) else item for item in items]
 
 
-def value_of(item: dict, keys: Sequence[str] = KEYS) -> object:
+def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
     """Return what an object in JSON says of its box, in the first of the keys; None: nothing."""
     for key in keys:
         if key in item:
@@ -206,7 +208,7 @@ def value_of(item: dict, keys: Sequence[str] = KEYS) -> object:
     return None
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     """Make a JSON object; one with the same key twice says two things at once."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("the same key twice")

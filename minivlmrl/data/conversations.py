@@ -5,6 +5,7 @@ from functools import partial
 from types import UnionType
 
 from minivlmrl.config.parsing import naming
+from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
 from minivlmrl.data.formats import QUESTION_FORMS, ROLES
 from minivlmrl.data.media import Media, place_media
@@ -65,7 +66,7 @@ def read_conversation(
     return messages, media, answers
 
 
-def _check_column(text_or_turns: object, types: type | UnionType):
+def _check_column(text_or_turns: Plain, types: type | UnionType):
     """Refuse what is neither text nor turns, and turns that cannot be laid out."""
     if not isinstance(text_or_turns, types):
         raise ValueError(f"must be {TYPE_WORDS[types]}, it is {text_or_turns!r:.40}")
@@ -141,12 +142,13 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
     """Return the turns that chosen and rejected begin with, and the answers without them."""
     chosen = answers.get("chosen")
     rejected = answers.get("rejected")
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        chosen = rejected = []
     num_shared = 0  # turns that they share
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
-            if chosen_turn != rejected_turn:
-                break
-            num_shared += 1
+    for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
+        if chosen_turn != rejected_turn:
+            break
+        num_shared += 1
     if num_shared == 0:
         raise ValueError(
             f"column 'problem' is missing; the row has {columns}; name its question, data.columns: "

@@ -53,7 +53,7 @@ def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     else:
         info = HfApi().dataset_info(repo_id, revision=branch, timeout=NETWORK_SECONDS)
-        names = [file.rfilename for file in info.siblings]
+        names = [file.rfilename for file in info.siblings or ()]
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"its file {name!r} would be written outside of its folder")

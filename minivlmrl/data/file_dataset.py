@@ -90,7 +90,7 @@ class FileDataset:
     def content(self, index: int) -> str:
         """Digest what a row asks and shows, files by what they hold."""
         row, media = self.read(index)
-        hashed_parts = [repr(row.messages)]
+        hashed_parts: list[str | bytes | Path] = [repr(row.messages)]
         for source, path in files_of(media, str(self.folder)):
             hashed_parts.append(Path(path) if path else source)
         return digest(hashed_parts)
@@ -156,7 +156,14 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
                 f"data.columns: {{YOURS: {name}}} renames one"
                 f"{did_you_mean(name, existing_columns)}"
             )
-    return Row(messages, [], columns, **answers), media
+    return Row(
+        messages,
+        [],
+        columns,
+        completion=answers.get("completion"),
+        chosen=answers.get("chosen"),
+        rejected=answers.get("rejected"),
+    ), media
 
 
 def _check_columns(columns: dict, required):

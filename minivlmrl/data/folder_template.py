@@ -18,6 +18,7 @@ from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivlmrl.config.parsing import did_you_mean, naming
+from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import (
     END,
     IMAGE,
@@ -196,7 +197,7 @@ class ChatTemplate:
         for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
             if kind in used_kinds and spelled not in self.text:
                 raise self._error(f"it has no place for {kind}s; use one that has")
-        messages = _plain(messages)
+        messages = _as_json(messages)
         if "reasoning_content" in self.text and "split('</think>')" not in self.text:
             # Qwen3.8's would write a thought that is in the text after an empty one
             messages = [_with_thought_apart(message) for message in messages]
@@ -306,12 +307,12 @@ def _parse_arguments(messages: list[dict]):
                 function["arguments"] = parse_json(function["arguments"])
 
 
-def _plain(value):
+def _as_json(value: Plain) -> Plain:
     """Rebuild of JSON types alone, without None: objects have methods that no sandbox knows."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     return value if isinstance(value, str | int | float | None) else f"<{type(value).__name__}>"
 
 

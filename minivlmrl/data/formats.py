@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from minivlmrl.config.parsing import naming, require
+from minivlmrl.config.types import Plain
 from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.files import parse_json
 
@@ -50,8 +51,8 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
 class Form:
     """A row has this form if it has all columns `needed` and none of `without`."""
 
-    needed: tuple
-    without: tuple
+    needed: tuple[str, ...]
+    without: Iterable[str]
     read: Callable[[dict], dict]  # row -> the columns that it adds or replaces
 
     @property
@@ -101,8 +102,9 @@ def _read_turn(turn: dict, number: int) -> dict:
     if type(value) in (int, float):  # of VLM-R1
         value = str(value)
     if speaker in ("function_call", "tool_call"):  # laid out as Qwen writes it
+        value = str(value)
         with naming(f"the call of turn {number}"):
-            call = parse_json(str(value))
+            call = parse_json(value)
             require(isinstance(call, dict) and "name" in call, "it", value, 'JSON: {"name": ...}')
         value = f"<tool_call>\n{value.strip()}\n</tool_call>"
     return {"role": SPEAKERS[speaker], "content": value}
@@ -143,7 +145,7 @@ def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
         require(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
         turns.append({"role": "user", "content": pair[0]})
         turns.append({"role": "assistant", "content": pair[1]})
-    columns = {"prompt": [*turns, {"role": "user", "content": question_text}]}
+    columns: dict[str, Plain] = {"prompt": [*turns, {"role": "user", "content": question_text}]}
     if answer_text is not None and row.get("solution") is None:
         columns["solution"] = answer_text
     if isinstance(answer_text, str) and answer_text.strip() and row.get("chosen") is None:
@@ -174,9 +176,12 @@ def _read_objects(row: dict) -> dict:
         if num_marks == 0:
             continue
         mark_items = objects.get(key) if isinstance(objects, dict) else None
-        count = len(mark_items) if isinstance(mark_items, list) else 0
-        if count != num_marks:
-            raise ValueError(f"column 'objects' has {count} {key}, the texts {num_marks} {mark}")
+        if not isinstance(mark_items, list):
+            mark_items = []
+        if len(mark_items) != num_marks:
+            raise ValueError(
+                f"column 'objects' has {len(mark_items)} {key}, the texts {num_marks} {mark}"
+            )
         mark_values[mark] = [
             item if isinstance(item, str) else json.dumps(item) for item in mark_items
         ]
@@ -228,7 +233,7 @@ def _texts(row: dict) -> dict:
     return {name: row[name] for name in TEXTS if row.get(name) is not None}
 
 
-def changed(value, change: Callable, kinds=str):
+def changed(value: Plain, change: Callable, kinds: type | tuple[type, ...] = str) -> Plain:
     """Return the same lists and objects with another text for each, or for values of these types."""
     if isinstance(value, kinds):
         return change(value)

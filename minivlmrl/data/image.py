@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import PIL.Image
 import PIL.ImageOps
 import torch
 from PIL.Image import Image, Resampling
@@ -95,7 +97,8 @@ def resize_frames(
 
     `mean` and `std` (3, 1) are of each channel's values from 0 to 1.
     """
-    resized = np.stack([frame.resize((width, height), Resampling.BICUBIC) for frame in frames])
+    size = (width, height)
+    resized = np.stack([np.asarray(frame.resize(size, Resampling.BICUBIC)) for frame in frames])
     grey_levels = (np.arange(256) / 255).astype(np.float32)
     return look_up((grey_levels - mean) / std, resized)
 
@@ -107,6 +110,22 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """
     channels = [normalised[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)
+
+
+class VideoRules(Protocol):
+    """How a family of models sees videos, if not as data/video.py does by default."""
+
+    def frame_size(
+        self, images: "ImageProcessor", nframes: int, height: int, width: int, **options: float
+    ) -> tuple[int, int]:
+        """Choose the height and width that each frame of a video is seen with, in pixels."""
+        ...
+
+    def lay_out(
+        self, pieces: list[str], grids: list[Grid], times: list[float | list[float]]
+    ) -> tuple[list[str], list[Grid], list[float]]:
+        """Say in a rendered prompt when the steps of its videos are shown."""
+        ...
 
 
 @dataclass
@@ -121,8 +140,7 @@ class ImageProcessor:
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames  # or that of data/image_settings.py
-    # model/families/qwen3_vl.Videos, which sizes and lays out frames; None: data/video.py does
-    videos: object = None
+    videos: VideoRules | None = None  # of Qwen3-VL and later, see model/families/qwen3_vl.py
 
     @property
     def factor(self) -> int:

@@ -74,7 +74,7 @@ class Size:
 
 
 @dataclass
-class Settings:
+class ImageSettings:
     """What a preprocessor_config.json may say; null is missing."""
 
     image_processor_type: ProcessorType | None = None
@@ -83,7 +83,7 @@ class Settings:
     do_rescale: Literal[True] | None = None
     do_normalize: Literal[True] | None = None
     do_convert_rgb: Literal[True] | None = None
-    rescale_factor: Literal[FIXED["rescale_factor"]] | None = None
+    rescale_factor: Literal[1 / 255] | None = None  # pyright: ignore[reportInvalidTypeForm]  # a float
     resample: Literal[3] | None = None
     do_center_crop: Literal[False] | None = None
     do_pad: Literal[False] | None = None
@@ -103,7 +103,7 @@ def read_image_processor(
 
     Pixel bounds override the file's; those that neither gives are of transformers' class.
     """
-    settings = build(Settings, content, where, json=True)
+    settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
     low = min_pixels or settings.min_pixels or size.shortest_edge or size.min_pixels or 56 * 56
     high = (
@@ -119,7 +119,7 @@ def read_image_processor(
     return processor
 
 
-def patch_settings(holder: Settings | ImageProcessor) -> dict:
+def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
     """Return mean, deviation and sizes of patches."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
 

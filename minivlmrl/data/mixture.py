@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minivlmrl.config.options import FileOptions
 from minivlmrl.config.parsing import build, naming, parse_yaml
+from minivlmrl.config.types import FilePath
 from minivlmrl.data.rows import Row
 
 
@@ -101,5 +102,5 @@ def read_mix(path: Path) -> list[FileOptions]:
         file = Path(entry.json_path)
         if not file.exists():
             file = path.parent / file
-        files.append(FileOptions(str(file), sampling=entry.sampling_strategy))
+        files.append(FileOptions(FilePath(str(file)), sampling=entry.sampling_strategy))
     return files

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import PIL.Image
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # keys of a message part that are not options of its image or video
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
+AnyImage = TypeVar("AnyImage")
+AnyVideo = TypeVar("AnyVideo")
 VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens that the model never writes
 
 
@@ -111,8 +113,8 @@ class Processor:
 
 
 def shown_parts(
-    messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
-) -> "Iterator[tuple[PIL.Image.Image | Video | VideoFile, dict[str, int]]]":
+    messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
+) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
     """Yield the image or video of each part that shows one, and the options of the part."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]

@@ -21,6 +21,7 @@ from minivlmrl.files import parse_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 NO_JSON_TYPES = date, time, timedelta, Decimal  # of parquet; read as text, as in CSV
+LIST_ITEM = re.compile(r"[^\s,]")
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns that are JSON in a CSV file
@@ -98,15 +99,14 @@ class Lines:
     def split_list(self, content: str) -> list[tuple[int, str]]:
         """Cut a JSON list with any line breaks."""
         rows = []
-        separator = re.compile(r"[\s,]*")
         decode = json.JSONDecoder().raw_decode
-        start = separator.match(content, content.index("[") + 1).end()
+        start = _next_item(content, content.index("[") + 1)
         line_number = 1 + content.count("\n", 0, start)
         while start < len(content) and content[start] != "]":
             with naming(f"{self.path}:{line_number}"):
                 _, end = parse_json(content, decode, start)
             rows.append((line_number, content[start:end]))
-            next_start = separator.match(content, end).end()
+            next_start = _next_item(content, end)
             line_number += content.count("\n", start, next_start)
             start = next_start
         if content[start:].strip() != "]":
@@ -226,6 +226,12 @@ class Arrow:
             except (OverflowError, OSError) as error:  # such as a date that Python does not have
                 raise ValueError(f"cannot be read ({error})") from error
             return changed(row, str, NO_JSON_TYPES)
+
+
+def _next_item(content: str, start: int) -> int:
+    """Find what comes next in a JSON list: the first letter that is no space and no comma."""
+    letter = LIST_ITEM.search(content, start)
+    return letter.start() if letter else len(content)
 
 
 def _check_names(path: Path, names: list[str]):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy
 import PIL.Image
@@ -30,6 +30,17 @@ class Prompt:
         self.row: Row | None = None
 
 
+class Environment(Protocol):
+    """The state of one completion that calls tools: `reset`, and public methods, which are the tools.
+
+    An environment may also have the methods `get_reward` and `observe`, an attribute `done`, and
+    attributes that replace the defaults of Settings in agents/environment.py.
+    """
+
+    def reset(self, **columns) -> None:
+        """Begin with the columns of a row."""
+
+
 @dataclass
 class Completion:
     """An answer to a prompt, sampled or demonstrated. Its ids are never made again from its text."""
@@ -45,7 +56,7 @@ class Completion:
     # images that tools show, in order, each with its patches and image_grid_thw (a Grid); a
     # trajectory has the images alone, because its turns have the patches
     pictures: Sequence[tuple] = ()
-    environment: object = None  # the environment that the tools belong to, see agents/
+    environment: Environment | None = None  # the environment that the tools belong to
     # calls of tools: (made, failed, True if a result was cut because it did not fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log, by TRL's log_extra

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+import PIL.Image
 import PIL.ImageDraw
 
 from minivlmrl.data.messages import conversation
@@ -37,7 +38,7 @@ OBJECT_SIZES = (32, 52)  # pixels a side of the object
 
 
 @dataclass
-class Shapes:
+class Shapes(Sequence[Row]):
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
     `solution` is right in every row, also `chosen`; one of `worse` is `rejected`.
@@ -62,7 +63,7 @@ class Shapes:
         image = draw(label, rng)
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
-        columns = {"problem": PROBLEM, "solution": label}
+        columns: dict[str, str | bool] = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         if self.labelled:
@@ -101,11 +102,13 @@ def worse(label: str, rng: random.Random) -> str:
 
 def draw(label: str, rng: random.Random) -> PIL.Image.Image:
     """Draw one object of random size anywhere on a light background of random colour."""
-    image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
+    background = (rng.randint(200, 255), rng.randint(200, 255), rng.randint(200, 255))
+    image = PIL.Image.new("RGB", (SIZE, SIZE), background)
     side = rng.randint(*OBJECT_SIZES)
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
-    fill(image, *label.split(), (left, top, left + side, top + side))
+    color, shape = label.split()
+    fill(image, color, shape, (left, top, left + side, top + side))
     return image
 
 
@@ -148,7 +151,7 @@ def datasets(
     pictures = partial(
         Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt
     )
-    training = {
+    training: dict[str, Dataset] = {
         "demonstrations": pictures(
             demonstrations,
             f"{seed}/sft",
