@@ -41,12 +41,12 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
     model = build(config, dtype)
     if CARD.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = our_side(model, processor, rows, new_tokens, micro_batch_size=1, beta=0.0, learning_rate=1e-6)
-    seconds = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
+    ours = our_side(model, processor, rows, new_tokens, micro_batch_size=1, beta=0.0, learning_rate=1e-6)
+    seconds = [seconds_of(ours.step) for _ in range(WARMUP + steps)]
     numbers = {"seconds": statistics.median(seconds[WARMUP:]), "all_seconds": seconds}
     if CARD.type == "cuda":
         numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    run = trainer.algorithm.run
+    run = ours.trainer.run
     tokens = len(processor(rows[0].messages, rows[0].images).input_ids)
     run.model.dtype = str(dtype).removeprefix("torch.")
     return numbers | {"planned_gb": planned_gb(run, config, tokens, (pixels // 28) ** 2)}

@@ -68,15 +68,15 @@ class EndlessProcessor(Processor):
 class Ours:
     """GRPO as train.py runs it, one optimizer step a call."""
 
-    def __init__(self, algorithm: GRPOTrainer, rows: list[Row]):
-        batches = Batches(rows, algorithm)
-        self.algorithm = algorithm
-        self.steps = algorithm.steps(batches)
+    def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
+        batches = Batches(rows, trainer)
+        self.trainer = trainer
+        self.steps = trainer.steps(batches)
         self.done = 0
-        self.optimizer = build_optimizer(algorithm.trained, algorithm.config, algorithm.run.optimizer)
+        self.optimizer = build_optimizer(trainer.trained, trainer.config, trainer.run.optimizer)
 
     def step(self):
-        optimizer_step(self.algorithm, next(self.steps), self.optimizer, self.done)
+        optimizer_step(self.trainer, next(self.steps), self.optimizer, self.done)
         self.done += 1
 
 

@@ -80,7 +80,7 @@ def around(owner, name: str, change: Callable) -> Callable:
 
 
 def before_loss(change: Callable, owner=GRPO) -> Callable:
-    """Do something with the algorithm and its micro-batch before each loss."""
+    """Do something with the trainer and its micro-batch before each loss."""
     return around(owner, "loss", lambda loss, self, batch: (change(self, batch), loss(self, batch))[1])
 
 
@@ -148,9 +148,9 @@ def follow(logps, self, *given):
     return logps(self, *given)
 
 
-def round_weights(optimizer_step, algorithm, *given):
-    metrics = optimizer_step(algorithm, *given)
-    for parameter in algorithm.policy.parameters():
+def round_weights(optimizer_step, trainer, *given):
+    metrics = optimizer_step(trainer, *given)
+    for parameter in trainer.policy.parameters():
         parameter.data = parameter.data.bfloat16().float()
     return metrics
 

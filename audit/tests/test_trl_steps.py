@@ -75,7 +75,7 @@ def step_of(kind, d, folder, **options):
     run.rewards, run.optimizer.max_grad_norm = {"accuracy": 1.0, "format": 1.0}, 0.5  # of as many weights
     model, processor = load_model(folder, torch.float64), load_processor(folder)
     cls = {"grpo": GRPOTrainer, "dpo": DPOTrainer, "sft": SFTTrainer}[kind]
-    algorithm = cls(run, model, processor, World())
+    trainer = cls(run, model, processor, World())
     prompts, answers = rows_of(d)
     if kind == "grpo":
         order = d["row"].argsort().tolist()
@@ -83,14 +83,14 @@ def step_of(kind, d, folder, **options):
         completions = [[answers[i] for i in group] for group in groups]
         rewards = d["rewards"].float()
         rollout = Rollout([Row([], []) for _ in groups], [prompts[group[0]] for group in groups], completions, rewards)
-        step = Step(*algorithm.prepare(rollout, [range(len(groups))]))
+        step = Step(*trainer.prepare(rollout, [range(len(groups))]))
     else:
         first = range(len(prompts)) if kind == "sft" else d["chosen"].nonzero()[:, 0].tolist()
         second = {int(p): i for i, p in enumerate(d["pair"].tolist()) if not d["chosen"][i]} if kind == "dpo" else {}
         of = [[i] + ([second[int(d["pair"][i])]] if second else []) for i in first]
         coded = [[answers[i] for i in group] for group in of]
-        step = algorithm.step([algorithm.pack([prompts[group[0]] for group in of], coded)])
-    optimizer_step(algorithm, step, build_optimizer(algorithm.trained, algorithm.config, algorithm.run.optimizer), 0)
+        step = trainer.step([trainer.pack([prompts[group[0]] for group in of], coded)])
+    optimizer_step(trainer, step, build_optimizer(trainer.trained, trainer.config, trainer.run.optimizer), 0)
     return dict(model.named_parameters())
 
 
@@ -162,12 +162,12 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     for name, value in OURS.items():
         setattr(run.kto, name, value)
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    algorithm = find_trainer("kto", run)(run, model, processor, World())
-    optimizer, lines = build_optimizer(algorithm.trained, run.kto, run.optimizer), []
+    ours = find_trainer("kto", run)(run, model, processor, World())
+    optimizer, lines = build_optimizer(ours.trained, run.kto, run.optimizer), []
     for number, inputs in enumerate(seen):
-        monkeypatch.setattr(algorithm, "encode", lambda rows, inputs=inputs: encoded(inputs))
-        step = next(algorithm.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
-        lines.append(optimizer_step(algorithm, step, optimizer, number))
+        monkeypatch.setattr(ours, "encode", lambda rows, inputs=inputs: encoded(inputs))
+        step = next(ours.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
+        lines.append(optimizer_step(ours, step, optimizer, number))
     theirs = [line for line in trainer.state.log_history if "kl" in line]
     assert lines[-1]["kl"] > 0.1
     for ours, line in zip(lines, theirs, strict=True):

@@ -40,9 +40,9 @@ class Recorder(Callback):
         self.rows = [pictures[i] for i in range(HELD_OUT)]
         self.moments = []
 
-    def on_step_begin(self, algorithm, optimizer, step, number, batches):
-        if algorithm.stage == "grpo" and number % EVERY == 0:
-            self.look(algorithm.policy, algorithm.processor, number)
+    def on_step_begin(self, trainer, optimizer, step, number, batches):
+        if trainer.stage == "grpo" and number % EVERY == 0:
+            self.look(trainer.policy, trainer.processor, number)
 
     def look(self, policy, processor, number: int):
         """Answer all pictures."""

@@ -48,9 +48,9 @@ class Recorder(Callback):
         pictures = Localisation(HELD_OUT, "test")
         self.sampling, self.rows, self.moments = sampling, [pictures[i] for i in range(HELD_OUT)], []
 
-    def on_step_begin(self, algorithm, optimizer, step, number, batches):
-        if algorithm.stage == "grpo" and number % EVERY == 0:
-            self.look(algorithm.policy, algorithm.processor, number)
+    def on_step_begin(self, trainer, optimizer, step, number, batches):
+        if trainer.stage == "grpo" and number % EVERY == 0:
+            self.look(trainer.policy, trainer.processor, number)
 
     def look(self, policy, processor, number: int):
         """Answer all pictures."""

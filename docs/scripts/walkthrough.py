@@ -137,11 +137,11 @@ class Stop:
 class Walk:
     """The prompt of what go_to returns, its completions, and what happens to them."""
 
-    def __init__(self, algorithm, optimizer, step, rows):
-        self.algorithm, self.optimizer, self.step, self.index = algorithm, optimizer, step, PROMPT
-        self.policy, self.temperature = algorithm.policy, algorithm.run.sampling.temperature
+    def __init__(self, trainer, optimizer, step, rows):
+        self.trainer, self.optimizer, self.step, self.index = trainer, optimizer, step, PROMPT
+        self.policy, self.temperature = trainer.policy, trainer.run.sampling.temperature
         self.row, [batch] = rows[PROMPT], step.micro_batches
-        [self.batch] = algorithm.micro_batches(step.rollout, range(PROMPT, PROMPT + 1), batch.advantages)
+        [self.batch] = trainer.micro_batches(step.rollout, range(PROMPT, PROMPT + 1), batch.advantages)
         self.batch.counts, self.group = batch.counts, self.batch.group
         [self.prompt], self.ids = self.group.prompts, self.group.completion_ids.split(self.group.layout.row_lengths)
 
@@ -153,7 +153,7 @@ class Walk:
     @torch.no_grad()
     def see(self) -> Iterator[Stop]:
         """The first picture, and all images as vectors of the decoder."""
-        settings, grids = self.algorithm.processor.image_processor, self.prompt.image_grid_thw
+        settings, grids = self.trainer.processor.image_processor, self.prompt.image_grid_thw
         pixels = np.asarray(image.to_rgb(self.row.images[0]))
         yield Stop("RGB", image.load_image, [shown("pixels", pixels, 9)], {"pixels": pixels})
         lines = [shown("pixel_values", self.prompt.pixel_values), shown("image_grid_thw", grids)]
@@ -188,13 +188,13 @@ class Walk:
         lines = [shown("logps", rows[self.group.completion_mask.bool()]), shown("in rows", rows, 0)]
         lines.append(shown("when drawn", self.batch.sampler_logps[self.group.completion_mask.bool()]))
         yield Stop("Log-probabilities", logprobs.per_token_logps, lines, {"words": words, "logps": rows.tolist()})
-        texts = map(self.algorithm.processor.decode, self.ids)
+        texts = map(self.trainer.processor.decode, self.ids)
         yield Stop("Text", Processor.decode, [f"{number}  {text!r}" for number, text in enumerate(texts)])
 
     def earn(self) -> Iterator[Stop]:
         """What the completions of a rollout are worth."""
-        about = list(groups(self.algorithm, self.step))[self.index]
-        lines = ["".join(f"{name:>12}" for name in ("completion", *self.algorithm.run.rewards, "sum"))]
+        about = list(groups(self.trainer, self.step))[self.index]
+        lines = ["".join(f"{name:>12}" for name in ("completion", *self.trainer.run.rewards, "sum"))]
         for number, said in enumerate(about["completions"]):
             cells = number, *map(clean, said["rewards"].values()), clean(said["reward"])
             lines.append("".join(f"{cell:>12}" for cell in cells))
@@ -203,11 +203,11 @@ class Walk:
 
     def learn(self) -> Iterator[Stop]:
         """Loss, gradient, and what the update changes."""
-        norms, before, limit = {}, self.logps(), self.algorithm.run.optimizer.max_grad_norm
+        norms, before, limit = {}, self.logps(), self.trainer.run.optimizer.max_grad_norm
         with torch.no_grad():
-            share = self.algorithm.loss(self.batch)[0].item()
-        self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))
-        metrics = loop.optimizer_step(self.algorithm, self.step, self.optimizer, 0)
+            share = self.trainer.loss(self.batch)[0].item()
+        self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.trainer.trained)))
+        metrics = loop.optimizer_step(self.trainer, self.step, self.optimizer, 0)
         text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
         yield Stop("Loss", grpo.grpo_loss, [text])
         lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
@@ -225,7 +225,7 @@ class Walk:
 
     def spell(self, ids: Tensor) -> list[str]:
         """The text of each token, with what does not show spelled out."""
-        decode = self.algorithm.processor.tokenizer.decode
+        decode = self.trainer.processor.tokenizer.decode
         return [repr(decode([number]))[1:-1] for number in ids.tolist()]
 
 
@@ -261,9 +261,9 @@ def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
 def write_film():
     """Write step.html: the same step with two prompts of four completions, line by line."""
     config, film = run_config(RECIPE, None, [*OPTIONS, *FILMED]), Film([], "grpo", 0)
-    algorithm, optimizer, step, _ = go_to(config, "grpo", 0, film)
+    trainer, optimizer, step, _ = go_to(config, "grpo", 0, film)
     with film:
-        loop.optimizer_step(algorithm, step, optimizer, 0)
+        loop.optimizer_step(trainer, step, optimizer, 0)
     film.write(DOCS / "step.html", "The first GRPO step of recipes/shapes.yaml")
 
 
@@ -294,14 +294,14 @@ def page() -> str:
 
 def numbers() -> dict[str, float]:
     """The numbers that the texts name."""
-    walk, settings = begin()[0], begin()[0].algorithm.processor.image_processor
+    walk, settings = begin()[0], begin()[0].trainer.processor.image_processor
     said, ids = data("Rewards")["completions"], walk.prompt.input_ids
-    form, truth = walk.algorithm.run.rewards.values()
+    form, truth = walk.trainer.run.rewards.values()
     sizes = {"factor": settings.factor, "patch_dim": settings.patch_dim, "side": settings.patch_size}
     counts = {"merged": len(data("Windows")["order"]), "vocab": walk.policy.config.vocab_size, "length": len(ids)}
     counts |= {"M": len(walk.group.completion_ids), "N": len(walk.group.input_ids)}
     rewards = {"form": form, "truth": truth, "epsilon": EPSILON, "best": max(one["advantage"] for one in said)}
-    return sizes | counts | rewards | {"prompts": walk.algorithm.config.prompts_per_step}
+    return sizes | counts | rewards | {"prompts": walk.trainer.config.prompts_per_step}
 
 
 def data(title: str) -> dict:

@@ -91,16 +91,16 @@ def check(config) -> Iterator[str]:
     for callback in default_callbacks(config):
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, stages, world)
-    online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
+    online = [stage for stage, trainer in stages.items() if not trainer.answers]
     yield from mistakes(config, datasets)
     if online:
         yield from check_sampling(config.sampling)
-    for stage, algorithm in stages.items():
+    for stage, trainer in stages.items():
         yield from check_training(config, stage, model, len(datasets[stage]))
-        yield from check_all_rows(config, datasets[stage], algorithm.answers, processor)
+        yield from check_all_rows(config, datasets[stage], trainer.answers, processor)
     yield from check_template(processor)
     yield from check_tools(config.sampling.environment)
-    rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
+    rows_of = {trainer.needs: datasets[stage] for stage, trainer in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
         yield from check_demonstrations(trial_of(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
@@ -322,7 +322,7 @@ def check_answers(config, names, all_rows: Dataset, processor: Processor) -> Ite
     rows = spread(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
-    draws_later = not all(algorithm.answers for algorithm in map(find_class, config.stages))
+    draws_later = not all(trainer.answers for trainer in map(find_class, config.stages))
     for name in names:
         answers = [encode_completion(processor, row.messages, getattr(row, name)) for row in rows]
         id_lists = [answer.ids for answer in answers]

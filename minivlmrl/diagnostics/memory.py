@@ -230,13 +230,13 @@ def plan(
     Args:
         text_tokens, image_tokens, frames: of a prompt, see Work.
     """
-    algorithm = find_trainer(stage, run)
+    trainer = find_trainer(stage, run)
     models = costs.build_trained(run, stage)
     model, *critics = models
     shards = num_shards(run.sharding, gpus)
     share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
     micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
-    samples = not algorithm.answers
+    samples = not trainer.answers
     gathered = gathered_bytes(run, model)
     rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
     logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run))
@@ -320,7 +320,7 @@ def rollout_items(
 
 def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dict[str, float]:
     """Bytes of what is there all the time, before sharding; models: see build_trained."""
-    algorithm = find_trainer(stage, run)
+    trainer = find_trainer(stage, run)
     model, *critics = models
     weights = bytes_of([*model.parameters(), *model.buffers()])
     adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
@@ -329,9 +329,9 @@ def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dic
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if has_reference(run, stage):
         items["reference"] = reference_bytes(run, model)
-    if not algorithm.trains_policy:  # in addition to the copy that is trained
+    if not trainer.trains_policy:  # in addition to the copy that is trained
         items["policy"] = adapters or weights
-    if not algorithm.answers and "reward_model" in run.rewards:
+    if not trainer.answers and "reward_model" in run.rewards:
         path = run.reward_model.path
         judge = costs if path is None else Costs(read_config(find_folder(path)))
         items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize

@@ -77,15 +77,15 @@ def main(arguments: list[str]) -> int:
             )
         film = Film(names, stage, number)
     try:
-        algorithm, optimizer, step, rows = go_to(config, stage, number, film)
-        show(algorithm, step, rows, options.prompt)
+        trainer, optimizer, step, rows = go_to(config, stage, number, film)
+        show(trainer, step, rows, options.prompt)
         with film or nullcontext():
-            metrics = loop.optimizer_step(algorithm, step, optimizer, number)
+            metrics = loop.optimizer_step(trainer, step, optimizer, number)
     finally:
         if film and film.calls:  # of a step that fails too
             film.write(Path(page), f"{options.run}, {stage} step {number}")
-    process_group.shutdown(algorithm.world)
-    same = compare(folder, algorithm, step, number, metrics)
+    process_group.shutdown(trainer.world)
+    same = compare(folder, trainer, step, number, metrics)
     for name, is_same in same.items():
         other = (
             "something else: another CPU, number of threads or ranks, version of torch, or other "
@@ -107,7 +107,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]):
 
 
 class Reached(Exception):
-    """The requested step comes next. Its arguments are algorithm, optimizer, Step and rows."""
+    """The requested step comes next. Its arguments are trainer, optimizer, Step and rows."""
 
 
 class StopBefore(Callback):
@@ -118,19 +118,19 @@ class StopBefore(Callback):
         self.film = film
 
     def on_step_begin(
-        self, algorithm: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
+        self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
     ):
-        if (algorithm.stage, number) != self.wanted:
+        if (trainer.stage, number) != self.wanted:
             return
         if self.film:
-            self.film.pause(algorithm, step)
-        last_batch = Batches(batches.dataset, algorithm, batches.draws - 1)
+            self.film.pause(trainer, step)
+        last_batch = Batches(batches.dataset, trainer, batches.draws - 1)
         rows = step.rollout.rows if step.rollout else next(last_batch)
-        raise Reached(algorithm, optimizer, step, rows)
+        raise Reached(trainer, optimizer, step, rows)
 
 
 def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
-    """Train until a step is next: algorithm, optimizer, Step, rows (ValueError: there is none).
+    """Train until a step is next: trainer, optimizer, Step, rows (ValueError: there is none).
 
     A copy of the run, cut back to its nearest state before the step, is resumed by train itself.
     """
@@ -207,7 +207,7 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
 
 
 @torch.no_grad()
-def show(algorithm, step, rows, index: int):
+def show(trainer, step, rows, index: int):
     """Print a prompt of a step and its completions; log-probabilities are sums, in nats."""
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
@@ -216,16 +216,16 @@ def show(algorithm, step, rows, index: int):
     temperature = 1.0
     if step.rollout:
         completions = step.rollout.completions[prompts[index]]
-        temperature = algorithm.run.sampling.temperature
-        logged_group = list(groups(algorithm, step))[index]
+        temperature = trainer.run.sampling.temperature
+        logged_group = list(groups(trainer, step))[index]
         table = []
         for line in logged_group["completions"]:
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)
     else:
-        _, [completions] = algorithm.encode([row])
-        table = [{"answer": name} for name in algorithm.answers]
-    logps = logps_now(algorithm, row, completions, temperature)
+        _, [completions] = trainer.encode([row])
+        table = [{"answer": name} for name in trainer.answers]
+    logps = logps_now(trainer, row, completions, temperature)
     question = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
     print(f"row {row.index} {row.where}: {question}")
     for i, completion in enumerate(completions):
@@ -234,14 +234,14 @@ def show(algorithm, step, rows, index: int):
             print("completion", *(f"{name:>10}" for name in line))
         values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()]
         print(f"{i:<10}", *(f"{value:>10}" for value in values))
-        print(f"    {algorithm.processor.decode(completion.ids)!r}")
+        print(f"    {trainer.processor.decode(completion.ids)!r}")
 
 
-def logps_now(algorithm, row, completions: list, temperature: float) -> list[torch.Tensor]:
+def logps_now(trainer, row, completions: list, temperature: float) -> list[torch.Tensor]:
     """Compute log-probabilities of completions by the policy as it is before the step."""
-    policy = algorithm.policy
-    prompt = row.prompt(algorithm.processor)
-    group = pack_rollout([prompt], [completions], policy.config, algorithm.world.device)
+    policy = trainer.policy
+    prompt = row.prompt(trainer.processor)
+    group = pack_rollout([prompt], [completions], policy.config, trainer.world.device)
     logps, _ = per_token_logps(policy, group, temperature)
     rows = zip(group.pad(logps.cpu()), group.layout.row_lengths, strict=True)
     return [row_logps[:length] for row_logps, length in rows]
@@ -258,14 +258,14 @@ def compare_logps(completion, logps: torch.Tensor) -> dict:
     return line
 
 
-def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:
+def compare(folder: Path, trainer, step, number: int, metrics: dict) -> dict[str, bool]:
     """Which files of the run know the step, and whether they say what the replay says."""
-    completions = list(groups(algorithm, step)) if step.rollout else []
+    completions = list(groups(trainer, step)) if step.rollout else []
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
         for line in read_lines(folder / name, Logged):
-            if (line["stage"], line["step"]) == (algorithm.stage, number):
+            if (line["stage"], line["step"]) == (trainer.stage, number):
                 replayed_line = replayed_lines.get(line.get("row"), {"row": None})
                 same[name] = same.get(name, True) and line == line | replayed_line
     return same

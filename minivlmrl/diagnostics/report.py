@@ -51,10 +51,10 @@ class ReportPage(Callback):
         self.next_time = 0.0  # when the page is written again
         self.refresh()
 
-    def on_stage_begin(self, algorithm: Trainer, optimizer: Optimizer, state: TrainerState):
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         self.refresh()
 
-    def on_step_end(self, algorithm: Trainer, step: Step, number: int, values: dict):
+    def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         self.refresh()
 
     def on_run_end(self):

@@ -134,8 +134,8 @@ class Film:
                 self.next_line(frame, call)
         elif not self.root:
             names = frame.f_locals
-            if (names["algorithm"].stage, names.get("number")) == self.step:
-                self.images = names["algorithm"].processor.image_processor
+            if (names["trainer"].stage, names.get("number")) == self.step:
+                self.images = names["trainer"].processor.image_processor
                 self.follow(frame, None)
         if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self.frames.pop(frame, None)
@@ -157,7 +157,7 @@ class Film:
             if name[0] != "_":
                 values[f"self.{name}"] = x
         if frame.f_code is loop.optimizer_step.__code__:
-            weights = values["algorithm"].trained.named_parameters()
+            weights = values["trainer"].trained.named_parameters()
             norms = {name: p.grad.norm().item() for name, p in weights if p.grad is not None}
             if norms != self.norms:  # one object while equal
                 self.norms = norms
@@ -204,16 +204,16 @@ class Film:
         rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
-    def pause(self, algorithm, step):
+    def pause(self, trainer, step):
         """Stop before the update, and describe the step's runs and its first prompts."""
         self.__exit__()
         runs = [describe_run(batch) for batch in step.micro_batches]
         words = {}
         for run in runs:
             for token_id in run["ids"] + run["targets"]:
-                words[token_id] = algorithm.processor.tokenizer.decode([token_id])
+                words[token_id] = trainer.processor.tokenizer.decode([token_id])
         self.about = {
-            "prompts": describe_prompts(algorithm, step) if step.rollout else [],
+            "prompts": describe_prompts(trainer, step) if step.rollout else [],
             "numbers": list(step.prompts),
             "runs": runs,
             "words": words,
@@ -276,20 +276,20 @@ def describe_run(batch) -> dict:
     }
 
 
-def describe_prompts(algorithm, step) -> list[dict]:
+def describe_prompts(trainer, step) -> list[dict]:
     """Describe the first prompts of a rollout: texts, rewards, and where the rewards looked."""
     rollout = step.rollout
-    lines = list(groups(algorithm, step))[:GROUPS]
+    lines = list(groups(trainer, step))[:GROUPS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
         for shown, completion in zip(line["completions"], rollout.completions[index], strict=True):
             maps = looked(
-                algorithm.policy,
-                algorithm.processor,
+                trainer.policy,
+                trainer.processor,
                 rollout.prompts[index],
                 completion,
                 shown["advantage"],
-                algorithm.run.sampling.temperature,
+                trainer.run.sampling.temperature,
             )
             shown["maps"] = [describe(x) for x in maps]
     return lines

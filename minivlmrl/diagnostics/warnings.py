@@ -38,15 +38,15 @@ class TrainingWarnings(Callback):
         self.log = log
         self.evaluations = Path(config.output_dir, EVALUATIONS)
 
-    def on_stage_begin(self, algorithm: Trainer, optimizer: Optimizer, state: TrainerState):
-        self.rules = WarningRules(algorithm, optimizer)
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        self.rules = WarningRules(trainer, optimizer)
         if state.step and "alarms" in state.logs:
             self.rules.restore(state.logs["alarms"])
 
-    def on_step_end(self, algorithm: Trainer, step: Step, number: int, values: dict):
+    def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         if self.log.world.is_main:
             for warning in self.rules.step(values, step.rollout):
-                self.log.warn(algorithm.stage, number, warning, number + 1)
+                self.log.warn(trainer.stage, number, warning, number + 1)
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         if self.log.world.is_main:
@@ -63,9 +63,9 @@ class TrainingWarnings(Callback):
 class WarningRules:
     """The rules of one stage."""
 
-    def __init__(self, algorithm, optimizer):
-        self.algorithm, self.optimizer = algorithm, optimizer
-        self.run = algorithm.run
+    def __init__(self, trainer, optimizer):
+        self.trainer, self.optimizer = trainer, optimizer
+        self.run = trainer.run
         self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
         self.first = None  # metrics of the first step
         self.broken = set()  # names of the rules that were broken at the last step
@@ -160,7 +160,7 @@ class WarningRules:
             yield (
                 "zero",
                 "all gradients are zero, so nothing is learned; is what the rows train frozen, or "
-                f"are the weights lost? Then lower {self.algorithm.stage}.learning_rate",
+                f"are the weights lost? Then lower {self.trainer.stage}.learning_rate",
             )
 
     def completion_rules(self) -> Iterator[tuple[str, str]]:
@@ -206,13 +206,13 @@ class WarningRules:
                 "if it should earn more, lower the learning rate, add beta, or go back to an "
                 "earlier checkpoint",
             )
-        uniform = math.log(self.algorithm.policy.config.vocab_size)
+        uniform = math.log(self.trainer.policy.config.vocab_size)
         wrote_text = self.first.get("entropy", uniform) < 0.5 * uniform
         if wrote_text and self.always("entropy", lambda nats: nats > 0.9 * uniform):
             yield (
                 "noise",
                 f"the policy writes noise now (entropy {self.recent[-1]['entropy']:.1f}); "
-                f"lower {self.algorithm.stage}.learning_rate",
+                f"lower {self.trainer.stage}.learning_rate",
             )
 
     def blind_rules(self) -> Iterator[tuple[str, str]]:
@@ -254,7 +254,7 @@ class WarningRules:
         Experts have a rule of their own, idle_experts.
         """
         names = []
-        for name, parameter in self.algorithm.trained.named_parameters():
+        for name, parameter in self.trainer.trained.named_parameters():
             has_state = parameter in self.optimizer.state
             if parameter.requires_grad and not has_state and ".mlp.experts." not in name:
                 names.append(name)
@@ -277,7 +277,7 @@ class WarningRules:
                 "idle",
                 f"{len(idle)} experts, such as {expert} of layer {layer}, had no token in {IDLE} "
                 "steps, so they learn nothing, which is usual where rows are alike; if all should "
-                f"learn, set {self.algorithm.stage}.router_aux_loss_coef, for example to 0.001",
+                f"learn, set {self.trainer.stage}.router_aux_loss_coef, for example to 0.001",
             )
 
 

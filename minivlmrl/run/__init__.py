@@ -1,1 +1,1 @@
-"""What a run needs around its algorithm: options, rows, evaluation, optimizer, metrics."""
+"""What a run needs around its trainers: options, rows, evaluation, optimizer, metrics."""

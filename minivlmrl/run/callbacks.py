@@ -25,15 +25,15 @@ class Callback:
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         """Begin: the run's folder has a config.yaml and log files, and nothing is trained yet."""
 
-    def on_stage_begin(self, algorithm: Trainer, optimizer: Optimizer, state: TrainerState):
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         """Begin a stage, or resume one if state.step is over 0."""
 
     def on_step_begin(
-        self, algorithm: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
+        self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
     ):
         """Look at a step whose rollout is sampled and whose update comes next."""
 
-    def on_step_end(self, algorithm: Trainer, step: Step, number: int, values: dict):
+    def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         """Look at a step after its update; values are its line of metrics.jsonl."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):

@@ -58,8 +58,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
     content = {}
     for name in names:
         rows, first = local_rows(tensors[name])
-        if not name.startswith("algorithm."):
-            check_finite(name, rows, folder)
+        check_finite(name, rows, folder)
         content[f"{first}:{name}"] = rows.cpu().contiguous()
         is_full = sum(part.nbytes for part in content.values()) >= FILE_SIZE
         if is_full or name == names[-1]:

@@ -1,7 +1,7 @@
 """The states of a run on the disk: all that a killed run needs to go on as if it had never stopped.
 
 output_dir/states/000120/    after 120 optimizer steps of all stages
-    *.safetensors            weights, moments and the algorithm's state_dict, see run/checkpoint_files.py
+    *.safetensors            weights and moments, see run/checkpoint_files.py
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
@@ -72,16 +72,16 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     return parse_json(json_text(values))
 
 
-def tensors(algorithm: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
+def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
-    modules = nn.ModuleDict(algorithm.modules())
+    modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    base_ids = shared_base(algorithm.policy)  # of parameters that model.path has
+    base_ids = shared_base(trainer.policy)  # of parameters that model.path has
     named_tensors = {}
     for name, parameter in modules.named_parameters():
         if id(parameter) not in base_ids:
             named_tensors[plain_name(name)] = parameter
-    for name, parameter in algorithm.trained.named_parameters():
+    for name, parameter in trainer.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             named_tensors[f"optimizer.{name}/{moment}"] = value
     return named_tensors
@@ -239,9 +239,9 @@ class CheckpointManager:
             if self.world.is_main:
                 print(change, flush=True)
 
-    def restore(self, algorithm: Trainer, optimizer: Optimizer):
+    def restore(self, trainer: Trainer, optimizer: Optimizer):
         """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
-        self.algorithm, self.optimizer = algorithm, optimizer
+        self.trainer, self.optimizer = trainer, optimizer
         self.between_rollouts = True
         folder = self.resumed
         self.resumed = None  # later stages begin by themselves
@@ -250,11 +250,11 @@ class CheckpointManager:
         try:
             pieces = find_pieces(folder)
             moved = []
-            for name, parameter in algorithm.trained.named_parameters():
+            for name, parameter in trainer.trained.named_parameters():
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
                     moved.append(parameter)
             begin_state(optimizer, moved)
-            targets = tensors(algorithm, optimizer)
+            targets = tensors(trainer, optimizer)
             unmatched = sorted(targets.keys() ^ pieces.keys())
             if unmatched:
                 raise ValueError(f"only one of the two has {unmatched[0]}")
@@ -313,7 +313,7 @@ class CheckpointManager:
     def save(self, folder: Path, progress: TrainerState):
         """Write a state, all ranks together, and remove the oldest of too many."""
         draft = folder.with_name(folder.name + ".partial")
-        named_tensors = tensors(self.algorithm, self.optimizer)
+        named_tensors = tensors(self.trainer, self.optimizer)
         checksums = {}
 
         def write():

@@ -30,17 +30,17 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     """
     if callbacks is None:
         callbacks = default_callbacks(config)
-    algorithms = find_trainers(config)
+    trainers = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals, locked(config.output_dir, world):
-        train_stages(config, algorithms, signals, callbacks)
+        train_stages(config, trainers, signals, callbacks)
     process_group.shutdown(signals.world)
     return signals.exit_code
 
 
 def train_stages(
     config: RunConfig,
-    algorithms: dict[str, type[Trainer]],
+    trainers: dict[str, type[Trainer]],
     signals: StopSignals,
     callbacks: Sequence[Callback],
 ):
@@ -51,7 +51,7 @@ def train_stages(
         print(f"output: {config.output_dir}; open page.html there in a browser", flush=True)
     for callback in callbacks:
         callback.on_setup(config, world)
-    model, processor, datasets = prepare(config, algorithms, world)
+    model, processor, datasets = prepare(config, trainers, world)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
     state = checkpoints.to_resume()
     with MetricsLog(config, world, state) as log:
@@ -60,22 +60,22 @@ def train_stages(
         for callback in callbacks:
             callback.on_run_begin(config, log)
             log.callback(callback.on_run_end)  # called however the run ends
-        algorithm = None
+        trainer = None
         if checkpoints.resumed is None:
             results.measure("start")
         for number in range(state.stage, len(config.stage_names)):
             stage = config.stage_names[number]
-            if algorithm is not None:
-                algorithm.save(results.folder)
+            if trainer is not None:
+                trainer.save(results.folder)
                 world.barrier()  # this stage may read what was saved
-            algorithm = algorithms[stage](config, model, processor, world, state.step)
-            train_stage(algorithm, datasets[stage], results, log, checkpoints, state, callbacks)
+            trainer = trainers[stage](config, model, processor, world, state.step)
+            train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
             state.begin_stage(number + 1)
-        results.write(algorithm)
+        results.write(trainer)
 
 
 def train_stage(
-    algorithm: Trainer,
+    trainer: Trainer,
     rows: Dataset,
     results: Results,
     log: MetricsLog,
@@ -84,65 +84,65 @@ def train_stage(
     callbacks: Sequence[Callback],
 ):
     """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
-    stage = algorithm.stage
-    config = algorithm.config
+    stage = trainer.stage
+    config = trainer.config
     state.check_rows(len(rows))
-    batches = Batches(rows, algorithm, state.draws)
-    optimizer = build_optimizer(algorithm.trained, config, algorithm.run.optimizer)
-    checkpoints.restore(algorithm, optimizer)
-    state.kept = algorithm.begin(batches, results.held_out, state.kept)
-    log.stage(algorithm, state.step, state.seconds.get(stage, 0.0))
+    batches = Batches(rows, trainer, state.draws)
+    optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
+    checkpoints.restore(trainer, optimizer)
+    state.kept = trainer.begin(batches, results.held_out, state.kept)
+    log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for callback in callbacks:
-        callback.on_stage_begin(algorithm, optimizer, state)
-    steps = algorithm.steps(batches)
+        callback.on_stage_begin(trainer, optimizer, state)
+    steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:
             with checkpoints.saved_on_error(state, log):
                 # Evaluation and saving after `number` steps come before the next step, so that a
                 # run that was killed between state and evaluation does them when it is resumed.
-                results.after_step(algorithm, number)
+                results.after_step(trainer, number)
                 step = next(steps)
             for callback in callbacks:
-                callback.on_step_begin(algorithm, optimizer, step, number, batches)
-            metrics = optimizer_step(algorithm, step, optimizer, number)
+                callback.on_step_begin(trainer, optimizer, step, number, batches)
+            metrics = optimizer_step(trainer, step, optimizer, number)
         except FloatingPointError as error:
             raise ValueError(
                 f"{stage} step {number}: {error}; "
                 f"stopped before the update; try a lower {stage}.learning_rate"
             ) from error
-        check_mismatch(algorithm.run, metrics)
+        check_mismatch(trainer.run, metrics)
         values = log.step(number, metrics, step)
         for callback in callbacks:
-            callback.on_step_end(algorithm, step, number, values)
+            callback.on_step_end(trainer, step, number, values)
         log.mark()
         state.advance(stage, batches.draws, log.seconds)
         checkpoints.after_step(state, log, step.ends_rollout)
     state.seconds[stage] = log.end_stage()
     with checkpoints.saved_on_error(state, log):
-        results.after_step(algorithm, config.max_steps)
-        results.measure(f"after_{stage}", algorithm)
+        results.after_step(trainer, config.max_steps)
+        results.measure(f"after_{stage}", trainer)
 
 
-def optimizer_step(algorithm: Trainer, step: Step, optimizer, number: int) -> dict[str, float]:
+def optimizer_step(trainer: Trainer, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
-    world = algorithm.world
+    world = trainer.world
     parts = []  # of each micro-batch: its metrics, and over how many tokens or pairs they are
     for index, batch in enumerate(step.micro_batches):
         world.leave()
-        with algorithm.dropout(number, index):
-            loss, metrics = algorithm.training_loss(batch)
+        with trainer.dropout(number, index):
+            loss, metrics = trainer.training_loss(batch)
             loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
-    max_grad_norm = algorithm.run.optimizer.max_grad_norm
-    grad_norm = finish_gradients(algorithm.trained, world, max_grad_norm)
+    max_grad_norm = trainer.run.optimizer.max_grad_norm
+    grad_norm = finish_gradients(trainer.trained, world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")
-    rate = learning_rate(number, algorithm.config)
+    rate = learning_rate(number, trainer.config)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    algorithm.after_step(number + 1)
+    trainer.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}

@@ -69,11 +69,11 @@ class MetricsLog(ExitStack):
         for log in self.trackers:
             log(values, self.steps)
 
-    def stage(self, algorithm, steps_done: int, seconds: float):
+    def stage(self, trainer, steps_done: int, seconds: float):
         """Begin a stage with a new bar; a resumed one has done steps, which took `seconds`."""
-        self.algorithm = algorithm
-        self.name = algorithm.stage
-        bar = progress_bar(self.name, algorithm.config.max_steps, self.world.is_main, steps_done)
+        self.trainer = trainer
+        self.name = trainer.stage
+        bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
@@ -102,7 +102,7 @@ class MetricsLog(ExitStack):
     def step(self, number: int, metrics: dict[str, float], step) -> dict:
         """Record one optimizer step; returns its metrics with the tables of its routers."""
         self.steps += 1
-        routers = self.algorithm.router_log  # None: the model has no experts
+        routers = self.trainer.router_log  # None: the model has no experts
         values = metrics | (routers.take() if routers else {})
         if not self.files:
             return values
@@ -120,7 +120,7 @@ class MetricsLog(ExitStack):
         self.write(TIMINGS, line | timing | peak_memory())
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
-        self.completions.step(self.algorithm, step, number)
+        self.completions.step(self.trainer, step, number)
         return values
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):

@@ -57,24 +57,24 @@ class Results:
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())
 
-    def measure(self, name: str, algorithm=None):
+    def measure(self, name: str, trainer=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
         if self.held_out is not None:
-            steps_done = algorithm.config.max_steps if algorithm else 0
-            self.progress.results[name] = self.evaluate(name, algorithm, steps_done)
+            steps_done = trainer.config.max_steps if trainer else 0
+            self.progress.results[name] = self.evaluate(name, trainer, steps_done)
 
-    def after_step(self, algorithm, steps_done: int):
+    def after_step(self, trainer, steps_done: int):
         """Evaluate and save if it is time after so many steps; at the end measure() evaluates."""
         if steps_done == 0:
             return
         config = self.config
-        is_last = steps_done == algorithm.config.max_steps
+        is_last = steps_done == trainer.config.max_steps
         if config.eval_steps and steps_done % config.eval_steps == 0 and not is_last:
-            self.evaluate(f"after step {steps_done} of {algorithm.stage}", algorithm, steps_done)
+            self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:
-            algorithm.save(self.folder)
+            trainer.save(self.folder)
 
-    def evaluate(self, name: str, algorithm, steps_done: int) -> dict[str, float]:
+    def evaluate(self, name: str, trainer, steps_done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""
         begin = time.perf_counter()
         config = self.config
@@ -83,23 +83,23 @@ class Results:
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         stage = config.stage_names[0] if config.stages else name
-        if algorithm is not None:
-            stage = algorithm.stage
-            values |= algorithm.evaluate(self.held_out)
+        if trainer is not None:
+            stage = trainer.stage
+            values |= trainer.evaluate(self.held_out)
         seconds = time.perf_counter() - begin
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:
             callback.on_evaluation(stage, steps_done, len(self.held_out))
-        if algorithm is not None and config.keep_best in values:
+        if trainer is not None and config.keep_best in values:
             value = values[config.keep_best]
             score = -value if config.keep_best == "loss" else value
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
-                algorithm.save(self.folder / BEST)
+                trainer.save(self.folder / BEST)
         values.pop("loss", None)  # not all stages have one
         return values
 
-    def write(self, algorithm=None):
+    def write(self, trainer=None):
         """Write the table and then, as this may fill the disk, the weights."""
         if self.world.is_main:
             task = self.config.data.task and get_task(self.config.data.task)
@@ -111,9 +111,9 @@ class Results:
                 print_table(results, len(self.held_out), chance, task.chance_name if task else "")
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())
             print(f"training: {', '.join(times)}")
-        if algorithm is not None:
-            algorithm.save(self.folder)
-        if algorithm is None or not algorithm.trains_policy:
+        if trainer is not None:
+            trainer.save(self.folder)
+        if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
 

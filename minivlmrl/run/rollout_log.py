@@ -63,12 +63,12 @@ class CompletionsLog:
         self.path.touch()
         os.truncate(self.path, num_bytes)  # in place: a kill now or a full disk loses nothing
 
-    def step(self, algorithm: Trainer, step: Step, number: int):
+    def step(self, trainer: Trainer, step: Step, number: int):
         """Record an optimizer step, if it is due and trains on a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
         lines = []
-        logged = zip(step.prompts[:GROUPS], groups(algorithm, step), strict=False)
+        logged = zip(step.prompts[:GROUPS], groups(trainer, step), strict=False)
         for prompt_index, line in logged:
             row = step.rollout.rows[prompt_index]
             completions = step.rollout.completions[prompt_index]
@@ -78,10 +78,10 @@ class CompletionsLog:
                     self.save(picture, path)
             images = []
             for i, image in enumerate(row.images):
-                path = f"{IMAGES}/{algorithm.stage}-{row.index}-{i}.webp"
+                path = f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp"
                 self.save(image, path)
                 images.append(path)
-            lines.append({"stage": algorithm.stage, "step": number, **line, "images": images})
+            lines.append({"stage": trainer.stage, "step": number, **line, "images": images})
         with self.path.open("ab") as file:
             file.writelines(f"{json_text(line)}\n".encode() for line in lines)
 
@@ -104,13 +104,13 @@ def is_past(line: dict, progress) -> bool:
     return is_done or (is_present and line["step"] < progress.step)
 
 
-def groups(algorithm: Trainer, step: Step) -> Iterator[dict]:
+def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     """Yield the line but images of each group of this rank that a step trains on."""
-    G = algorithm.config.num_generations
+    G = trainer.config.num_generations
     advantages = completion_advantages(step)
     for index in step.prompts:
         group = [advantages.get(index * G + g, 0.0) for g in range(G)]  # 0: left out
-        yield describe(algorithm, step.rollout, index, group)
+        yield describe(trainer, step.rollout, index, group)
 
 
 def completion_advantages(step: Step) -> dict[int, float]:
@@ -124,11 +124,11 @@ def completion_advantages(step: Step) -> dict[int, float]:
     return means
 
 
-def describe(algorithm: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
+def describe(trainer: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """Say of a prompt and its G completions all but the images: see the file's docstring."""
     row = rollout.rows[index]
-    processor = algorithm.processor
-    reward_weights = algorithm.run.rewards
+    processor = trainer.processor
+    reward_weights = trainer.run.rewards
     group = rollout.completions[index]
     G = len(group)
     rewards = rollout.rewards[index * G : (index + 1) * G]  # (G, K)

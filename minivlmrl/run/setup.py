@@ -26,14 +26,14 @@ from minivlmrl.run.optimizer import check_optimizer
 TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions
 
 
-def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processor, dict]:
+def prepare(config, trainers: dict, world: World) -> tuple[nn.Module, Processor, dict]:
     """Make model, processor, rows by stage and "eval"; refuse what would fail later (ValueError).
 
     In this order: what takes the least time to refuse comes first.
     """
     check_optimizer(config.optimizer)
     check_trackers(config.report_to)
-    needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
+    needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     reward_columns = columns_of(training_rewards(config))
@@ -49,7 +49,7 @@ def prepare(config, algorithms: dict, world: World) -> tuple[nn.Module, Processo
     if world.is_main:
         describe_run(config, model, world)
         describe_thought(processor)
-        for note in notes(config, algorithms, datasets):
+        for note in notes(config, trainers, datasets):
             print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)
     for stage, num_steps in stage_lengths(config, datasets).items():
@@ -120,7 +120,7 @@ def describe_thought(processor: Processor):
     )
 
 
-def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[str]:
+def notes(config, trainers: dict, datasets: dict[str, Dataset]) -> Iterator[str]:
     """Say what of a recipe has no effect with these stages, or another one than was probably meant.
 
     What has none with any stage is refused, see config/validation.py.
@@ -131,7 +131,7 @@ def notes(config, algorithms: dict, datasets: dict[str, Dataset]) -> Iterator[st
         yield f"{name}: no effect, stages does not name it"
     yield from unnamed_sections(config)
     yield from unused_files(config)
-    if all(algorithm.answers for algorithm in algorithms.values()):
+    if all(trainer.answers for trainer in trainers.values()):
         for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
             if is_set(name, config):
                 yield f"{name}: no effect, no stage samples completions"

@@ -411,9 +411,9 @@ def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
     ]
     config = load_config(home / "recipe.yaml", [*options, f"--output_dir={tmp_path / 'none'}"])
     film = Film([], "grpo", 1)
-    algorithm, optimizer, step, _ = go_to(config, "grpo", 1, film)
+    trainer, optimizer, step, _ = go_to(config, "grpo", 1, film)
     with film:
-        optimizer_step(algorithm, step, optimizer, 1)
+        optimizer_step(trainer, step, optimizer, 1)
     path = tmp_path / "step.html"
     film.write(path, "a step")
     path.write_text(path.read_text("utf-8").replace("</body>", SEEN), "utf-8")

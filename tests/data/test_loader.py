@@ -43,12 +43,12 @@ class Numbered:
 
 
 def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, **data):
-    algorithm = SimpleNamespace(
+    trainer = SimpleNamespace(
         config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
         run=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR,
     )  # fmt: skip
-    return Batches(rows or Numbered(), algorithm)
+    return Batches(rows or Numbered(), trainer)
 
 
 def drawn(batches, count):

@@ -154,9 +154,9 @@ def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
     """Besides the policy; what both share has no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    planned = plan(run.algorithm.run, "dpo", Costs(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    planned = plan(run.trainer.run, "dpo", Costs(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     trained = [p for p in run.model.parameters() if p.requires_grad]
-    found = {"reference": run.algorithm.reference.model.parameters(), "gradients": trained}
+    found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
     assert {name: planned[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
 
 

@@ -50,18 +50,18 @@ class Page:
 
 @pytest.fixture
 def film(home, tmp_path, lively, plain):
-    """film(stage, True): a step's page, if it is recorded, its algorithm, Step, metrics, and the weights after it."""
+    """film(stage, True): a step's page, if it is recorded, its trainer, Step, metrics, and the weights after it."""
 
     def film(stage, recorded, *options):
         options = [f"--output_dir={tmp_path / 'none'}", f"--stages=[{stage}]", *LOUD, *options]
         one = Film([], stage, 1) if recorded else None
-        algorithm, optimizer, step, _ = go_to(load_config(home / "recipe.yaml", options), stage, 1, one)
+        trainer, optimizer, step, _ = go_to(load_config(home / "recipe.yaml", options), stage, 1, one)
         with one or nullcontext():
-            metrics = loop.optimizer_step(algorithm, step, optimizer, 1)
+            metrics = loop.optimizer_step(trainer, step, optimizer, 1)
         if one:
             one.write(tmp_path / "step.html", "a step")
         page = Page(tmp_path / "step.html") if one else None
-        return page, algorithm, step, metrics, [x.detach().clone() for x in algorithm.trained.parameters()]
+        return page, trainer, step, metrics, [x.detach().clone() for x in trainer.trained.parameters()]
 
     return film
 
@@ -117,8 +117,8 @@ def test_a_sharded_step_is_filmed_as_the_whole_one(home, replayed, plain, lively
 
 
 def test_values_are_those_of_the_step(film):
-    page, algorithm, step, *_ = film("grpo", True)
-    [batch], [run], decode = step.micro_batches, page.runs, algorithm.processor.tokenizer.decode
+    page, trainer, step, *_ = film("grpo", True)
+    [batch], [run], decode = step.micro_batches, page.runs, trainer.processor.tokenizer.decode
     assert [page.words[str(i)] for i in run["ids"]] == [decode([i]) for i in batch.group.input_ids.tolist()]
     advantages = page.made("advantages", "grpo_loss")[-1]["rows"]  # (R, 1)
     assert [x for [x] in advantages] == pytest.approx(batch.advantages.tolist(), rel=1e-3)
@@ -216,14 +216,14 @@ def test_a_matrix_has_its_numbers_or_means_of_tiles():
 
 def test_where_the_reward_looked_is_what_a_pixel_changes(film):
     """The map adds up the derivatives, which are measured here, of a pixel's colours in both frames."""
-    _, algorithm, step, *_ = film("grpo", False, "--model.dtype=float64")
+    _, trainer, step, *_ = film("grpo", False, "--model.dtype=float64")
     prompt = step.rollout.prompts[0]
     one = step.rollout.completions[0][0]
-    policy = algorithm.policy
+    policy = trainer.policy
     pixels = prompt.pixel_values.double()
     slopes = []
-    [shown] = looked(policy, algorithm.processor, replace(prompt, pixel_values=pixels), one, -2.0)
-    for number in range(2, pixels.shape[1], algorithm.processor.image_processor.patch_size**2):  # of the first patch
+    [shown] = looked(policy, trainer.processor, replace(prompt, pixel_values=pixels), one, -2.0)
+    for number in range(2, pixels.shape[1], trainer.processor.image_processor.patch_size**2):  # of the first patch
         moved = torch.zeros_like(pixels)
         logps = []
         for moved[0, number] in (1e-5, -1e-5):

@@ -53,7 +53,7 @@ def test_a_step_is_the_same(stage, name, budget):
         run = stage(name, "--sampling.max_new_tokens=9", *options)
         first = run.next()
         metrics = [run.update(), *run.go()]
-        ends.append((len(first), metrics, snapshot(run.algorithm.trained)))
+        ends.append((len(first), metrics, snapshot(run.trainer.trained)))
     (few, lines, weights), (many, pieced, found) = ends
     assert many > few
     for one, other in zip(lines, pieced, strict=True):

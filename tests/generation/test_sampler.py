@@ -111,7 +111,7 @@ def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model
     lines, once = run.go(3), sum(seen)
     assert len(seen) == run.batches.draws
     again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
-    again.algorithm.sample.keeps_vision = False
+    again.trainer.sample.keeps_vision = False
     expected = again.go(3)
     assert sum(seen) - once >= 2 * once
     for line, other in zip(lines, expected, strict=True):
@@ -150,7 +150,7 @@ def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
     option = f"--sampling.engine={file}:Counting"
     expected = stage("grpo").go(2)
     run = stage("grpo", option)
-    assert run.go(2) == expected and run.algorithm.sample.calls == [4, 4]
+    assert run.go(2) == expected and run.trainer.sample.calls == [4, 4]
     with pytest.raises(ValueError, match="no top_k of 9"):
         stage("grpo", option, "--sampling.top_k=9")
     for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):

@@ -75,7 +75,7 @@ class Uneven:
 
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
-    """What Batches asks of an algorithm."""
+    """What Batches asks of a trainer."""
     config = SimpleNamespace(prompts_per_step=prompts_per_step)
     run = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
@@ -97,7 +97,7 @@ class Result:
 
     lines: list[dict] = field(default_factory=list)  # metrics of each step
     weights: dict = field(default_factory=dict)  # full, after the last step
-    evaluation: dict = field(default_factory=dict)  # what the algorithm says of held-out rows
+    evaluation: dict = field(default_factory=dict)  # what the trainer says of held-out rows
     texts: list[tuple[str, list[str]]] = field(default_factory=list)  # of each rollout: what was drawn for each key
     reference: list = field(default_factory=list)  # what this rank holds of its reference, and of no other model
 
@@ -125,42 +125,42 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
     model, processor = build_model(config, world)
-    algorithm = registry.find_trainer(stage, config)(config, model, processor, world)
-    assert is_sharded(algorithm.trained) == config.uses_fsdp
+    trainer = registry.find_trainer(stage, config)(config, model, processor, world)
+    assert is_sharded(trainer.trained) == config.uses_fsdp
     result = Result()
     settings = getattr(config, stage)
-    if hasattr(algorithm, "roll_out"):
-        record(algorithm, result)
-    optimizer = build_optimizer(algorithm.trained, settings, config.optimizer)
-    batches = Batches(uneven(stage), algorithm)
+    if hasattr(trainer, "roll_out"):
+        record(trainer, result)
+    optimizer = build_optimizer(trainer.trained, settings, config.optimizer)
+    batches = Batches(uneven(stage), trainer)
     held_out = [Uneven()[i] for i in range(5)]
-    algorithm.begin(batches, held_out, None)
-    steps = algorithm.steps(batches)
+    trainer.begin(batches, held_out, None)
+    steps = trainer.steps(batches)
     for number in range(settings.max_steps):
-        result.lines.append(loop.optimizer_step(algorithm, next(steps), optimizer, number))
-    result.evaluation = algorithm.evaluate(held_out)
-    reshard(algorithm.trained)
-    for name, parameter in algorithm.trained.named_parameters():
+        result.lines.append(loop.optimizer_step(trainer, next(steps), optimizer, number))
+    result.evaluation = trainer.evaluate(held_out)
+    reshard(trainer.trained)
+    for name, parameter in trainer.trained.named_parameters():
         weight = parameter.full_tensor() if config.uses_fsdp else parameter
         result.weights[name] = weight.detach().clone()
-    if algorithm.reference is not None:
-        result.reference = [local_rows(p)[0].clone() for p in algorithm.reference.model.parameters()]
+    if trainer.reference is not None:
+        result.reference = [local_rows(p)[0].clone() for p in trainer.reference.model.parameters()]
     return result
 
 
-def record(algorithm, result):
+def record(trainer, result):
     """Have the texts of all ranks' rollouts kept."""
-    roll_out = algorithm.roll_out
+    roll_out = trainer.roll_out
 
     def spy(rows):
         made = roll_out(rows)
-        texts = [[algorithm.processor.decode(c.ids) for c in group] for group in made.completions]
+        texts = [[trainer.processor.decode(c.ids) for c in group] for group in made.completions]
         keys = [row.key for row in made.rows]
-        parts = algorithm.world.gather_objects(list(zip(keys, texts, strict=True)))
+        parts = trainer.world.gather_objects(list(zip(keys, texts, strict=True)))
         result.texts += sorted(pair for part in parts for pair in part)
         return made
 
-    algorithm.roll_out = spy
+    trainer.roll_out = spy
 
 
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):

@@ -1,4 +1,4 @@
-"""An algorithm that goes step by step on tiny models, and what tests of algorithms share."""
+"""A trainer that goes step by step on tiny models, and what tests of trainers share."""
 
 import json
 
@@ -64,27 +64,27 @@ def lively(monkeypatch):
 
 
 class Stage:
-    """An algorithm and its optimizer, to go step by step."""
+    """A trainer and its optimizer, to go step by step."""
 
     def __init__(
         self, folder, stage, *overrides, rows=None, held_out=None, dtype=torch.float64, model="model", world=ONE
     ):
         named = of_file(stage, STAGE | MORE.get(stage, {})) if stage in FILES else [f"--stages={stage}"]
         config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *named, *overrides])
-        algorithm = registry.find_trainer(stage, config)
-        algorithm.check(config)
+        trainer = registry.find_trainer(stage, config)
+        trainer.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
         inject_adapters(self.model, config.adapter)
         draw_adapters(self.model, config.seed)
-        self.algorithm = algorithm(config, self.model, processor, world)
-        self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
+        self.trainer = trainer(config, self.model, processor, world)
+        self.config, self.held_out, self.number = self.trainer.config, held_out, 0
         if rows is None:
             rows = Shapes(8, "rows", labelled=stage == "kto")
-        self.batches = Batches(rows, self.algorithm)
-        self.optimizer = build_optimizer(self.algorithm.trained, self.config, config.optimizer)
-        self.kept = self.algorithm.begin(self.batches, held_out, None)
-        self.work = self.algorithm.steps(self.batches)
+        self.batches = Batches(rows, self.trainer)
+        self.optimizer = build_optimizer(self.trainer.trained, self.config, config.optimizer)
+        self.kept = self.trainer.begin(self.batches, held_out, None)
+        self.work = self.trainer.steps(self.batches)
         self.step = None
 
     def next(self):
@@ -93,7 +93,7 @@ class Stage:
         return self.step.micro_batches
 
     def update(self):
-        metrics = loop.optimizer_step(self.algorithm, self.step, self.optimizer, self.number)
+        metrics = loop.optimizer_step(self.trainer, self.step, self.optimizer, self.number)
         self.number += 1
         return metrics
 
@@ -102,7 +102,7 @@ class Stage:
         return [(self.next(), self.update())[1] for _ in range(steps)]
 
     def accuracy(self):
-        return self.algorithm.evaluate(self.held_out).get("pairs")
+        return self.trainer.evaluate(self.held_out).get("pairs")
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def without_idle_rows(stage, script, rewards, *options):
         script(rewards)
         run = stage("grpo", *options)
         if everything:
-            run.algorithm.rows_with_signal = lambda rows, advantages: rows
+            run.trainer.rows_with_signal = lambda rows, advantages: rows
         batch = run.next()[0]
-        loss, _ = run.algorithm.loss(batch)
+        loss, _ = run.trainer.loss(batch)
         loss.backward()
         found.append((batch, loss.detach(), {name: p.grad for name, p in run.model.named_parameters()}))
     (some, loss, gradients), (all_rows, expected, theirs) = found
@@ -158,9 +158,9 @@ def without_idle_rows(stage, script, rewards, *options):
     return some, all_rows
 
 
-def earned(algorithm, rollout):
+def earned(trainer, rollout):
     """What `letters` says of a rollout's completions, (n,)."""
-    return torch.tensor(letters([algorithm.processor.decode(c.ids) for c in drawn(rollout)]))
+    return torch.tensor(letters([trainer.processor.decode(c.ids) for c in drawn(rollout)]))
 
 
 def drawn(rollout):

@@ -74,15 +74,15 @@ def test_recomputed_blocks_have_the_same_masks():
 
 def test_masks_of_a_run(stage):
     """They depend on seed, stage, step, micro-batch and rank."""
-    algorithm = stage("sft", *DROPOUT).algorithm
-    layer = adapters(algorithm.trained)[LAYER]
-    device = algorithm.world.device
+    trainer = stage("sft", *DROPOUT).trainer
+    layer = adapters(trainer.trained)[LAYER]
+    device = trainer.world.device
 
     def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft"):
-        algorithm.world = World(rank, 2, device)
-        algorithm.run.seed = seed
-        algorithm.stage = stage
-        with algorithm.dropout(step, micro_batch):
+        trainer.world = World(rank, 2, device)
+        trainer.run.seed = seed
+        trainer.stage = stage
+        with trainer.dropout(step, micro_batch):
             return layer.drop(torch.ones(6, layer.in_features)).numpy().tobytes()
 
     others = [kept(step=4), kept(micro_batch=1), kept(rank=1), kept(seed=1), kept(stage="dpo")]
@@ -96,7 +96,7 @@ def test_only_what_is_trained_has_it(stage, samples, name):
     run.go(2 if name == "grpo" else 4)
     first = run.next()[0]
     with torch.no_grad():
-        logps = first.group.pad(per_token_logps(run.model, first.group, run.algorithm.run.sampling.temperature)[0])
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.run.sampling.temperature)[0])
     torch.testing.assert_close(first.old_per_token_logps, logps, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(first.sampler_logps.double(), logps, rtol=1e-5, atol=1e-5)
     assert (first.ref_per_token_logps - logps).abs().max() > 1e-4

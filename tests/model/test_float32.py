@@ -51,5 +51,5 @@ def test_the_table_of_what_runs_in_float32(stage):
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model", "ppo"])
 def test_losses_are_float32(stage, name):
     run = stage(name, dtype=torch.bfloat16)
-    loss, _ = run.algorithm.loss(run.next()[0])
+    loss, _ = run.trainer.loss(run.next()[0])
     assert loss.dtype == torch.float32

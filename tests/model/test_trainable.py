@@ -59,13 +59,13 @@ def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
     """The base keeps its bits; a reward model or critic has it too, not a copy."""
     name, *options = name.split()
     run = stage(name, *ADAPTERS, *options, model=model)
-    before = snapshot(run.algorithm.trained)
+    before = snapshot(run.trainer.trained)
     run.go(2)
-    moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
+    moved = {key for key, p in run.trainer.trained.named_parameters() if not torch.equal(p, before[key])}
     assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight", "critic.score.weight"}
     assert {key for key in before if key.endswith("lora_B")} <= moved
     base = {p.data_ptr() for key, p in run.model.named_parameters() if not is_adapter(key)}
-    others = [p for key, p in run.algorithm.trained.named_parameters() if not is_adapter(key) and "score" not in key]
+    others = [p for key, p in run.trainer.trained.named_parameters() if not is_adapter(key) and "score" not in key]
     assert {p.data_ptr() for p in others if p.dim() > 1 and len(p) > 1} <= base
 
 
@@ -75,15 +75,15 @@ def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():
-        logps = first.group.pad(per_token_logps(run.model, first.group, run.algorithm.run.sampling.temperature)[0])
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.run.sampling.temperature)[0])
     assert torch.equal(first.ref_per_token_logps, logps)  # the difference is 0
-    kept = sum(p.numel() for p in run.algorithm.reference.model.parameters())
+    kept = sum(p.numel() for p in run.trainer.reference.model.parameters())
     assert kept < 0.5 * sum(p.numel() for p in plain.parameters())
     run.update()
     run.go(1)
     second = run.next()[0]
     with torch.no_grad():
-        expected = per_token_logps(plain, second.group, run.algorithm.run.sampling.temperature)[0]
+        expected = per_token_logps(plain, second.group, run.trainer.run.sampling.temperature)[0]
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
 
 

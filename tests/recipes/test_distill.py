@@ -35,11 +35,11 @@ def log_probs(model, prompt, completion, temperature):
 
 def by_hand(run, teacher, shown, rollout):
     """The loss of a rollout, one completion after the other, with all logits."""
-    student = run.algorithm.policy
-    processor = run.algorithm.processor
+    student = run.trainer.policy
+    processor = run.trainer.processor
     total = 0.0
     tokens = 0
-    temperature, beta = run.algorithm.run.sampling.temperature, run.algorithm.config.teacher_beta
+    temperature, beta = run.trainer.run.sampling.temperature, run.trainer.config.teacher_beta
     for row, prompt, group in zip(rollout.rows, rollout.prompts, rollout.completions, strict=True):
         own = Row.prompt(shown(row), processor)
         assert not torch.equal(own.input_ids, prompt.input_ids)
@@ -52,13 +52,13 @@ def by_hand(run, teacher, shown, rollout):
 @pytest.mark.parametrize("option", ["--distill.micro_batch_size=2", "--adapter.r=2", "--sampling.temperature=0.7"])
 def test_a_step_is_the_divergence_from_the_teacher(stage, samples, option):
     run = stage("distill", *HINT, option)
-    start = copy.deepcopy(run.algorithm.policy)
+    start = copy.deepcopy(run.trainer.policy)
     run.go(2)
     batches = run.next()
     wanted = by_hand(run, start, hint, samples[-1])
-    assert sum(run.algorithm.loss(batch)[0] for batch in batches).item() == pytest.approx(wanted.item(), rel=1e-12)
-    [*_, head] = [p for p in run.algorithm.trained.parameters() if p.requires_grad]
-    loss = sum(run.algorithm.loss(batch)[0] for batch in batches)
+    assert sum(run.trainer.loss(batch)[0] for batch in batches).item() == pytest.approx(wanted.item(), rel=1e-12)
+    [*_, head] = [p for p in run.trainer.trained.parameters() if p.requires_grad]
+    loss = sum(run.trainer.loss(batch)[0] for batch in batches)
     own, other = (torch.autograd.grad(x, head)[0] for x in (loss, wanted))
     torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-14)
     assert run.update()["divergence"] == pytest.approx(wanted.item(), rel=1e-6)
@@ -106,7 +106,7 @@ def test_a_teacher_may_have_more_rows_than_the_student(stage, samples, teacher):
     """As Qwen2.5-VL-7B has beside a student of 3B: rows of its head that have no token."""
     model, option = teacher(vocab_size=368)
     run = stage("distill", *HINT, option)
-    loss = sum(run.algorithm.loss(batch)[0] for batch in run.next())
+    loss = sum(run.trainer.loss(batch)[0] for batch in run.next())
     assert loss.item() == pytest.approx(by_hand(run, model, hint, samples[-1]).item(), rel=1e-9)
     with pytest.raises(ValueError, match="vocab_size is 359, it must be the student's 360 or more"):
         stage("distill", *HINT, teacher(vocab_size=359)[1])

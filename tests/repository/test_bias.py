@@ -150,12 +150,12 @@ def pictures(stage, monkeypatch):
         with torch.no_grad():
             run.model.lm_head.weight.copy_(0.12 * torch.randn(3, 32, generator=torch.Generator().manual_seed(0)))
         weights = [*run.model.visual.parameters()]
-        prompt = OnePicture()[0].prompt(run.algorithm.processor)
+        prompt = OnePicture()[0].prompt(run.trainer.processor)
         batch = pack([prompt], [[torch.tensor(c) for c in bias.COMPLETIONS]], run.model.config)
         logps = batch.pad(per_token_logps(run.model, batch)[0])
         loss = bias.expected_policy_loss(logps, bias.GRADED, GRPOLossOptions(), "group", one_group=True)
         expected = flat(torch.autograd.grad(loss, weights))
-        drawn = (flat(torch.autograd.grad(run.algorithm.loss(batch)[0], weights)) for [batch] in iter(run.next, None))
+        drawn = (flat(torch.autograd.grad(run.trainer.loss(batch)[0], weights)) for [batch] in iter(run.next, None))
         return drawn, expected, bias.chances(logps.detach())
 
     return pictures

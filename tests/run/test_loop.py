@@ -160,13 +160,13 @@ class Recorder(Callback):
         assert (Path(config.output_dir) / "config.yaml").is_file()
         self.events.append("run begins")
 
-    def on_stage_begin(self, algorithm, optimizer, state):
-        self.events.append(f"{algorithm.stage} begins after {state.step}")
+    def on_stage_begin(self, trainer, optimizer, state):
+        self.events.append(f"{trainer.stage} begins after {state.step}")
 
-    def on_step_begin(self, algorithm, optimizer, step, number, batches):
+    def on_step_begin(self, trainer, optimizer, step, number, batches):
         self.events.append(f"step {number}")
 
-    def on_step_end(self, algorithm, step, number, values):
+    def on_step_end(self, trainer, step, number, values):
         self.events.append(f"loss {values['loss']}")
 
     def on_evaluation(self, stage, steps_done, num_rows):

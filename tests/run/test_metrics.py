@@ -33,16 +33,16 @@ STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in 
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):
-    """Begin a stage of an algorithm that has nothing but what the log asks for."""
+    """Begin a stage of a trainer that has nothing but what the log asks for."""
     config, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
     model = SimpleNamespace(dtype="float32", compute_dtype=None)
     run = SimpleNamespace(
         rollout=rollout, model=model, rewards={}, sampling=SimpleNamespace(temperature=1.0, max_new_tokens=9)
     )
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
-    algorithm = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
-    algorithm.router_log = RouterLog(None, ONE)
-    log.stage(algorithm, done, seconds)
+    trainer = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
+    trainer.router_log = RouterLog(None, ONE)
+    log.stage(trainer, done, seconds)
     return log
 
 

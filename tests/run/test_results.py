@@ -39,7 +39,7 @@ def results(home, tmp_path, monkeypatch):
 
 
 def trained(stage, max_steps=3, saved=None, **says):
-    """An algorithm at the end of its stage."""
+    """A trainer at the end of its stage."""
     config = SimpleNamespace(max_steps=max_steps)
     mine = find_class(stage).trains_policy
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
@@ -123,12 +123,12 @@ def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, va
     """The first evaluation is of the model as it came: it is on the disk already."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": values[len(done)] or 0})
     found, done, kept = results(f"--keep_best={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
-    algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
-    algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
+    trainer = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
+    trainer.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
     found.measure("start")
     for step in range(1, 5):
         done.append(step)
-        found.after_step(algorithm, step)
-    found.measure("after_sft", algorithm)
+        found.after_step(trainer, step)
+    found.measure("after_sft", trainer)
     assert kept == [(step, found.folder / "best") for step in saved]
     assert found.progress.best == (None if kind == "pairs" else -0.1 if kind == "loss" else 0.7)

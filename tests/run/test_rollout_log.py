@@ -53,7 +53,7 @@ def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, publ
     """By format, find_answer, the page's lines and evaluate's; what is trained on stays what was written."""
     template = ChatTemplate(published("qwen3_5_think"), "t")
     end = "</think>\n<answer>green square</answer>"
-    one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").algorithm
+    one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").trainer
     one.processor.template = template
     row = Shapes(1, "rows")[0]
     ids = torch.tensor(one.processor.tokenizer.encode(f"The square is green.\n{end}"))

@@ -116,8 +116,8 @@ def told(*options, **datasets):
 
 
 def notes_of(config, **datasets):
-    algorithms = {name: find_trainer(name, config) for name in config.stage_names}
-    return list(notes(config, algorithms, datasets))
+    trainers = {name: find_trainer(name, config) for name in config.stage_names}
+    return list(notes(config, trainers, datasets))
 
 
 def test_what_has_no_effect_is_said():

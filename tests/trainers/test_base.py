@@ -1,4 +1,4 @@
-"""What all algorithms have from their base: which weights they train, and the options that they share."""
+"""What all trainers have from their base: which weights they train, and the options that they share."""
 
 import pytest
 import torch
@@ -12,22 +12,22 @@ from stages import STAGES, Stage, snapshot
 def test_a_later_stage_trains_everything_again(stage, following):
     run = stage("dpo", "--model.freeze=[vision]")
     assert not any(p.requires_grad for p in run.model.visual.blocks.parameters())
-    first = run.algorithm
+    first = run.trainer
     first.run.stages = [following]
     first.run.model.freeze = []
-    algorithm = find_trainer(following, first.run)(first.run, run.model, first.processor, first.world)
+    trainer = find_trainer(following, first.run)(first.run, run.model, first.processor, first.world)
     assert all(p.requires_grad for p in run.model.parameters())
-    alone = {name for name, p in algorithm.trained.named_parameters() if not p.requires_grad}
+    alone = {name for name, p in trainer.trained.named_parameters() if not p.requires_grad}
     assert alone == ({"backbone.lm_head.weight"} if following == "reward_model" else set())
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_frozen_vision_tower_stays(stage, name):
     run: Stage = stage(name, "--model.freeze=[vision, merger]")
-    frozen = [key for key, p in run.algorithm.trained.named_parameters() if not p.requires_grad]
-    towers = [key for key, _ in run.algorithm.trained.named_parameters() if "visual." in key]
+    frozen = [key for key, p in run.trainer.trained.named_parameters() if not p.requires_grad]
+    towers = [key for key, _ in run.trainer.trained.named_parameters() if "visual." in key]
     assert towers and set(towers) <= set(frozen)
-    before = snapshot(run.algorithm.trained)
+    before = snapshot(run.trainer.trained)
     run.go(2)
-    moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
+    moved = {key for key, p in run.trainer.trained.named_parameters() if not torch.equal(p, before[key])}
     assert moved and not moved & set(frozen)

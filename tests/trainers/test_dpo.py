@@ -47,7 +47,7 @@ def assert_equal_runs(first, second, steps=3):
 def test_precomputed_references_are_the_references(stage, options):
     held_out = Shapes(3, "other")
     kept, precomputed = (stage("dpo", *options, *more, held_out=held_out) for more in ([], [PRECOMPUTE]))
-    assert precomputed.algorithm.reference is None
+    assert precomputed.trainer.reference is None
     assert_equal_runs(kept, precomputed)
     assert precomputed.accuracy() == kept.accuracy()
 
@@ -56,9 +56,9 @@ def test_precomputing_scores_all_pairs_once(stage):
     """Eight rows and three held-out ones; a resumed run brings them along, as JSON writes them, and no other rows."""
     run = stage("dpo", PRECOMPUTE, held_out=Shapes(3, "other"))
     assert len(run.kept) == 8 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
-    assert run.algorithm.begin(run.batches, run.held_out, run.kept) is run.kept
+    assert run.trainer.begin(run.batches, run.held_out, run.kept) is run.kept
     with pytest.raises(ValueError, match=r"not scored before the first step: resume with the rows that the run began"):
-        run.algorithm.micro_batch(list(Shapes(1, "new")))
+        run.trainer.micro_batch(list(Shapes(1, "new")))
 
 
 def test_precomputing_tells_pictures_apart(stage):
@@ -90,7 +90,7 @@ class Scored(Shapes):
 def test_rows_bring_what_their_reference_says(stage):
     """Half of the rows do: only the others are scored."""
     kept = stage("dpo")
-    batch = kept.algorithm.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
+    batch = kept.trainer.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
     sums = (batch.ref_per_token_logps * batch.loss_mask).sum(1).tolist()
     columns = {i: {"ref_chosen_logps": sums[2 * i], "ref_rejected_logps": sums[2 * i + 1]} for i in range(4)}
     brought = stage("dpo", PRECOMPUTE, rows=Scored(columns))
@@ -112,7 +112,7 @@ def test_sums_that_rows_bring_in_vain_are_refused(stage, options, columns):
 def test_without_a_reference_its_log_ratios_are_0(stage):
     """-log s(beta (log pi(chosen) - log pi(rejected))), as TRL had it up to 0.28."""
     run = stage("dpo", "--dpo.reference_free=true", "--dpo.beta=0.3", held_out=Shapes(3, "other"))
-    assert run.algorithm.reference is None
+    assert run.trainer.reference is None
     batches = run.next()
     losses = []
     for batch in batches:

@@ -65,7 +65,7 @@ def test_a_step_is_its_rows_in_order(stage, samples):
     ids = torch.cat([batch.group.completion_ids for batch in (first, second)])
     assert torch.equal(ids, torch.cat([c.ids for c in completions]))
     assert [b.completion_index.tolist() for b in (first, second)] == [[*range(6)], [*range(6, 12)]]
-    rewards = earned(run.algorithm, samples[0]).view(4, 3)
+    rewards = earned(run.trainer, samples[0]).view(4, 3)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     assert advantages.abs().max() > 0.1
     for batch in (first, second):

@@ -75,7 +75,7 @@ def test_overlong_completions_are_punished(stage, samples):
     [batch] = run.next()
     lengths = torch.tensor([len(c.ids) for c in drawn(samples[0])])
     assert len(set(lengths.tolist())) > 3
-    plain = earned(run.algorithm, samples[0])
+    plain = earned(run.trainer, samples[0])
     rewards = plain - (lengths - 2).clamp(min=0) / 4
     expected = (rewards.view(4, 3) - rewards.view(4, 3).mean(1, keepdim=True)).flatten()
     torch.testing.assert_close(batch.advantages, expected)
@@ -94,8 +94,8 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
-        rollout = run.algorithm.sample_rollout(next(run.batches))
-        assert sum(group.differs for group in gather_groups(run.algorithm, rollout)) == teaching
+        rollout = run.trainer.sample_rollout(next(run.batches))
+        assert sum(group.differs for group in gather_groups(run.trainer, rollout)) == teaching
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
@@ -132,12 +132,12 @@ def test_rloo_by_hand(stage, samples, asked):
     run.go(2)
     [batch] = run.next()
     with torch.no_grad():
-        models = (run.model, run.algorithm.reference.model)
+        models = (run.model, run.trainer.reference.model)
         lengths = batch.group.layout.row_lengths
         logps, ref = (per_token_logps(model, batch.group)[0].split(lengths) for model in models)
     kl = torch.stack([(a - b).sum() for a, b in zip(logps, ref, strict=True)])
     assert kl.abs().min() > 1e-3
-    plain = earned(run.algorithm, samples[-1])
+    plain = earned(run.trainer, samples[-1])
     rewards = (plain - 0.2 * kl).view(4, 3)
     others = (rewards.sum(1, keepdim=True) - rewards) / 2
     expected = (rewards - others).flatten().double()
@@ -151,7 +151,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
     """Weights pi / sampler of each token, from what the trainer computes and the sampler said."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4")  # fmt: skip
-    original = run.algorithm.sample_rollout
+    original = run.trainer.sample_rollout
 
     def drift(rows):
         rollout = original(rows)
@@ -159,7 +159,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
             c.logps = c.logps + (c.ids % 5 - 2) / 2
         return rollout
 
-    monkeypatch.setattr(run.algorithm, "sample_rollout", drift)
+    monkeypatch.setattr(run.trainer, "sample_rollout", drift)
     run.go()
     [given] = asked
     drifted = torch.cat([c.logps for c in drawn(samples[0])])

@@ -1,6 +1,6 @@
 """What must not change a number: how a step is split, the order of its rows; to 1e-12.
 
-Two steps of four rows of whole algorithms with a tiny random model in float64. Losses alone: tests/parity, whose cells
+Two steps of four rows of whole trainers with a tiny random model in float64. Losses alone: tests/parity, whose cells
 are parts of larger steps. Several ranks: test_process_group.py.
 """
 
@@ -37,7 +37,7 @@ def steps(folder, stage, *overrides):
     for _ in range(run.config.max_steps):
         run.next()
         lines.append(run.update())
-    return lines, snapshot(run.algorithm.trained)
+    return lines, snapshot(run.trainer.trained)
 
 
 CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding

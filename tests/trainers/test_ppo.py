@@ -38,14 +38,14 @@ def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
         f"--ppo.missing_eos_penalty={'null' if penalty is None else penalty}",
     )  # fmt: skip
     run.go(2)
-    policy, reference = run.model, run.algorithm.reference.model
+    policy, reference = run.model, run.trainer.reference.model
     batches, completions = run.next(), drawn(samples[-1])
     prompts = [p for p in samples[-1].prompts for _ in range(2)]
     alone = pack(prompts, [[c.ids] for c in completions], policy.config, "cpu")
     with torch.no_grad():
         logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
-        values = alone.pad(run.algorithm.critic(completion_states(policy, alone))[:, 0])
-    mask, scores = alone.completion_mask, earned(run.algorithm, samples[-1])
+        values = alone.pad(run.trainer.critic(completion_states(policy, alone))[:, 0])
+    mask, scores = alone.completion_mask, earned(run.trainer, samples[-1])
     assert values.abs().max() > 1e-3 and {c.stopped for c in completions} == {True, False}
     if penalty:  # TRL 1.12: scores[~contain_eos_token] -= missing_eos_penalty
         scores[[not c.stopped for c in completions]] -= penalty
@@ -72,22 +72,22 @@ def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
 
 def test_the_critic_is_a_head_on_the_policy(stage):
     run = stage("ppo")
-    names = [name for name, _ in run.algorithm.trained.named_parameters()]
+    names = [name for name, _ in run.trainer.trained.named_parameters()]
     assert [name for name in names if not name.startswith("policy.")] == ["critic.weight"]
-    assert not run.algorithm.critic.weight.any()
+    assert not run.trainer.critic.weight.any()
     run.go(2)
-    assert run.algorithm.critic.weight.any()
+    assert run.trainer.critic.weight.any()
 
 
 def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
     """Each completion by itself, with PPO's formulas written out: both models' gradients, in float64."""
     run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
     run.go(3)  # the first update of the second rollout is done: ratios and values differ from the old ones
-    [batch], critic = run.next(), run.algorithm.critic
-    run.algorithm.loss(batch)[0].backward()
+    [batch], critic = run.next(), run.trainer.critic
+    run.trainer.loss(batch)[0].backward()
     models = {"policy": run.model, "critic": critic}
     found = {name: [p.grad for p in model.parameters()] for name, model in models.items()}
-    run.algorithm.trained.zero_grad()
+    run.trainer.trained.zero_grad()
     prompts = [p for p in samples[-1].prompts for _ in range(2)]
     total, tokens = 0.0, batch.loss_mask.sum()
     for row, (prompt, completion) in enumerate(zip(prompts, drawn(samples[-1]), strict=True)):
@@ -107,7 +107,7 @@ def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
 
 def test_a_critic_of_its_own_begins_as_the_policy_and_leaves_it_alone(stage):
     run = stage("ppo", SEPARATE, "--ppo.vf_coef=0")
-    policy, critic = run.model, run.algorithm.critic
+    policy, critic = run.model, run.trainer.critic
     for name, weight in critic.backbone.named_parameters():
         assert torch.equal(weight, policy.get_parameter(name)) and weight is not policy.get_parameter(name)
     before = snapshot(critic)
@@ -126,10 +126,10 @@ def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, st
     for options in ([], ["--adapter.r=2"], ["--model.activation_checkpointing=true"]):
         run = stage("ppo", SEPARATE, path, *options, dtype=torch.float32)
         batch = run.next()[0]
-        recomputes = "forward" in vars(run.algorithm.critic.backbone.model.layers[0])
+        recomputes = "forward" in vars(run.trainer.critic.backbone.model.layers[0])
         assert recomputes == any("checkpointing" in option for option in options)
         with torch.no_grad():
-            assert torch.equal(saved(batch.group), run.algorithm.critic(batch.group))
+            assert torch.equal(saved(batch.group), run.trainer.critic(batch.group))
         run.go(2)
 
 

@@ -26,7 +26,7 @@ FORMS = {"all": [], "adapters": ["--adapter.r=2"], "shared": ["--reference.num_s
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_it_stays_and_shares_nothing(stage, name):
     run = stage(name, f"--{name}.{WEIGHTS[name]}=0.1")
-    theirs = dict(run.algorithm.reference.model.named_parameters())
+    theirs = dict(run.trainer.reference.model.named_parameters())
     before = snapshot(run.model)
     run.go(3)
     for parameter, value in run.model.named_parameters():
@@ -39,7 +39,7 @@ def test_it_stays_and_shares_nothing(stage, name):
 def test_none_is_kept_where_none_is_asked(stage, name, options):
     run = stage(name, *options)
     run.go(2)
-    assert run.algorithm.reference is None and "reference" not in run.algorithm.modules()
+    assert run.trainer.reference is None and "reference" not in run.trainer.modules()
 
 
 def test_it_scores_at_the_temperature_of_the_draws(stage):
@@ -47,7 +47,7 @@ def test_it_scores_at_the_temperature_of_the_draws(stage):
     run.go(1)
     for batch in run.next():
         with torch.no_grad():
-            logps, _ = per_token_logps(run.algorithm.reference.model, batch.group, 0.7)
+            logps, _ = per_token_logps(run.trainer.reference.model, batch.group, 0.7)
         torch.testing.assert_close(batch.ref_per_token_logps, batch.group.pad(logps), rtol=1e-12, atol=1e-12)
 
 
@@ -71,7 +71,7 @@ def test_it_moves_as_trls_callback_moves_it(stage, name, form):
         run.go()
         state = SimpleNamespace(global_step=number)
         callback.on_step_end(SimpleNamespace(**values), state, None, model=policy)
-        ours = list(run.algorithm.reference.model.parameters())
+        ours = list(run.trainer.reference.model.parameters())
         torch.testing.assert_close(ours, list(theirs), rtol=1e-14, atol=1e-16)
     assert max((a - b).abs().max() for a, b in zip(theirs, policy, strict=True)) > 1e-4
 
@@ -102,7 +102,7 @@ def test_it_shares_what_trls_does(stage, layers, pattern, model):
     assert {name for name, p in run.model.named_parameters() if not p.requires_grad} == shared
     before = snapshot(run.model)
     run.go(2)
-    kept = [p for module in run.algorithm.modules().values() for p in module.parameters()]
+    kept = [p for module in run.trainer.modules().values() for p in module.parameters()]
     behind = sum(p.numel() for name, p in before.items() if name not in shared)
     assert sum(p.numel() for p in kept) == sum(p.numel() for p in before.values()) + behind
     for name, parameter in run.model.named_parameters():
@@ -163,7 +163,7 @@ def test_a_reference_of_a_folder_scores_as_transformers_does(stage, other, name,
     shutil.copy(folder / "tokenizer.json", tmp_path / "theirs")
     run = stage(name, f"--reference.path={tmp_path / 'theirs'}", f"--{name}.{WEIGHTS[name]}=0.1", *options)
     run.go()
-    temperature = run.algorithm.run.sampling.temperature if name in ("grpo", "ppo") else 1.0
+    temperature = run.trainer.run.sampling.temperature if name in ("grpo", "ppo") else 1.0
     for batch in run.next():
         with torch.no_grad():
             expected = their_logps(theirs, batch.group, temperature)

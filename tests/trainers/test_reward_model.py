@@ -52,5 +52,5 @@ def test_an_embedding_with_more_rows_has_the_same_vocabulary(folder, tmp_path, s
     edit_weights(judge, add_a_token)
     run = stage("grpo", JUDGED, f"--reward_model.path={judge}")
     run.next()
-    assert not run.algorithm.reward_model.reads_texts
+    assert not run.trainer.reward_model.reads_texts
     assert torch.equal(samples[0].rewards, samples[1].rewards) and samples[0].rewards[:, 1].any()

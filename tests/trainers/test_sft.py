@@ -35,13 +35,13 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
         return -(group.completion_ids % 7 + 1) / 4, None
 
     monkeypatch.setattr(file, "per_token_logps", logps)
-    ids = [encode_completion(run.algorithm.processor, rows[i].messages, rows[i].completion).ids for i in (0, 2, 3)]
+    ids = [encode_completion(run.trainer.processor, rows[i].messages, rows[i].completion).ids for i in (0, 2, 3)]
 
     def mean(ids):
         losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
         return sum(loss * (math.exp(-loss) if loss_type == "dft" else 1) for loss in losses) / len(losses)
 
-    assert run.algorithm.evaluate(rows) == {"loss": pytest.approx(mean(ids), rel=1e-12)}
-    assert run.algorithm.evaluate(Rows([rows[1]])) == {}
-    run.algorithm.world = Second(1, 2, torch.device("cpu"))  # it scores rows 2 and 0, which the first rank counts
-    assert run.algorithm.evaluate(rows)["loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
+    assert run.trainer.evaluate(rows) == {"loss": pytest.approx(mean(ids), rel=1e-12)}
+    assert run.trainer.evaluate(Rows([rows[1]])) == {}
+    run.trainer.world = Second(1, 2, torch.device("cpu"))  # it scores rows 2 and 0, which the first rank counts
+    assert run.trainer.evaluate(rows)["loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)

@@ -201,9 +201,9 @@ def test_pixels_equal_transformers(size, bounds):
 def test_every_stage_trains_every_part(stage, name, model):
     """Also learned positions, DeepStack's merger, norms of queries and keys; the convolution, the decay, the gates."""
     run = stage(name, model=model)
-    before = snapshot(run.algorithm.trained)
+    before = snapshot(run.trainer.trained)
     run.go(2)
-    still = {key for key, p in run.algorithm.trained.named_parameters() if torch.equal(p, before[key])}
+    still = {key for key, p in run.trainer.trained.named_parameters() if torch.equal(p, before[key])}
     assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 50
     assert not still or name == "reward_model"  # which predicts no tokens
 

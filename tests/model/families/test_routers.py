@@ -43,23 +43,23 @@ def test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches(stage, name
     for coefficient in (0.0, 0.5):
         run = stage(name, f"--{name}.router_aux_loss_coef={coefficient}", model="qwen3_vl_moe")
         batches = run.next()
-        algorithm = run.algorithm
-        algorithm.rows_with_signal = lambda rows, advantages: rows
+        trainer = run.trainer
+        trainer.rows_with_signal = lambda rows, advantages: rows
         gradients, losses, balance = 0, 0, 0
         for batch in batches:
-            loss, metrics = algorithm.training_loss(batch)
+            loss, metrics = trainer.training_loss(batch)
             loss.backward()
             losses = losses + loss.detach()
             balance = balance + metrics["aux_loss"] / len(batches)
-        gradients = {name: p.grad.clone() for name, p in algorithm.trained.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad.clone() for name, p in trainer.trained.named_parameters() if p.grad is not None}
         found[coefficient] = losses, gradients, balance.detach()
-        algorithm.trained.zero_grad()
-        model = algorithm.trained if name == "reward_model" else algorithm.policy
+        trainer.trained.zero_grad()
+        model = trainer.trained if name == "reward_model" else trainer.policy
         for batch in batches:
             with chosen_experts(model) as chosen:
-                algorithm.loss(batch)
+                trainer.loss(batch)
             (0.5 * load_balancing_loss(chosen().values()) / len(batches)).backward()
-        added = {name: p.grad for name, p in algorithm.trained.named_parameters() if p.grad is not None}
+        added = {name: p.grad for name, p in trainer.trained.named_parameters() if p.grad is not None}
     (loss, gradients, balance), (more, whole, _) = found.values()
     torch.testing.assert_close(more, loss + 0.5 * balance, rtol=1e-12, atol=0)
     assert added["model.layers.0.mlp.gate.weight" if name != "reward_model" else next(iter(added))].any()

@@ -53,7 +53,7 @@ def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
             assert run.update()["rollout/route_mismatch"] == 0
             continue
         with torch.no_grad():
-            found = [run.algorithm.training_loss(batch)[1] for batch in batches]
+            found = [run.trainer.training_loss(batch)[1] for batch in batches]
         assert [metrics["rollout/route_mismatch"] for metrics in found] == [0] * 4
     assert drawn > 100_000
 
