@@ -23,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from minivlmrl.agents.environment import tools_of
+from minivlmrl.agents.tool_calls import begin_with_row, call
+from minivlmrl.data.rows import Row
 from minivlmrl.model.lora import inject_adapters
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.__main__ import main
@@ -56,6 +59,10 @@ weight.grad = torch.ones(1)
 load_name("my_opt.py:sgd")([weight], 0.25, (0.9, 0.99), 0.0).step()
 found["An optimizer"] = weight.item() == 0.75
 found["A rollout engine"] = " for 2 prompts" in out.getvalue()
+letters = begin_with_row("my_environment.py:Letters", Row([], [], {"problem": "?"}))
+said = call(tools_of(letters), "count", '"pepper", "p"')
+settings = ["--sampling.environment=my_environment.py:Letters", "--rewards={accuracy: 1, environment: 1}"]
+found["An environment"] = said == 3 and letters.get_reward() == 1 and load_config("shapes.yaml", settings)
 logged = [line.split(",") for line in open("run/metrics.csv")]
 losses = {step: float(value) for step, name, value in logged if name == "loss"}
 found["A tracker"] = losses == {str(step): line["loss"] for step, line in enumerate(lines, start=1)}
@@ -77,7 +84,7 @@ q, k, v = torch.randn(3, 1, 2, 100, 8, dtype=torch.float64)
 kernel_file.flex_attention = kernel = Mock(wraps=kernel_file.flex_attention)
 difference = kernel_file.dense_attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)
 found["An attention kernel"] = kernel.call_count == 1 and difference.abs().max() < 1e-14
-found["A tool"] = "run/metrics.jsonl 3" in out.getvalue()
+found["A command"] = "run/metrics.jsonl 3" in out.getvalue()
 path = "run/checkpoint/config.json"
 config = json.load(open(path))
 json.dump(config | {"model_type": "my_vl"}, open(path, "w"))
