@@ -29,7 +29,7 @@ from minivlmrl.diagnostics.memory import RESERVE, Costs, peak_bytes, plan
 from minivlmrl.files import INDEX, read_json, read_lines, save_tensors, write_json
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.lora import plain_weights
+from minivlmrl.model.plain_weights import plain_weights
 from minivlmrl.run.rollout_log import Logged
 
 SHARD = 5 * 10**8  # weights of one file, about

@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Literal
@@ -27,8 +28,8 @@ tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
 REQUESTED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
 if INSTALLED and (REQUESTED or torch.cuda.is_available()):
-    import triton
-    import triton.language as tl
+    triton = import_module("triton")
+    tl = import_module("triton.language")
 
 # Triton decides when it is first imported: setting TRITON_INTERPRET=1 later has no effect
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)

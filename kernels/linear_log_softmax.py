@@ -66,7 +66,7 @@ class Pieces:
         self.temperature = temperature
         # one for all pieces, as page faults cost; so are the torch path's exponentials
         self.memory = hidden.new_empty(size * width, dtype=wide)
-        self.scratch = None if self.is_triton else torch.empty_like(self.memory).view(size, width)
+        self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
         """Compute the logits (m, width) of a piece, in memory."""
@@ -78,18 +78,18 @@ class Pieces:
             keep_(z, self.mask[0] - rows.start, self.mask[1] - tile.start)
         return z
 
-    def score(self, rows: slice) -> list[Tensor] | tuple[Tensor, ...]:
+    def score(self, rows: slice) -> tuple[Tensor, ...]:
         """Score the tokens of some rows: logp, H, top and s, each (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)  # of tiles so far
-        for tile in self.tiles:
+        *earlier, last = self.tiles
+        for tile in earlier:
             z = self.logits(rows, tile)
-            last = tile is self.tiles[-1]
-            results = fold_(z, ids, parts, self.temperature, tile.start, last)
-        return results
+            fold_(z, ids, parts, self.temperature, tile.start, last=False)
+        return fold_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
         """Compute dz (m, width) of a piece, in the dtype of hidden."""
@@ -178,7 +178,8 @@ def _op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     scored = [pieces.score(rows) for rows in pieces.rows]
-    return tuple(torch.cat(column) for column in zip(*scored, strict=True))
+    logps, entropies, tops, sums = (torch.cat(column) for column in zip(*scored, strict=True))
+    return logps, entropies, tops, sums
 
 
 @_op.register_fake
@@ -212,7 +213,7 @@ def _backward_op(
     grad_weight = torch.zeros_like(weight) if needed[1] else None
     differentiate([h, weight, ids[rows], mask], kept, upstream, temperature, [grad_h, grad_weight])
     grad_hidden = hidden.new_empty(0)
-    if needed[0]:
+    if grad_h is not None:
         grad_hidden = torch.zeros_like(hidden)
         grad_hidden[rows] = grad_h.to(hidden.dtype)
     return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.RMSNorm):
     """torch's module, computed by its fused kernel on a GPU and by the formulas above elsewhere."""
 
+    eps: float  # torch's may be None
+
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)

@@ -28,6 +28,7 @@ number. NaN stays NaN.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
-def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
+def take_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
     """The same rows of each tensor, contiguous; None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
@@ -245,25 +246,25 @@ def fold_(
     temperature: float,
     first_id: int = 0,
     last: bool = True,
-) -> list[Tensor | None]:
+) -> tuple[Tensor, ...]:
     """Score logits z (N, width) of the ids from first_id on, one part of each row.
 
     Args:
         parts: (4, N), see _forward; None where the first part is also the last.
     Returns:
-        logp, H, top (in base 2) and s, each (N,) float32; None for each before the last part.
+        logp, H, top (in base 2) and s, each (N,) float32; () before the last part.
     """
     rows, width = z.shape
-    results = [None] * 4
+    results = ()
     if last:
-        results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4)]
+        results = tuple(z.new_empty(rows, dtype=torch.float32) for _ in range(4))
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
             _forward[(rows,)](
                 z,
                 ids,
                 parts,
-                *results,
+                *(results or [None] * 4),
                 stride=z.stride(0),
                 rows=rows,
                 width=width,
@@ -322,7 +323,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
         z, ids, *saved = ctx.saved_tensors
-        upstream = take_rows([g, e], ...)
+        upstream = take_rows([g, e], slice(None))
         if backend_for(z) == "triton":
             out = torch.empty_like(z)
             return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None

@@ -67,7 +67,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
     else:
         tokens = [count for _, count in segments.runs]
         pieces = zip(segments.runs, q.split(tokens), k.split(tokens), v.split(tokens), strict=True)
-        out = torch.cat([_equal_segments(*qkv, length) for (length, _), *qkv in pieces])
+        out = torch.cat([_equal_segments(q, k, v, length) for (length, _), q, k, v in pieces])
     return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)
 
 
@@ -274,13 +274,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = {
-        name: torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for name in ("grad_q", "grad_k", "grad_v")
-    }
-    grad = grad.contiguous()
-    _launch(_backward_kernel, q, k, v, cu_seqlens, longest, grad=grad, **grads)
-    return tuple(grads.values())
+    grad_q, grad_k, grad_v = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)
+    )
+    grads = {"grad": grad.contiguous(), "grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
+    _launch(_backward_kernel, q, k, v, cu_seqlens, longest, **grads)
+    return grad_q, grad_k, grad_v
 
 
 _forward.register_fake(lambda q, *_: q.new_empty(q.shape))

@@ -36,12 +36,11 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
 from minivlmrl.losses.advantages import combine
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.lora import ParameterCopy
 from minivlmrl.model.packing import pack
 from minivlmrl.rewards.registry import guarded
 from minivlmrl.trainers.base import MicroBatch, Rollout
 from minivlmrl.trainers.grpo import GRPOTrainer
-from minivlmrl.trainers.reference import computing, load_frozen
+from minivlmrl.trainers.reference import ParameterCopy, computing, load_frozen
 
 
 @dataclass

@@ -15,7 +15,7 @@ Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative 
 RewardName = NewType("RewardName", str)  # name of a reward, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-# parts of a model, see PARTS in model/lora.py; vision is the tower without its merger
+# parts of a model, see PARTS in model/plain_weights.py; vision is the tower without its merger
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]

@@ -26,7 +26,7 @@ from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.files import json_text
 from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import full
+from minivlmrl.model.plain_weights import full
 from minivlmrl.run import loop
 from minivlmrl.run.rollout_log import GROUPS, groups
 

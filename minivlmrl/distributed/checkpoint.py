@@ -9,30 +9,21 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
-from minivlmrl.distributed.fsdp import copy_model, is_sharded, recompute_blocks, reshard
+from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import replacing, save_tensors
 from minivlmrl.model import checkpoint
-from minivlmrl.model.checkpoint import MAX_SHARD_SIZE, load_processor
-from minivlmrl.model.lora import adapters, draw_adapters, full, inject_adapters
-from minivlmrl.model.trainable import select_trained
-from minivlmrl.model.value_head import (
-    HEAD_FILE,
-    ValueModel,
-    add_saved_head,
-    input_form,
-    load_value_model,
-)
+from minivlmrl.model.checkpoint import MAX_SHARD_SIZE
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.plain_weights import full
 
 
-def save_model(
+def gather_and_save_model(
     folder: str | Path,
-    model: nn.Module,
+    model: Qwen2_5_VL,
     processor: Processor,
     world: World,
     base: str | None = None,
@@ -76,64 +67,3 @@ def save_model(
                     tensors[name] = unread[name]
             world.on_main(partial(write_tensors, file, tensors))
         world.on_main(finish)
-
-
-def save_value_model(
-    folder: str | Path,
-    model: ValueModel,
-    processor: Processor,
-    world: World,
-    base: str | None = None,
-):
-    """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
-    reshard(model.score)
-    head = {"score.weight": full(model.score.weight).cpu()}
-
-    def write_head(new_folder: Path):
-        save_tensors(head, new_folder / HEAD_FILE)
-
-    save_model(folder, model.backbone, processor, world, base, write_head)
-
-
-def load_beside(
-    policy: nn.Module, folder: str | Path, device: torch.device, same_base: bool
-) -> ValueModel:
-    """Read a value model that runs beside a policy.
-
-    Args:
-        same_base: the value model has adapters on the policy's base, which it can share.
-    """
-    if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
-        from minivlmrl.model.peft import load_adapter
-
-        backbone = copy_model(policy)
-        load_adapter(backbone, Path(folder) / "adapter")
-        return add_saved_head(backbone, folder)
-    return load_value_model(folder, policy.lm_head.weight.dtype, device, policy.sharding)
-
-
-def load_critic(
-    folder: str | Path,
-    policy: nn.Module,
-    processor: Processor,
-    run: RunConfig,
-    device: torch.device,
-) -> ValueModel:
-    """Read a value model that is trained beside a policy, adapted as the recipe (RunConfig) says.
-
-    Raises:
-        ValueError: the tokens of the policy are other tokens for this model.
-    """
-    dtype = policy.lm_head.weight.dtype
-    inject = partial(inject_adapters, options=run.adapter)
-    critic = load_value_model(folder, dtype, device, policy.sharding, inject)
-    if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
-        raise ValueError(
-            f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "
-            "or family; take one of the policy's"
-        )
-    draw_adapters(critic.backbone, run.seed)
-    if run.model.activation_checkpointing and policy.sharding is None:
-        recompute_blocks(critic.backbone)
-    select_trained(critic, run.model.freeze)
-    return critic

@@ -25,7 +25,7 @@ from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
-from minivlmrl.model.lora import place_like, shared_base
+from minivlmrl.model.plain_weights import shared_base
 
 # keeps the inputs of a function, which the backward computes again
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -268,6 +268,8 @@ def twin_of(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
     """Build a model of the same layers on the meta device."""
     with torch.device("meta"):
         twin = family_of(model).model(model.config).to(dtype)
+    from minivlmrl.model.lora import place_like  # here, because few runs shard the weights
+
     place_like(twin, model)
     return twin
 

@@ -45,8 +45,8 @@ from minivlmrl.generation.sampler import SampledRows, Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import full
 from minivlmrl.model.packing import pack
+from minivlmrl.model.plain_weights import full
 
 # options of vLLM that a recipe cannot change
 FIXED_OPTIONS = {

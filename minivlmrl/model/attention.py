@@ -154,11 +154,12 @@ class GroupAttention:
 
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
         self.layout = layout
-        self.keys: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
+        self.keep_keys = keep_keys
+        self.keys: list[tuple[Tensor, Tensor]] = []
         self.memory = {}  # what recurrent layers keep of each prompt
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.keys is not None:
+        if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
         blocks = [layout.blocks(x) for x in (q, k, v)]
@@ -194,7 +195,7 @@ class DecodeAttention:
         # its end, which prompt_bias (B, P) hides: 0 for its tokens, -inf after them
         self.prompt_kv = []
         for layer in prompts.keys:
-            padded = [pad_sequence(x.split(lengths), batch_first=True) for x in layer]
+            padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))

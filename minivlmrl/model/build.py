@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,15 @@ def model_from_config(config: ModelConfig, where: str | Path) -> Qwen2_5_VL:
         raise ValueError(f"{where}: no model has these sizes ({reason})") from error
 
 
+@runtime_checkable
+class ResetsItself(Protocol):
+    """A module whose parameters begin with values of its own."""
+
+    resets_itself: bool
+
+    def reset_parameters(self) -> None: ...
+
+
 @torch.no_grad()
 def initialize(model: Qwen2_5_VL, generator: torch.Generator):
     """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
@@ -85,7 +94,7 @@ def initialize(model: Qwen2_5_VL, generator: torch.Generator):
     The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
     """
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm | nn.LayerNorm) or hasattr(module, "resets_itself"):
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
             module.reset_parameters()
     for name, parameter in model.named_parameters():
         if name.endswith(("embed_tokens.weight", "pos_embed.weight")):

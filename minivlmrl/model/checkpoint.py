@@ -3,7 +3,7 @@
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,13 +40,13 @@ from minivlmrl.model.families.registry import (
     hub_name,
     memory_name,
 )
-from minivlmrl.model.lora import (
-    LoRALinear,
-    PackedLinear,
+from minivlmrl.model.plain_weights import (
+    Sharded,
     Stacked,
-    adapters,
+    Weight,
     base_weights,
     full,
+    has_adapters,
     plain_name,
     plain_weights,
 )
@@ -151,7 +151,7 @@ def _read_weights(
 
 def check_loaded(weight: Tensor, name: str, file: Path):
     """Refuse a weight with NaN or infinities (ValueError), of which a sum is not finite."""
-    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(f"{file}: tensor {name} has numbers that are not finite; save it again")
@@ -255,7 +255,7 @@ def save_model(
 ):
     """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
 
-    distributed/checkpoint.save_model writes a model that is sharded or trained by several ranks.
+    distributed/checkpoint.gather_and_save_model writes a model that is sharded or trained by several ranks.
 
     Args:
         base: the folder or repository that adapters are on, which PEFT's folder names.
@@ -283,7 +283,7 @@ def save_model(
 
 def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None] | None:
     """Return what writes a model's adapters as PEFT does; None: the model has no adapters."""
-    if not adapters(model):
+    if not has_adapters(model):
         return None
     from minivlmrl.model.peft import gather_adapter  # here, because few runs have adapters
 
@@ -309,7 +309,7 @@ def write_extras(
         more(folder)
 
 
-def split_weights(weights: dict[str, object], max_shard_size: int) -> StateDictSplit:
+def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDictSplit:
     """Share weights out to files of at most so many bytes, or one weight each."""
     shapes = {}
     for name, weight in weights.items():
@@ -317,16 +317,14 @@ def split_weights(weights: dict[str, object], max_shard_size: int) -> StateDictS
     return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
 
 
-def on_meta(weight: object) -> Tensor:
+def on_meta(weight: Weight) -> Tensor:
     """Make a tensor without numbers of a weight's shape and dtype."""
-    if hasattr(weight, "stack"):  # several weights that a file has as one tensor
+    if isinstance(weight, Stacked):
         return weight.stack(on_meta)
-    layer = weight.base if isinstance(weight, LoRALinear) else weight
-    tensor = layer if isinstance(layer, Tensor) else layer.weight
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
-def file_weights(model: Qwen2_5_VL) -> dict[str, Tensor | LoRALinear | PackedLinear | Stacked]:
+def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
     """Return what `full` computes each weight from, with its name in files of the family."""
     family = family_of(model)
     name_of = memory_name if family.memory_names else str

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +17,17 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import require
-from minivlmrl.config.types import Part
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.model.decoder import Qwen2_5_VL
-
-PARTS = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
-    "merger": ("visual.merger.", "visual.deepstack_merger_list."),
-    "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
-    "vision": "visual.",
-    "language": "model.",
-}
+from minivlmrl.model.plain_weights import (
+    PARTS,
+    PackedLinear,
+    ReplacedLinear,
+    full,
+    is_adapter,
+    packed_layers,
+    part_of,
+)
 
 
 def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
@@ -48,25 +48,19 @@ def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 
-@runtime_checkable
-class Stacked(Protocol):
-    """Weights that a file has as one tensor, see model/families/experts.py."""
-
-    def stack(self, full: Callable) -> Tensor: ...
-
-
-class LoRALinear(nn.Module):
+class LoRALinear(ReplacedLinear):
     """A linear layer and its adapter, which is in float32 on a base of less, as PEFT's."""
 
-    def __init__(self, base: nn.Linear, r: int, scaling: float):
+    def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # or a PackedLinear, see quantize_base
+        self.base = base  # PackedLinear: see quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout
+        # in training (N, in_features) -> the same after dropout, see dropout
+        self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
@@ -80,69 +74,22 @@ class LoRALinear(nn.Module):
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.out_features, self.in_features))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        base = self.base
+        return base.dtype if isinstance(base, PackedLinear) else base.weight.dtype
+
     @torch.no_grad()
-    def merged(self) -> Tensor:
+    def plain_weight(self) -> Tensor:
         """Add up W + scaling B A in the dtype of W; all ranks call this."""
         A = full(self.lora_A)
         B = full(self.lora_B)
         weight = full(self.base.weight).to(A.device)
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
-
-
-class PackedProduct(torch.autograd.Function):
-    """x W^T that remembers neither x, as W is not trained, nor W in full."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.weight.to(gradient.dtype), None
-
-
-class PackedLinear(nn.Module):
-    """A frozen linear layer whose weight is packed into fewer bits, alone or as a LoRALinear's base.
-
-    A subclass packs in `read` and unpacks in `weight`: model/nf4.NF4Linear.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.shape = linear.weight.shape
-        self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
-        self.bias = linear.bias
-        self.read(linear.weight)
-
-    def read(self, weight: Tensor, part: Callable | None = None):
-        """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
-        raise NotImplementedError
-
-    @property
-    def weight(self) -> Tensor:
-        """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = PackedProduct.apply(x, self)
-        if self.bias is None:
-            return product
-        return product + self.bias
-
-
-def full(tensor: Tensor | LoRALinear | PackedLinear | Stacked) -> Tensor:
-    """Gather a tensor if it is sharded, without gradient; of a layer its merged or unpacked weight."""
-    if isinstance(tensor, Stacked):
-        return tensor.stack(full)
-    if isinstance(tensor, LoRALinear):
-        return tensor.merged()
-    if isinstance(tensor, PackedLinear):
-        return tensor.weight
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor.detach()
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
@@ -171,78 +118,9 @@ def drop(p: float, seed: int, x: Tensor) -> Tensor:
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
 
-def is_adapter(name: str) -> bool:
-    """Tell whether a parameter of this name belongs to an adapter."""
-    return name.rpartition(".")[2].startswith("lora_")
-
-
-def plain_name(name: str) -> str:
-    """Name a parameter as the model without adapters does: files and states know no `base`."""
-    return name.replace(".base.", ".")
-
-
-def base_weights(model: nn.Module) -> dict[str, nn.Parameter | PackedLinear]:
-    """Name each weight of the plain model and the parameter or quantized layer that holds it."""
-    weights = {}
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name) and parameter.is_floating_point():
-            weights[plain_name(name)] = parameter
-    for name, layer in packed_layers(model).items():
-        weights[plain_name(f"{name}.weight")] = layer
-    return weights
-
-
-def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear | PackedLinear]:
-    """Name each weight of the plain model and what `full` computes it from."""
-    layers = adapters(model)
-    return base_weights(model) | {f"{name}.weight": layer for name, layer in layers.items()}
-
-
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters of all adapters, in the order of the layers."""
     return [p for name, p in model.named_parameters() if is_adapter(name)]
-
-
-def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Collect the base of a model's adapters, as a memo for deepcopy; empty without any."""
-    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
-    return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
-
-
-class ParameterCopy(nn.Module):
-    """Some parameters of a model as they are now; the model itself has all others.
-
-    Args:
-        names: of these parameters, such as those of its adapters.
-    """
-
-    def __init__(self, model: nn.Module, names: list[str]):
-        super().__init__()
-        self.models = [model]  # in a list: its parameters are no part of this
-        self.names = names
-        copies = [parameter.detach().clone() for parameter in self.originals()]
-        self.copies = nn.ParameterList(copies).requires_grad_(False)
-
-    def originals(self) -> list[nn.Parameter]:
-        """List the model's own parameters of these names; a sharded one must not be gathered."""
-        parameters = dict(self.models[0].named_parameters())
-        return [parameters[name] for name in self.names]
-
-    @contextmanager
-    def computing(self) -> Iterator[nn.Module]:
-        """Yield the model with these values; a sharded one must not be gathered at the ends."""
-        self._exchange()
-        try:
-            yield self.models[0]
-        finally:
-            self._exchange()
-
-    def _exchange(self):
-        # .data is unseen by autograd: what an older graph has saved is there again when it is used
-        for kept_copy, parameter in zip(self.copies, self.originals(), strict=True):
-            old_value = parameter.detach().clone()
-            parameter.data.copy_(kept_copy)
-            kept_copy.data.copy_(old_value)
 
 
 def place_like(model: nn.Module, other: nn.Module):
@@ -273,12 +151,9 @@ def quantize_layer(model: nn.Module, name: str):
     """Exchange a linear layer for a packed one."""
     from minivlmrl.model.nf4 import NF4Linear  # here, because few recipes set adapter.quantize
 
-    model.set_submodule(name, NF4Linear(model.get_submodule(name)))
-
-
-def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """List the layers that are packed, by name; one under an adapter is its `base`."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, PackedLinear)}
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    model.set_submodule(name, NF4Linear(linear))
 
 
 def draw_adapters(model: Qwen2_5_VL, seed: int):
@@ -320,7 +195,7 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
     require(
-        target_names,
+        bool(target_names),
         "target",
         target,
         "language, vision, merger, experts or a regular expression of layers' whole names, "
@@ -334,15 +209,11 @@ def kind_of(layer_name: str) -> str:
     return "experts" if ROUTED.search(layer_name) else part_of(layer_name)
 
 
-def part_of(name: str) -> Part:
-    """Tell which part a parameter or layer of this name belongs to."""
-    return next(part for part, beginnings in PARTS.items() if name.startswith(beginnings))
-
-
 def wrap(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
     """Exchange a linear layer for one with an adapter that adds nothing yet, its only one."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
+    assert isinstance(base, nn.Linear | PackedLinear)
     adapted = LoRALinear(base, r, scaling)
     model.set_submodule(name, adapted)
     return adapted

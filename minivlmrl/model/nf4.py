@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
-from minivlmrl.model.lora import PackedLinear
+from minivlmrl.model.plain_weights import PackedLinear, gather
 
 NF4 = (  # the appendix of the paper, to the digits of float32
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
@@ -103,6 +103,11 @@ def unpack(
 class NF4Linear(PackedLinear):
     """A frozen linear layer in NF4. Where its values are sharded, each rank has all its scales."""
 
+    packed: nn.Parameter
+    scale_indices: Tensor
+    scale_scales: Tensor
+    offset: Tensor
+
     def read(self, weight: Tensor, part: Callable | None = None):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
         if weight.is_meta:  # for the plan, which may have thousands of experts
@@ -121,9 +126,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
-        packed = self.packed
-        if hasattr(packed, "full_tensor"):
-            packed = packed.full_tensor()
-        packed = packed.to(self.offset.device)  # an offloaded part is in host memory
+        # an offloaded part is in host memory
+        packed = gather(self.packed).to(self.offset.device)
         values = unpack(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

@@ -140,7 +140,7 @@ def join_vision_embeds(
     prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor | None:
     """Join what a frozen tower made of all images of a batch; None: it has not run for some."""
-    embeds = [prompt.vision_embeds for prompt in prompts]
-    if any(x is None for x in embeds) or any(completion.pictures for completion in completions):
+    embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
+    if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):
         return None
     return torch.cat(embeds)

@@ -15,7 +15,8 @@ from minivlmrl.config.parsing import build, naming, require
 from minivlmrl.files import read_json, save_tensors, write_json
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import hub_name, memory_name
-from minivlmrl.model.lora import LoRALinear, PackedLinear, adapters, full, set_parameters, wrap
+from minivlmrl.model.lora import LoRALinear, adapters, set_parameters, wrap
+from minivlmrl.model.plain_weights import PackedLinear, full
 
 Form = tuple[int, float]  # r and scaling of LoRALinear
 LAYER = re.compile(r"[\w.]+")
@@ -105,7 +106,7 @@ def _read(model: Qwen2_5_VL, folder: str | Path) -> tuple[dict[str, Form], dict[
     with naming(file):
         for name, tensor in tensors.items():
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
-            require(is_float and tensor.isfinite().all(), name, tensor.dtype, "finite floats")
+            require(is_float and bool(tensor.isfinite().all()), name, tensor.dtype, "finite floats")
             match = TENSOR.fullmatch(name)
             if match is None:
                 raise ValueError(
@@ -129,7 +130,12 @@ def _read_config(file: Path) -> PeftConfig:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}: merge it with PEFT")
         for name in config.alpha_pattern or {}:
-            require(LAYER.fullmatch(name), "alpha_pattern", name, "a layer's name or its end")
+            require(
+                LAYER.fullmatch(name) is not None,
+                "alpha_pattern",
+                name,
+                "a layer's name or its end",
+            )
     return config
 
 

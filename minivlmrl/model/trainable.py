@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from minivlmrl.config.types import Part
-from minivlmrl.model.lora import adapters, base_weights, is_adapter, part_of
+from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Part]):
     """Choose what an optimizer takes (ValueError: nothing)."""
-    adapted = bool(adapters(model))
+    adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, adapted))
     if not trained_parameters(model):
@@ -40,7 +40,6 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 
 def trainable_summary(model: nn.Module) -> str:
     """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
-    layers = adapters(model)
     kinds = defaultdict(Counter)  # (name, rank) -> of each layer its trained parameters
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -48,9 +47,10 @@ def trainable_summary(model: nn.Module) -> str:
         layer_name = name.rpartition(".")[0]
         kind_name = part_of(name)
         rank_text = ""
-        if layer_name in layers:
+        if is_adapter(name):
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # of all blocks
-            rank_text = f" x r {layers[layer_name].r}"
+            r = parameter.shape[0 if name.endswith("lora_A") else 1]
+            rank_text = f" x r {r}"
         kinds[kind_name, rank_text][layer_name] += parameter.numel()
     base_count = sum(weight.shape.numel() for weight in base_weights(model).values())
     trained_count = sum(counts.total() for counts in kinds.values())

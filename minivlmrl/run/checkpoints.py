@@ -38,7 +38,7 @@ from minivlmrl.files import (
     weight_files,
     write_json,
 )
-from minivlmrl.model.lora import plain_name, shared_base
+from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.rewards.registry import RewardFailed
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoint_files import blocks, find_pieces, read_into, write_tensors

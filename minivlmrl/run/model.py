@@ -6,8 +6,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from torch import nn
-
 from minivlmrl.config.loading import asked_yaml
 from minivlmrl.data.folder_template import with_values
 from minivlmrl.data.image_settings import RESIZE
@@ -22,14 +20,14 @@ from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.lora import draw_adapters, inject_adapters
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.tasks.registry import get_task
 
 
 def build_model(
     config, world: World, datasets: dict[str, Dataset] | None = None
-) -> tuple[nn.Module, Processor]:
+) -> tuple[Qwen2_5_VL, Processor]:
     """Load the recipe's checkpoint, or make a random model with a tokenizer of the task or rows."""
     section = config.model
     if (section.path is None) == (section.config is None):
@@ -41,22 +39,26 @@ def build_model(
     if config.uses_fsdp:
         compute_dtype = DTYPES.get(section.compute_dtype)
         sharding = Sharding(config.sharding, world, dtype, recompute, compute_dtype)
+    adapt = None
+    if config.adapter.r:
+        from minivlmrl.model.lora import inject_adapters  # here, because few runs have adapters
+
+        adapt = partial(inject_adapters, options=config.adapter)
     if section.path:
         processor = load_processor(section.path, *pixel_bounds)
-        model = load_model(
-            section.path,
-            dtype,
-            world.device,
-            sharding,
-            partial(inject_adapters, options=config.adapter),
-        )
+        model = load_model(section.path, dtype, world.device, sharding, adapt)
     else:
         tokenizer = make_tokenizer(config, datasets)
         model, processor = random_model(section.config, tokenizer, config.seed, *pixel_bounds)
-        inject_adapters(model.to(world.device, dtype), config.adapter)
+        model.to(world.device, dtype)
+        if adapt is not None:
+            adapt(model)
         if sharding is not None:
             sharding.shard(model)
-    draw_adapters(model, config.seed)
+    if adapt is not None:
+        from minivlmrl.model.lora import draw_adapters
+
+        draw_adapters(model, config.seed)
     if config.adapter.path:
         from minivlmrl.model.peft import begin_with
 

@@ -12,7 +12,7 @@ from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.distributed.fsdp import is_sharded, reshard
 from minivlmrl.distributed.process_group import World
-from minivlmrl.model.lora import full
+from minivlmrl.model.plain_weights import full
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.rewards.registry import guarded
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.distributed.checkpoint import save_model
+from minivlmrl.distributed.checkpoint import gather_and_save_model
 from minivlmrl.files import write_json
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
@@ -115,7 +115,9 @@ class Results:
             trainer.save(self.folder)
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
-            save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
+            gather_and_save_model(
+                self.folder / "checkpoint", self.model, self.processor, self.world, base
+            )
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):

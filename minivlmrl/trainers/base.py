@@ -1,6 +1,7 @@
 """The base class of all trainers, one for each stage of a recipe, and what they train on."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,10 +10,9 @@ from torch import Tensor, nn
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.distributed.checkpoint import save_model
+from minivlmrl.distributed.checkpoint import gather_and_save_model
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.model.lora import dropout
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.reference import Reference
@@ -130,6 +130,10 @@ class Trainer:
 
     def dropout(self, step: int, micro_batch: int):
         """Let adapters drop inputs while a micro-batch is trained on (a context)."""
+        if not self.run.adapter.dropout:
+            return nullcontext()
+        from minivlmrl.model.lora import dropout  # here, because few runs have adapters
+
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
 
@@ -172,7 +176,7 @@ class Trainer:
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""
         base = self.run.model.path
-        save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
+        gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
 
     def evaluate(self, rows) -> dict[str, float]:
         """Measure what held-out rows say besides answers: `pairs` or `loss`."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import PPOOptions
 from minivlmrl.data.rows import Row
-from minivlmrl.distributed.checkpoint import load_critic, save_value_model
 from minivlmrl.distributed.fsdp import copy_model
+from minivlmrl.distributed.value_models import load_critic, save_value_model
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from minivlmrl.model.logprobs import completion_states, logps_of_states

@@ -15,8 +15,8 @@ from minivlmrl.distributed.fsdp import copy_model, reshard
 from minivlmrl.files import find_folder
 from minivlmrl.model.checkpoint import load_model, read_config
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import ParameterCopy, adapters
 from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.model.trainable import trained_parameters
 
 # fields of ModelConfig that a prompt's patches and positions, and the head's rows, depend on
@@ -51,7 +51,7 @@ class Reference:
                     f"reference.sync_ref_model: the parameters of {config.path} are not the "
                     "policy's; leave one of the two out"
                 )
-        elif adapters(policy) or config.num_shared_layers is not None:
+        elif has_adapters(policy) or config.num_shared_layers is not None:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = ParameterCopy(policy, trained)
         else:
@@ -79,6 +79,42 @@ class Reference:
             policy_parameters = self.model.originals()
         for kept, moved in zip(self.model.parameters(), policy_parameters, strict=True):
             kept.lerp_(moved, config.ref_model_mixup_alpha)
+
+
+class ParameterCopy(nn.Module):
+    """Some parameters of a model as they are now; the model itself has all others.
+
+    Args:
+        names: of these parameters, such as those of its adapters.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]):
+        super().__init__()
+        self.models = [model]  # in a list: its parameters are no part of this
+        self.names = names
+        copies = [parameter.detach().clone() for parameter in self.originals()]
+        self.copies = nn.ParameterList(copies).requires_grad_(False)
+
+    def originals(self) -> list[nn.Parameter]:
+        """List the model's own parameters of these names; a sharded one must not be gathered."""
+        parameters = dict(self.models[0].named_parameters())
+        return [parameters[name] for name in self.names]
+
+    @contextmanager
+    def computing(self) -> Iterator[nn.Module]:
+        """Yield the model with these values; a sharded one must not be gathered at the ends."""
+        self._exchange()
+        try:
+            yield self.models[0]
+        finally:
+            self._exchange()
+
+    def _exchange(self):
+        # .data is unseen by autograd: what an older graph has saved is there again when it is used
+        for kept_copy, parameter in zip(self.copies, self.originals(), strict=True):
+            old_value = parameter.detach().clone()
+            parameter.data.copy_(kept_copy)
+            kept_copy.data.copy_(old_value)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from minivlmrl.config.options import RewardModelOptions
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.distributed.checkpoint import load_beside, save_value_model
 from minivlmrl.distributed.fsdp import copy_model, reshard
+from minivlmrl.distributed.value_models import load_beside, save_value_model
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.value_head import ValueModel, check_value_model_folder, input_form, pack_to_end

@@ -254,8 +254,8 @@ def outputs_of(home, own):
             if "evaluated" not in kinds:
                 patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             leave_out(patch)
-            for module in ("trainers.base", "distributed.checkpoint", "run.results"):
-                patch.setattr(f"minivlmrl.{module}.save_model", note_save)
+            for module in ("trainers.base", "distributed.value_models", "run.results"):
+                patch.setattr(f"minivlmrl.{module}.gather_and_save_model", note_save)
             folder = home / "option"
             shutil.rmtree(folder, ignore_errors=True)
             outputs = {"error": b""}

@@ -62,9 +62,9 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
-    distributed_checkpoint.save_model(output, model, processor, world, max_shard_size=100_000)
+    distributed_checkpoint.gather_and_save_model(output, model, processor, world, max_shard_size=100_000)
     with pytest.raises(OSError) as failed:
-        distributed_checkpoint.save_model(folder / "in the way" / "checkpoint", model, processor, world)
+        distributed_checkpoint.gather_and_save_model(folder / "in the way" / "checkpoint", model, processor, world)
     with rollout_weights(model, gather_weights=True) as plain:
         whole = {name: p.clone() for name, p in plain.named_parameters()}
     return {

@@ -13,9 +13,9 @@ from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed import process_group
-from minivlmrl.distributed.checkpoint import save_value_model
 from minivlmrl.distributed.process_group import World, find_device
 from minivlmrl.distributed.process_group import setup as join  # pytest 8.0 runs a module's `setup` before its tests
+from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluate

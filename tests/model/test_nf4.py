@@ -14,9 +14,10 @@ from minivlmrl.distributed.fsdp import copy_model
 from minivlmrl.model import nf4
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name
-from minivlmrl.model.lora import adapters, full, inject_adapters, packed_layers, part_of, plain_weights, quantize_base
+from minivlmrl.model.lora import adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4, dynamic_code, pack, unpack
 from minivlmrl.model.peft import load_adapter
+from minivlmrl.model.plain_weights import full, packed_layers, part_of, plain_weights
 from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.model.value_head import ValueModel
 from tests.model.test_lora import adapted, batch, loss

@@ -12,8 +12,9 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model import value_head
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, is_adapter, part_of
+from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
+from minivlmrl.model.plain_weights import is_adapter, part_of
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.run.model import build_model
 from minivlmrl.tasks.shapes import Shapes
@@ -104,7 +105,7 @@ def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it
     expected = load_model(checkpoint)
     load_adapter(expected, folder / "checkpoint" / "adapter")
     for name, layer in adapters(expected).items():
-        torch.testing.assert_close(merged[f"{name}.weight"], layer.merged(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(merged[f"{name}.weight"], layer.plain_weight(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):

@@ -9,7 +9,7 @@ from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.distributed.checkpoint import save_value_model
+from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end

@@ -194,7 +194,7 @@ def go_on(attention: Attention, index: int, inputs: list[Tensor], scan: Callable
         if slots is not None:  # each from a copy of its prompt's memory
             out, _ = scan(completions, [slots.spread(kept) for kept in memory])
             results.append(out.flatten(0, 1))
-    if attention.keys is not None:  # for decoding, in the order of the prompts
+    if attention.keep_keys:  # for decoding, in the order of the prompts
         order = layout.inverse[layout.last_index].argsort().argsort()
         attention.memory[index] = [torch.cat(kept)[order] for kept in zip(*memories, strict=True)]
     return Reorder.apply(torch.cat(results), layout.inverse)

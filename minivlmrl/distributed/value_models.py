@@ -1,0 +1,86 @@
+"""Value models beside a policy: reward models and critics, loaded and saved by all ranks."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.processor import Processor
+from minivlmrl.distributed.checkpoint import gather_and_save_model
+from minivlmrl.distributed.fsdp import copy_model, is_sharded, recompute_blocks, reshard
+from minivlmrl.distributed.process_group import World
+from minivlmrl.files import save_tensors
+from minivlmrl.model.checkpoint import load_processor
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.lora import draw_adapters, inject_adapters
+from minivlmrl.model.plain_weights import full, has_adapters
+from minivlmrl.model.trainable import select_trained
+from minivlmrl.model.value_head import (
+    HEAD_FILE,
+    ValueModel,
+    add_saved_head,
+    input_form,
+    load_value_model,
+)
+
+
+def save_value_model(
+    folder: str | Path,
+    model: ValueModel,
+    processor: Processor,
+    world: World,
+    base: str | None = None,
+):
+    """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
+    reshard(model.score)
+    head = {"score.weight": full(model.score.weight).cpu()}
+
+    def write_head(new_folder: Path):
+        save_tensors(head, new_folder / HEAD_FILE)
+
+    gather_and_save_model(folder, model.backbone, processor, world, base, write_head)
+
+
+def load_beside(
+    policy: Qwen2_5_VL, folder: str | Path, device: torch.device, same_base: bool
+) -> ValueModel:
+    """Read a value model that runs beside a policy.
+
+    Args:
+        same_base: the value model has adapters on the policy's base, which it can share.
+    """
+    if same_base and has_adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
+        from minivlmrl.model.peft import load_adapter
+
+        backbone = copy_model(policy)
+        load_adapter(backbone, Path(folder) / "adapter")
+        return add_saved_head(backbone, folder)
+    return load_value_model(folder, policy.lm_head.weight.dtype, device, policy.sharding)
+
+
+def load_critic(
+    folder: str | Path,
+    policy: Qwen2_5_VL,
+    processor: Processor,
+    run: RunConfig,
+    device: torch.device,
+) -> ValueModel:
+    """Read a value model that is trained beside a policy, adapted as the recipe (RunConfig) says.
+
+    Raises:
+        ValueError: the tokens of the policy are other tokens for this model.
+    """
+    dtype = policy.lm_head.weight.dtype
+    inject = partial(inject_adapters, options=run.adapter)
+    critic = load_value_model(folder, dtype, device, policy.sharding, inject)
+    if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
+        raise ValueError(
+            f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "
+            "or family; take one of the policy's"
+        )
+    draw_adapters(critic.backbone, run.seed)
+    if run.model.activation_checkpointing and policy.sharding is None:
+        recompute_blocks(critic.backbone)
+    select_trained(critic, run.model.freeze)
+    return critic
