@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minivlmrl.data.boxes import NUMBER, SPACES, Box, extent
-from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.media import fetch_image
 from minivlmrl.data.image import smart_resize
 
 BETWEEN = r"\)?[\s,]+\(?"

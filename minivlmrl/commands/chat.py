@@ -16,7 +16,7 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import options_of
-from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.media import fetch_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer

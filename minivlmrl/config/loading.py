@@ -12,12 +12,13 @@ from pathlib import Path
 import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
-from minivlmrl.config.options import RunConfig
+from minivlmrl.config.options import RunConfig, VideoOptions
 from minivlmrl.config.parsing import (
     ChangeText,
     Plain,
     TypeHint,
     build,
+    check_values,
     did_you_mean,
     naming,
     options_of,
@@ -25,7 +26,6 @@ from minivlmrl.config.parsing import (
     read_value,
 )
 from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
-from minivlmrl.data.media_options import check_options
 from minivlmrl.files import json_text
 from minivlmrl.losses.preference import check_dpo_options
 
@@ -100,7 +100,9 @@ def _build_run(
     config = build(config_class, values, str(where), change_text=change_text)
     with naming(where):
         with naming("data.video"):
-            config.data.video = check_options("video", config.data.video)
+            config.data.video = check_values(
+                VideoOptions, config.data.video, "options of the video"
+            )
         check_dpo_options(config.dpo, "dpo.")
     return config
 

@@ -22,6 +22,8 @@ from minivlmrl.config.types import (
     Weights,
 )
 
+Whole = Annotated[int, "[1, 1e15)"]
+
 # ------------------------------------------------------------------------------ model and adapters
 
 
@@ -78,6 +80,34 @@ class ReferenceOptions:
 
 
 @dataclass
+class ImageOptions:
+    """How large the model sees an image: options beside its source, as in qwen-vl-utils."""
+
+    # bounds of the area (of a frame)
+    min_pixels: MinPixels | None = None
+    max_pixels: Whole | None = None
+    resized_height: Whole | None = None  # instead of the image's own size
+    resized_width: Whole | None = None
+
+    def __post_init__(self):
+        if (self.resized_height is None) != (self.resized_width is None):
+            raise ValueError("resized_height and resized_width belong together: give both")
+
+
+@dataclass
+class VideoOptions(ImageOptions):
+    """How large the frames of a video are, and which of a file are seen: see data/video.py."""
+
+    total_pixels: Whole | None = None  # upper bound of all frames together
+    fps: Annotated[float, "(0, 1e15)"] | None = None
+    nframes: Whole | None = None
+    min_frames: Whole | None = None
+    max_frames: Whole | None = None
+    video_start: Annotated[float, "[0, 1e15)"] | None = None  # seconds
+    video_end: Annotated[float, "[0, 1e15)"] | None = None
+
+
+@dataclass
 class RowOptions:
     """How rows of files are read."""
 
@@ -91,7 +121,7 @@ class RowOptions:
     # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
     # to this size, rounded to tokens, all images of files that have no options of their own
     resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
-    # options of videos that do not say them, such as {fps: 1}: see data/media_options.py
+    # options of videos that do not say them, such as {fps: 1}: see VideoOptions
     video: dict = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -140,6 +140,14 @@ def build(
             section, prefix, key = error.args
             meant = _suggestion(cls, section, prefix, key)
             raise ValueError(f"unknown key {prefix}{key}; {meant}") from None
+
+
+def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
+    """Check the values of a file as `build` does; return those that are not None."""
+    if not values:
+        return {}
+    checked = vars(build(cls, values, where))
+    return {name: value for name, value in checked.items() if value is not None}
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:

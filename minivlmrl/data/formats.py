@@ -120,7 +120,7 @@ def _read_messages(row: dict) -> dict:
     messages = row["messages"]
     is_turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
     if not messages or not is_turns:
-        return {}  # conversations.py says what is wrong
+        return {}  # file_dataset.py says what is wrong
     turns = []
     for number, message in enumerate(messages):
         role = str(message.get("role"))

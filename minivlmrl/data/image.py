@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 
 def load_image(file: str | Path | Image) -> Image:
-    """Read an image file (data/fetch.py: a URL) as RGB, upright by its EXIF orientation."""
+    """Read an image file (data/media.py: other sources) as RGB, upright by its EXIF orientation."""
     image = file if isinstance(file, Image) else PIL.Image.open(file)
     return to_rgb(PIL.ImageOps.exif_transpose(image))
 
@@ -33,7 +33,7 @@ def to_rgb(image: Image) -> Image:
 
 
 def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: float
 ) -> tuple[int, int]:
     """Choose the height and width nearest to an image's, multiples of `factor`, area in bounds.
 

@@ -1,17 +1,24 @@
-"""Images and videos of a row: where they come from, what they ask for, which part shows them."""
+"""Images and videos of a row: where their bytes are, what they ask for, which part shows them."""
 
+import base64
+import contextlib
+import io
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os.path import join
 from pathlib import Path
+from urllib.request import url2pathname
 
 import PIL.Image
+from PIL.Image import Image
 
-from minivlmrl.config.parsing import naming
-from minivlmrl.data.fetch import fetch_image, open_source
-from minivlmrl.data.media_options import SAMPLING_OPTIONS, check_options
+from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
+from minivlmrl.config.parsing import check_values, naming
+from minivlmrl.config.types import Plain
+from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import (
     add_placeholders,
     check_counts,
@@ -20,7 +27,6 @@ from minivlmrl.data.messages import (
     part_kind,
     shown_parts_of,
 )
-from minivlmrl.data.video import VideoFile, load_video
 
 # what people call the column of an image or a video, and what such a column says
 MEDIA_NAME = re.compile(
@@ -33,6 +39,77 @@ PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys of a part that say what it shows
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
+OPTIONS = {"image": ImageOptions, "video": VideoOptions}
+# options that choose frames of a video file
+SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+# Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
+PROGRAMS = "EPS", "IPTC", "WMF"
+# Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
+MAX_IMAGE_PIXELS = 178_956_970
+
+Source = str | Path | bytes
+
+# Pillow warns from half of our limit on. Set once, because threads share one list of filters.
+warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
+
+
+def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
+    """Read an image as image.load_image does (ValueError: names the source and what is wrong).
+
+    folder: where a relative path starts.
+    """
+    with open_image(source, folder) as image:
+        return load_image(image)
+
+
+@contextlib.contextmanager
+def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
+    """Open an image; every error inside the block becomes a ValueError."""
+    name, file = open_source(source, folder)
+    try:
+        with PIL.Image.open(file) as image:
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise ValueError(
+                    f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; "
+                    "scale it down"
+                )
+            if image.format in PROGRAMS:
+                raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
+            yield image
+    except Exception as error:  # Pillow's decoders raise anything: struct.error, IndexError, ...
+        error_text = getattr(error, "strerror", None) or error
+        if isinstance(error, PIL.UnidentifiedImageError):
+            error_text = "none of the formats that Pillow knows"
+        raise ValueError(f"{name}: cannot be read as an image ({error_text})") from error
+
+
+def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
+    """Find a path, file:// URL, data URI or bytes: its name; the path or the bytes."""
+    if isinstance(source, bytes | bytearray):
+        return f"{len(source)} bytes", io.BytesIO(source)
+    if not isinstance(source, str | Path):
+        raise ValueError(f"a path, data URI or bytes is needed, not {type(source).__name__}")
+    text = str(source)
+    name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
+    with naming(name):
+        if text.startswith("data:"):
+            header, comma, data = text.partition(",")
+            if not comma or not header.endswith(";base64"):
+                raise ValueError("a data URI must look like data:image/png;base64,...")
+            with naming("not base64"):  # strictly: urllib's handler skips letters that are none
+                return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
+        if text.startswith(("http://", "https://")):
+            raise ValueError(
+                "download it, or a run sees another picture tomorrow: "
+                "python recipes/download.py ROWS.jsonl does so once"
+            )
+    if text.startswith("file://"):
+        text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
+    path = Path(folder or "", text)
+    # reading from a pipe or device might never end
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise ValueError(f"{path}: a pipe or device; give a file")
+    return str(path) if len(str(path)) <= 400 else name, path
 
 
 @dataclass
@@ -42,7 +119,13 @@ class Media:
     kind: str  # "image" or "video"
     # path, data URI or bytes; of a video also a list of those of its frames
     source: str | bytes | list[str]
-    options: dict[str, float]  # see sizes.OPTIONS
+    options: dict[str, float]  # see ImageOptions and VideoOptions
+
+    @property
+    def image_source(self) -> str | bytes:
+        """Return where the bytes of an image are."""
+        assert not isinstance(self.source, list), "only a video is a list of frames"
+        return self.source
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
@@ -83,7 +166,7 @@ def place_media(
         turns = add_placeholders(turns, media_counts)
     kinds = []  # of the parts that do not say what they show
     for part in shown_parts_of(turns):
-        kind = part_kind(part)
+        kind = _checked_kind(part)
         if not _sources(part, kind):
             kinds.append(kind)
     check_counts(kinds, media_counts)
@@ -93,7 +176,7 @@ def place_media(
     for turn_number, turn in enumerate(turns):
         parts = []
         for part in content_parts(turn):
-            kind = part_kind(part)
+            kind = _checked_kind(part)
             if kind == "text":
                 parts.append(part)
                 continue
@@ -118,33 +201,17 @@ def _with_common(item: Media, options: dict, common_options: dict) -> dict:
     return common_options | options
 
 
-class Decoded(Sequence):
-    """The images of a row, each decoded whenever it is looked at, to save memory."""
-
-    def __init__(self, decoders: list[Callable]):
-        self.decoders = decoders
-        self.sizes = {}  # width and height in pixels of the images that have been looked at
-
-    def __len__(self) -> int:
-        return len(self.decoders)
-
-    def __getitem__(self, index: int) -> PIL.Image.Image:
-        image = self.decoders[index]()
-        self.sizes[index] = image.size
-        return image
+def media_options(options: RowOptions) -> dict[str, dict]:
+    """Return by kind what is asked of every image and video; a row's own options win."""
+    image = {}
+    if isinstance(options.resize, tuple):
+        image = {"resized_height": options.resize[0], "resized_width": options.resize[1]}
+    return {"image": image, "video": check_options("video", options.video)}
 
 
-def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
-    """Find the images and videos of a row."""
-    images = []
-    videos = []
-    for item in media:
-        if item.kind == "image":
-            images.append(partial(fetch_image, item.source, folder))
-        else:
-            sampling = {n: value for n, value in item.options.items() if n in SAMPLING_OPTIONS}
-            videos.append(VideoFile(partial(load_video, item.source, folder, **sampling)))
-    return images and Decoded(images), videos
+def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
+    """Return the options of an image or video that are not None (ValueError names a wrong one)."""
+    return check_values(OPTIONS[kind], options, f"options of the {kind}")
 
 
 def check_unread(columns: dict):
@@ -174,12 +241,19 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
                 yield source, join(folder, source)
 
 
+def _checked_kind(part: dict) -> str:
+    """Return the kind of a part of messages that have been checked: image, video or text."""
+    kind = part_kind(part)
+    assert kind is not None, "check_messages refuses such a part"
+    return kind
+
+
 def _sources(part: dict, kind: str) -> list:
     """List what an entry or a part says itself that it shows."""
     return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
 
 
-def _media(entry: object, kind: str) -> Media:
+def _media(entry: Plain, kind: str) -> Media:
     """Read an entry of a column, or a part: its source and its options."""
     if isinstance(entry, str):
         is_base64 = kind == "image" and re.match(BASE64, entry)  # as in MMBench's files
@@ -189,7 +263,7 @@ def _media(entry: object, kind: str) -> Media:
     sources = _sources(entry, kind)
     if len(sources) > 1:
         raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
-    source = sources[0] if sources else None
+    source: Plain = sources[0] if sources else None
     if isinstance(source, dict):
         source = _source_in(source)
     frames = source if kind == "video" and isinstance(source, list) else [source]
@@ -199,7 +273,7 @@ def _media(entry: object, kind: str) -> Media:
     return Media(kind, source, _options(entry, kind))
 
 
-def _source_in(source: dict) -> object:
+def _source_in(source: dict) -> Plain:
     """Read {"bytes": ..., "path": ...} of Hugging Face, or {"url": ...} of an image_url."""
     content = source.get("bytes")
     if content is not None:

@@ -79,7 +79,7 @@ def conversation(
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
-        turns = fill_template(prompt_template, turns)
+        turns = put_in_template(prompt_template, turns)
     turns = add_placeholders(turns, media)
     kinds = [part_kind(part) for part in shown_parts_of(turns)]
     check_counts(kinds, media)
@@ -87,7 +87,7 @@ def conversation(
     return add_system_prompt(turns, system_prompt)
 
 
-def fill_template(template: str, turns: list[dict]) -> list[dict]:
+def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """Put a template around the question, which is the text of the last turn of the user."""
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []

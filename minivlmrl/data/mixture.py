@@ -10,13 +10,14 @@ from pathlib import Path
 from minivlmrl.config.options import FileOptions
 from minivlmrl.config.parsing import build, naming, parse_yaml
 from minivlmrl.config.types import FilePath
-from minivlmrl.data.rows import Row
+from minivlmrl.data.media import Media
+from minivlmrl.data.rows import FileRows, Row
 
 
-class Picked(Sequence):
+class Picked(FileRows):
     """Rows of one or more datasets, in the order of `picks`: (dataset, row), both as numbers."""
 
-    def __init__(self, parts: Sequence, picks: list[tuple[int, int]]):
+    def __init__(self, parts: Sequence[FileRows], picks: list[tuple[int, int]]):
         self.parts = parts
         self.picks = picks
         if not picks:
@@ -25,26 +26,32 @@ class Picked(Sequence):
     def __len__(self) -> int:
         return len(self.picks)
 
-    def find(self, index: int) -> tuple[Sequence, int]:
-        """Find the dataset that a row is from, and its number there."""
-        part, row = self.picks[index]
-        return self.parts[part], row
-
     def __getitem__(self, index: int) -> Row:
-        rows, number = self.find(index)
-        return rows[number]
+        part, row = self.picks[index]
+        return self.parts[part][row]
+
+    def describe(self) -> str:
+        total_rows = sum(map(len, self.parts))
+        return f"{len(self)} picked out of {total_rows} in {len(self.parts)} file(s)"
+
+    def read(self, index: int) -> tuple[Row, list[Media]]:
+        part, row = self.picks[index]
+        return self.parts[part].read(row)
+
+    def outline(self, index: int) -> Row | None:
+        part, row = self.picks[index]
+        return self.parts[part].outline(row)
 
     @property
     def asked(self) -> list[int]:
-        """List what its rows ask, as hashes: see FileDataset."""
         return [self.parts[part].asked[row] for part, row in self.picks]
 
     def content(self, index: int) -> str:
-        rows, number = self.find(index)
-        return rows.content(number)
+        part, row = self.picks[index]
+        return self.parts[part].content(row)
 
 
-def mix(parts: list[Sequence], files: list[FileOptions]) -> Picked:
+def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> Picked:
     """Lay files of rows end to end, each row as often as the weight of its file says.
 
     Example: weight 2.5 has every row twice and every second row once more.

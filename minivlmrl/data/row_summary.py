@@ -1,17 +1,13 @@
 """How many rows have how many images, and how long their prompts are, without decoding an image."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import PIL.Image
 import torch
 
-from minivlmrl.data.fetch import open_image
-from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.mixture import Picked
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.rows import Dataset, FileRows, Row
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
 TASK_ROWS = 1000  # of an embedded task, which may have a million: all are alike
@@ -32,15 +28,10 @@ def summary(rows: Dataset, processor: Processor) -> str:
     row_numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     outlines = [outline(rows, row_number) for row_number in row_numbers]
     sample = [row for row in outlines if row is not None]
-    if isinstance(rows, Picked):
-        total_rows = sum(map(len, rows.parts))
-        summary_text = f"{len(rows)} picked out of {total_rows} in {len(rows.parts)} file(s)"
+    if isinstance(rows, FileRows):
+        summary_text = rows.describe()
     else:  # all rows of an embedded task are alike
-        media_counts = getattr(rows, "counts", None) or {(len(sample[0].images), 0): len(rows)}
-        media_words = sorted((_media_words(*media), count) for media, count in media_counts.items())
-        summary_text = ", ".join(f"{count} with {words}" for words, count in media_words)
-        if len(media_counts) > 1:
-            summary_text = f"{len(rows)} ({summary_text})"
+        summary_text = count_words({(len(sample[0].images), 0): len(rows)}, len(rows))
     prompt_lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if prompt_lengths:
         length_bounds = " to ".join(map(str, sorted({prompt_lengths[0], prompt_lengths[-1]})))
@@ -50,31 +41,30 @@ def summary(rows: Dataset, processor: Processor) -> str:
     return summary_text
 
 
+def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
+    """Say "1204 (1200 with 1 image, 4 with no image)".
+
+    Args:
+        media_counts: (images, videos) of a row -> number of rows with as many.
+    """
+    media_words = sorted((_media_words(*media), count) for media, count in media_counts.items())
+    text = ", ".join(f"{count} with {words}" for words, count in media_words)
+    return f"{num_rows} ({text})" if len(media_counts) > 1 else text
+
+
 def outline(rows: Dataset, index: int) -> Row | None:
-    """Read a row with blank images of the sizes that files claim; None: it has videos."""
-    rows, index = _source(rows, index)
-    if not isinstance(rows, FileDataset):
-        return rows[index]
-    row, media = rows.read(index)
-    if any(item.kind == "video" for item in media):
-        return None
-    blank_images = []
-    for item in media:
-        with open_image(item.source, rows.folder) as image:
-            blank_images.append(PIL.Image.new("L", image.size))
-    return replace(row, images=blank_images)
+    """Return a row whose images have their size, but no pixels; None: it has videos."""
+    return rows.outline(index) if isinstance(rows, FileRows) else rows[index]
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
     """Yield all rows of files without their images and videos; of a task the first, whole."""
-    for row_number in range(len(rows)):
-        dataset, row_index = _source(rows, row_number)
-        if isinstance(dataset, FileDataset):
-            yield dataset.read(row_index)[0]
-        elif row_number < TASK_ROWS:
-            yield dataset[row_index]
-        else:
-            return
+    if isinstance(rows, FileRows):
+        for row_number in range(len(rows)):
+            yield rows.read(row_number)[0]
+    else:
+        for row_number in range(min(len(rows), TASK_ROWS)):
+            yield rows[row_number]
 
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
@@ -82,12 +72,14 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
     long_rows = {}
     for row_number, where, prompt_length in _long_rows(rows, processor, limit):
         long_rows[row_number] = f"{where}: {prompt_length} tokens"
-    if not long_rows:
+    if not long_rows or not isinstance(rows, FileRows):
         return rows, []
     if len(long_rows) == len(rows):
         raise ValueError(
             f"data.max_prompt_tokens is {limit}: all prompts are longer, {long_rows[0]}"
         )
+    from minivlmrl.data.mixture import Picked  # here, because most runs leave out no row
+
     kept_rows = [(0, row_number) for row_number in range(len(rows)) if row_number not in long_rows]
     return Picked([rows], kept_rows), list(long_rows.values())
 
@@ -100,30 +92,22 @@ def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str):
 
 def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
     """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens."""
+    if not isinstance(rows, FileRows):
+        return  # all rows of an embedded task are alike
     counter = _counter(processor)
     image_processor = processor.image_processor
     token_side = image_processor.patch_size * image_processor.merge_size
     for row_number in range(len(rows)):
-        dataset, row_index = _source(rows, row_number)
-        if not isinstance(dataset, FileDataset):
-            return  # all rows of an embedded task are alike
-        row, media = dataset.read(row_index)
+        row, media = rows.read(row_number)
         text_tokens = len(repr(row.messages).encode())  # at most one a byte
         image_tokens = len(media) * image_processor.max_pixels // token_side**2
         if text_tokens + image_tokens + MARKUP <= limit:
             continue  # it fits for sure, and need not be laid out
-        row = outline(dataset, row_index)
+        row = rows.outline(row_number)
         if row is not None:
             prompt_length = len(row.prompt(counter).input_ids)
             if prompt_length > limit:
                 yield row_number, row.where, prompt_length
-
-
-def _source(rows: Dataset, index: int) -> tuple[Dataset, int]:
-    """Find the dataset that a row is from, and its number there; rows may be picked twice."""
-    while isinstance(rows, Picked):
-        rows, index = rows.find(index)
-    return rows, index
 
 
 def _counter(processor: Processor) -> Processor:

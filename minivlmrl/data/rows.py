@@ -1,5 +1,6 @@
 """Row, Prompt and Completion: an example, its question as tensors, and an answer as tokens."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -10,8 +11,30 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from minivlmrl.data.media import Media
     from minivlmrl.data.processor import Processor
     from minivlmrl.data.video import Video, VideoFile
+
+
+# what rewards are given besides the columns of their rows: no column may have one of these names
+REWARD_ARGUMENTS = {
+    "prompts",
+    "images",
+    "row_names",
+    "completions",
+    "completion_ids",
+    "answer_texts",
+    "turn_texts",
+    "image_sizes",
+    "answer_extents",
+    "reward_model_scores",
+    "row_rewards",
+    "environments",
+    "extras",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+}
 
 
 @dataclass
@@ -105,6 +128,28 @@ class Row:
 
 
 Dataset = Sequence[Row]
+
+
+class FileRows(Sequence[Row]):
+    """Rows of files: what can be said of them without decoding an image."""
+
+    asked: list[int]  # a hash of each row's prompt and of the sizes of the files that it shows
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Say how many rows there are of which kind."""
+
+    @abstractmethod
+    def read(self, index: int) -> "tuple[Row, list[Media]]":
+        """Read a row without its images and videos, and list these in order of appearance."""
+
+    @abstractmethod
+    def outline(self, index: int) -> Row | None:
+        """Read a row with blank images of the sizes that files claim; None: it has videos."""
+
+    @abstractmethod
+    def content(self, index: int) -> str:
+        """Digest what a row asks and shows, files by what they hold."""
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:

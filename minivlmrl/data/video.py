@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.parsing import extra
-from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, Source, fetch_image, open_source
 from minivlmrl.data.image import Grid, ImageProcessor, smart_resize, to_rgb
-from minivlmrl.data.media_options import check_options
+from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_source
 
 FPS = 2.0  # frames a second that are taken when nothing else is asked
 FRAME_FACTOR = 2  # the number of frames taken is a multiple
@@ -113,7 +112,8 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
     except Exception as error:  # damaged files make PyAV raise anything
         error_text = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
-            error_text = f"cannot be read as a video ({error.strerror or error_text})"
+            reason = getattr(error, "strerror", None) or error_text
+            error_text = f"cannot be read as a video ({reason})"
         raise ValueError(f"{name}: {error_text}") from error
 
 
@@ -166,7 +166,7 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
-        if stream is None:
+        if not isinstance(stream, av.VideoStream):
             raise ValueError("has no video stream")
         if stream.codec_context is None:
             raise ValueError("is in a format that FFmpeg cannot decode")
@@ -209,7 +209,7 @@ def _check_size(nframes: int, width: int, height: int):
 
 
 def sample_indices(
-    total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float | None
+    total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float
 ) -> tuple[list[int], float]:
     """Choose frames of a file, evenly spread, first and last among them; and their rate a second.
 

@@ -20,8 +20,8 @@ from itertools import chain, compress
 from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import did_you_mean, naming
-from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.data.messages import text_of
+from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.rewards.text import reward_columns
@@ -107,7 +107,7 @@ class Reward:
         """Name the columns it needs: the function's named parameters without a default."""
         parameters = inspect.signature(self.function).parameters.values()
         needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
-        return needed - GIVEN
+        return needed - REWARD_ARGUMENTS
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Return this reward for the ranks of a run, which fail together."""
@@ -136,7 +136,7 @@ class Reward:
         if missing_columns:
             raise ValueError(
                 f"reward {self.name} needs column {missing_columns[0]!r}; "
-                f"the rows have {sorted(columns.keys() - GIVEN)}"
+                f"the rows have {sorted(columns.keys() - REWARD_ARGUMENTS)}"
                 f"{did_you_mean(missing_columns[0], columns)}"
             )
         texts = columns["completions"]

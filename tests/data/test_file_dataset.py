@@ -1,8 +1,10 @@
-"""JSON lines: every mistake is named with its file and line."""
+"""Rows of files: what their text becomes in each of its forms, and that every mistake is named with its line."""
+
+import re
 
 import PIL.Image
 import pytest
-from talk import IMAGE_PART, assistant, text, user
+from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
@@ -133,3 +135,166 @@ def test_each_answer_of_a_pair_shows_its_own_pictures(write_rows):
     assert len(row.images) == 1
     for answer in (row.chosen, row.rejected):
         assert answer[1]["content"][0]["image"].getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_prompt_template_and_system_prompt(write_rows):
+    file = write_rows(*({name: "What is {x}?", "image": "red.png"} for name in ("problem", "prompt")))
+    for row in FileDataset(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief."):
+        asked = user([text("Look: "), IMAGE_PART, text(" What is {x}? Think.")])
+        assert row.messages == [system("Be brief."), asked]
+
+
+def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
+    turns = [system("Be brief."), user("one"), assistant("two"), user([IMAGE_PART, text("three")])]
+    written = {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
+    file = write_rows({"prompt": turns, "image": "red.png"}, written)
+    for row in FileDataset(file, prompt_template="Look: {problem} Think."):
+        said = row.messages[3]["content"]
+        assert as_parts(row.messages[:3]) == as_parts(turns[:3])
+        assert "".join(part.get("text", "") for part in said) == "Look: three Think." and IMAGE_PART in said
+    for turns in ([], [user([text("th"), text("ree")])]):
+        file = write_rows({"messages": [*turns, assistant("four")]})
+        message = r"rows\.jsonl:1: column 'messages': data\.prompt_template is put around one"
+        with pytest.raises(ValueError, match=message):
+            FileDataset(file, prompt_template="Look: {problem}")
+
+
+def as_parts(turns):
+    return [
+        {**turn, "content": [text(turn["content"])] if isinstance(turn["content"], str) else turn["content"]}
+        for turn in turns
+    ]
+
+
+def test_calls_of_tools_and_their_pictures_are_read(write_rows):
+    """Calls without a text, as OpenAI and TRL write them; the answer's mark shows the second picture."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+    turns = [user("<image>?"), call, {"role": "tool", "content": "<image>"}, assistant("red")]
+    [row] = FileDataset(write_rows({"messages": turns, "images": ["red.png", "green.png"]}))
+    asked, answer, _ = row.completion
+    assert asked["tool_calls"] == call["tool_calls"] and row.images[0].getpixel((0, 0)) == (255, 0, 0)
+    assert [part["image"].getpixel((0, 0)) for part in answer["content"] if part.get("image")] == [(0, 255, 0)]
+
+
+@pytest.mark.parametrize("own", [[], [system([text("Own.")])]])
+def test_a_system_prompt_stands_before_turns_without_one(write_rows, own):
+    file = write_rows({"prompt": [*own, user("hi")]})
+    messages = FileDataset(file, system_prompt="Be brief.")[0].messages
+    assert messages == [*(own or [system("Be brief.")]), user([text("hi")])]
+    assert [turn["role"] for turn in FileDataset(file)[0].messages] == ["system"] * len(own) + ["user"]
+
+
+@pytest.mark.parametrize("answer", ["two", [assistant([text("two")]), user("?"), assistant("2")]])
+def test_answers_are_text_or_turns(write_rows, answer):
+    file = write_rows({"prompt": "?", "completion": answer, "chosen": answer, "rejected": "one"})
+    row = FileDataset(file, ("problem", "completion", "chosen", "rejected"))[0]
+    assert (row.completion, row.chosen, row.rejected) == (answer, answer, "one")
+
+
+def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
+    turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
+    options = {"prompt_template": "Look: {problem}", "system_prompt": "Unused."}
+    row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"), **options)[0]
+    assert row.messages == as_parts([turns[0], user("Look: one")])
+    assert (row.completion, row.columns) == (turns[2:], {"messages": turns})
+
+
+def test_the_implicit_prompt_is_trls(write_rows):
+    data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
+    shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
+    example = {"chosen": [*shared, assistant("four")], "rejected": [*shared, assistant("5"), user("?"), assistant("6")]}
+    row = FileDataset(write_rows(example))[0]
+    expected = data_utils.extract_prompt(example)
+    assert (row.chosen, row.rejected) == (expected["chosen"], expected["rejected"])
+    assert row.messages == as_parts(expected["prompt"])
+
+
+SHOWN = [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])]
+PLACED = {
+    "image parts": (SHOWN, SHOWN),
+    "placeholders": (
+        [system("s"), user("Is <image>"), assistant("Yes"), user([text("this"), text("<image>?")])],
+        [system([text("s")]), user([text("Is "), IMAGE_PART, text("")]), assistant([text("Yes")]),
+         user([text("this"), text(""), IMAGE_PART, text("?")])],
+    ),
+    "neither": (
+        [system("s"), user("one"), assistant("two"), user([text("th"), text("ree")])],
+        [system([text("s")]), user([IMAGE_PART, IMAGE_PART, text("one")]), assistant([text("two")]),
+         user([text("th"), text("ree")])],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "chosen"])
+@pytest.mark.parametrize("name", PLACED)
+def test_images_in_a_conversation(write_rows, name, form):
+    turns, placed = PLACED[name]
+    if form == "messages":  # the first assistant turn ends its prompt
+        turns, placed = ([turn for turn in of if turn["role"] != "assistant"] for of in (turns, placed))
+    row = {form: turns if form == "prompt" else [*turns, assistant("a")]}
+    row |= {"rejected": [*turns, assistant("b")]} if form == "chosen" else {}
+    row = FileDataset(write_rows({**row, "images": ["blue.png", "green.png"]}))[0]
+    assert row.messages == placed
+    assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]
+
+
+HI = user("hi")
+YES = assistant("yes")
+
+MISTAKES = [
+    ({"problem": 3}, "column 'problem': must be text, it is 3"),
+    ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
+    ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': needs turns with the roles system, user, as"),
+    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is not text, image or v"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s) but 0 video"),
+    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
+    ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing; keep one"),
+    ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
+    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image placeholder(s) but"),
+    ({"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"},
+     "column 'messages': there is a video after the as"),
+    ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': turns must begin and end with an"),
+    ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
+     "column 'rejected' equals column 'chosen': drop the row"),
+    ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
+     "column 'prompt': the prompt has 1 image placeholder(s) but 2 image(s) came with it; put one where"),
+    ({"messages": [system("s"), YES], "image": "red.png"},
+     "column 'messages': the prompt has 0 image placeholder(s) but 1 image(s) came with it"),
+    ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, not 3"),
+    ({"problem": "a", "video": []}, "column 'video': each video must be a path or data URI, or a list of those"),
+    ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
+    ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
+    ({"prompt": [user([{"type": "image", "image": 3}])]},
+     "column 'prompt': message 0: each image must be a path or data URI"),
+    ({"problem": "a", "margin": True}, "column 'margin' is True, it must be of type float"),
+]  # fmt: skip
+
+BAD_ANSWERS = [
+    (3, "must be text or a list of turns, it is 3"),
+    ("", "an answer is empty or blank; write it or drop the row"),
+    ([], "needs turns with the roles system, user, assistant, tool; it has []"),
+    ([HI, YES], "turns must begin and end with an assistant turn; their roles: ['user', 'assistant']"),
+    ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
+    ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s) but 0 image(s) came with it"),
+]
+
+MISTAKES += [
+    ({"problem": "a", column: answer}, f"column '{column}': {message}")
+    for column in ("completion", "chosen", "rejected")
+    for answer, message in BAD_ANSWERS
+]
+
+
+@pytest.mark.parametrize(("row", "message"), MISTAKES)
+def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):
+        FileDataset(write_rows({"problem": "a"}, row))
+
+
+def test_what_looks_like_a_mistake_and_is_none(write_rows):
+    """A user of a completion may be silent, an answer speak of images, a conversation have preferences."""
+    for answer in ([assistant("a"), user(""), assistant("b")], "<image>"):
+        assert FileDataset(write_rows({"problem": "?", "completion": answer}))[0].completion == answer
+    row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
+    assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")

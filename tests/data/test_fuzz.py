@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from record_vision import encoded, noise
 
-from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.media import fetch_image
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.model.build import random_model

@@ -12,7 +12,7 @@ from links import ROOT
 from serving import Quiet, serve
 from talk import user
 
-from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.media import fetch_image
 from recipes.judge import judge
 
 from earnings import earnings
