@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minivlmrl.data.boxes import NUMBER, SPACES, Box, extent
-from minivlmrl.data.media import fetch_image
 from minivlmrl.data.image import smart_resize
+from minivlmrl.data.media import fetch_image
 
 BETWEEN = r"\)?[\s,]+\(?"
 CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
