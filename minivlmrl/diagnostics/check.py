@@ -350,7 +350,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 def check_demonstrations(trial: Trial) -> Iterator[str]:
     """Demonstrations must earn the rewards that a later stage gives."""
     processor = trial.processor
-    texts = [text_of(as_turns(row.completion)[-1]) for row in trial.rows]
+    texts = [text_of(as_turns(row.completion or "")[-1]) for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
     for reward in trial.rewards:
         if not reward.columns <= trial.rows[0].columns.keys():

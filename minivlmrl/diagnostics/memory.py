@@ -29,6 +29,7 @@ from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES, family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
@@ -110,6 +111,19 @@ def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     return pack(prompts, completions, config, "meta")
 
 
+class TrainedModels(nn.Module):
+    """What a stage trains: the policy, or a copy of it, and PPO's critic if it is another model."""
+
+    def __init__(self, policy: Qwen2_5_VL, critic: ValueModel | None = None):
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    @property
+    def backbones(self) -> list[Qwen2_5_VL]:
+        return [self.policy] if self.critic is None else [self.policy, self.critic.backbone]
+
+
 class Costs:
     """Numbers of parameters of a model, and bytes of what its computations hold."""
 
@@ -124,7 +138,7 @@ class Costs:
             routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
             self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
-    def build(self, run: RunConfig, stage: str) -> nn.Module:
+    def build(self, run: RunConfig, stage: str) -> Qwen2_5_VL:
         """Make the model that a stage of a run trains on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
@@ -133,29 +147,28 @@ class Costs:
             freeze_shared(model, run.reference)
         return model
 
-    def build_trained(self, run: RunConfig, stage: str) -> nn.ModuleList:
-        """Make what a stage trains: the policy, or a copy of it; and PPO's critic of its own."""
+    def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
+        """Make the models that a stage trains on the meta device."""
         model = self.build(run, stage)
         section = getattr(run, stage)
         if getattr(section, "critic", "shared") == "shared":
-            return nn.ModuleList([model])
+            return TrainedModels(model)
         if section.critic_path is not None:
             backbone = Costs(read_config(find_folder(section.critic_path))).build(run, stage)
         elif run.uses_fsdp:  # the base of adapters is copied too
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
-        return nn.ModuleList([model, ValueModel(backbone, run.model.freeze)])
+        return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
-    def activations(self, run: RunConfig, models: nn.ModuleList, work: Work, train: bool) -> int:
+    def activations(self, run: RunConfig, models: TrainedModels, work: Work, train: bool) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
         models = copy.deepcopy(models)
-        model, *critics = models
         batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
-            for backbone in (model, *(critic.backbone for critic in critics)):
+            for backbone in models.backbones:
                 recompute_blocks(backbone)
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
@@ -165,13 +178,14 @@ class Costs:
         live = LiveBytes([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
-                model(batch, select=batch.layout.last_index)
+                models.policy(batch, select=batch.layout.last_index)
             elif train:
-                sum(output.sum() for output in trained_outputs(model, critics, batch)).backward()
+                sums = [output.sum() for output in trained_outputs(models, batch)]
+                torch.autograd.backward(sums)
             else:
-                per_token_logps(model, batch)
-                for critic in critics:
-                    critic(batch)
+                per_token_logps(models.policy, batch)
+                if models.critic is not None:
+                    models.critic(batch)
         return live.peak + batch.pixel_values.nbytes
 
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
@@ -191,16 +205,18 @@ class Costs:
         return recurrent_bytes + values * dtype.itemsize
 
 
-def trained_outputs(model: nn.Module, critics: list, batch: GroupBatch) -> list[Tensor]:
+def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
     """Compute what a loss is made of; of experts also their mean probabilities, as the balance is."""
-    if model.config.experts is None:
-        logps, _ = per_token_logps(model, batch)
-        return [logps, *(critic(batch) for critic in critics)]
+    policy = models.policy
+    values = [] if models.critic is None else [models.critic]
+    if policy.config.experts is None:
+        logps, _ = per_token_logps(policy, batch)
+        return [logps, *(critic(batch) for critic in values)]
     from minivlmrl.model.families.experts import chosen_experts
 
-    with chosen_experts(model) as chosen:
-        logps, _ = per_token_logps(model, batch)
-    outputs = [logps, *(critic(batch) for critic in critics)]
+    with chosen_experts(policy) as chosen:
+        logps, _ = per_token_logps(policy, batch)
+    outputs = [logps, *(critic(batch) for critic in values)]
     probabilities = [of_layer for of_layer, _ in chosen().values()]
     if probabilities:
         outputs.append(torch.cat(probabilities).mean(0))
@@ -232,19 +248,18 @@ def plan(
     """
     trainer = find_trainer(stage, run)
     models = costs.build_trained(run, stage)
-    model, *critics = models
     shards = num_shards(run.sharding, gpus)
     share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
     micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
     samples = not trainer.answers
-    gathered = gathered_bytes(run, model)
+    gathered = gathered_bytes(run, models.policy)
     rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
     logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run))
     phases = {}
     if samples:
-        phases["rollout"] = rollout_items(run, costs, model, drawn, gathered)
-    for critic in critics:
-        gathered += gathered_bytes(run, critic.backbone)
+        phases["rollout"] = rollout_items(run, costs, models.policy, drawn, gathered)
+    if models.critic is not None:
+        gathered += gathered_bytes(run, models.critic.backbone)
     if samples or has_reference(run, stage):
         forward = costs.activations(run, models, micro_batch, train=False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
@@ -289,7 +304,7 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-def gathered_bytes(run: RunConfig, model: nn.Module) -> int:
+def gathered_bytes(run: RunConfig, model: Qwen2_5_VL) -> int:
     """Bytes of full weights that FSDP holds while layer by layer runs."""
     if not run.uses_fsdp:
         return 0
@@ -300,35 +315,35 @@ def gathered_bytes(run: RunConfig, model: nn.Module) -> int:
 
 
 def rollout_items(
-    run: RunConfig, costs: Costs, model: nn.Module, drawn: Work, gathered: int
-) -> dict[str, float]:
+    run: RunConfig, costs: Costs, policy: Qwen2_5_VL, drawn: Work, gathered: int
+) -> dict[str, int]:
     """Bytes of what is there only in a rollout; gathered: by FSDP in a forward."""
     dtype = compute_dtype(run)
     if run.uses_fsdp and run.rollout.gather_weights:
-        gathered = computed_bytes(model, dtype)
+        gathered = computed_bytes(policy, dtype)
     prompts_alone = replace(drawn, num_generations=0)
     rows = drawn.prompts * drawn.num_generations
     items = {
         "gathered": gathered,
         "keys and values": costs.keys_and_values(dtype, drawn),
-        "prompts' forward": costs.activations(run, nn.ModuleList([model]), prompts_alone, False),
+        "prompts' forward": costs.activations(run, TrainedModels(policy), prompts_alone, False),
         "logits": DRAW_BYTES * rows * costs.config.vocab_size,
     }
     # an engine sleeps in the other phases
     return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
 
 
-def held(run: RunConfig, stage: str, models: nn.ModuleList, costs: Costs) -> dict[str, float]:
-    """Bytes of what is there all the time, before sharding; models: see build_trained."""
+def held(run: RunConfig, stage: str, models: TrainedModels, costs: Costs) -> dict[str, int]:
+    """Bytes of what is there all the time, before sharding."""
     trainer = find_trainer(stage, run)
-    model, *critics = models
-    weights = bytes_of([*model.parameters(), *model.buffers()])
-    adapters = bytes_of(adapter_parameters(model))  # all that another model adds to one with them
+    policy = models.policy
+    weights = bytes_of([*policy.parameters(), *policy.buffers()])
+    adapters = bytes_of(adapter_parameters(policy))  # all that another model adds to one with them
     items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
-    if critics:
+    if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if has_reference(run, stage):
-        items["reference"] = reference_bytes(run, model)
+        items["reference"] = reference_bytes(run, policy)
     if not trainer.trains_policy:  # in addition to the copy that is trained
         items["policy"] = adapters or weights
     if not trainer.answers and "reward_model" in run.rewards:
@@ -342,7 +357,7 @@ def has_reference(run: RunConfig, stage: str) -> bool:
     return find_trainer(stage, run).has_reference(getattr(run, stage))
 
 
-def reference_bytes(run: RunConfig, model: nn.Module) -> int:
+def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
     """Bytes of what a reference adds to its policy, before sharding."""
     reference = run.reference
     dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
@@ -350,8 +365,8 @@ def reference_bytes(run: RunConfig, model: nn.Module) -> int:
         costs = Costs(read_config(find_folder(reference.path)))
         return costs.parameters * dtype.itemsize
     if run.adapter.r or reference.num_shared_layers is not None:
-        return bytes_of(trained_parameters(model))
-    return computed_bytes(model, dtype)
+        return bytes_of(trained_parameters(policy))
+    return computed_bytes(policy, dtype)
 
 
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
@@ -374,7 +389,7 @@ def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
     """Bytes of a state on the disk."""
     models = costs.build_trained(run, stage)
     items = held(run, stage, models, costs)
-    items["weights"] = bytes_of(adapter_parameters(models[0])) or items["weights"]
+    items["weights"] = bytes_of(adapter_parameters(models.policy)) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)
 
@@ -400,6 +415,8 @@ class MemoryCheck(Callback):
     """Refuses a run that does not fit disk and GPUs, with images of data.max_pixels."""
 
     def on_setup(self, config: RunConfig, world: World):
+        if config.model.path is None:  # random weights are as small as one likes
+            return
         costs = Costs(read_config(find_folder(config.model.path)))
         for stage in config.stage_names:
             check_disk(config, stage, costs)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.files import json_text
 from minivlmrl.generation.environments import pack_rollout
@@ -65,10 +66,11 @@ class Film:
     `with film:` follows this thread and those that begin in it.
     """
 
+    image_processor: ImageProcessor  # known when the step begins
+
     def __init__(self, names: list[str], stage: str, number: int):
         """Follow the book in step `number` of a stage; names: files and folders to follow too."""
         self.step = stage, number
-        self.images = None  # the image processor
         self.about = {"prompts": []}
         self.norms = {}
         self.events = []
@@ -135,7 +137,7 @@ class Film:
         elif not self.root:
             names = frame.f_locals
             if (names["trainer"].stage, names.get("number")) == self.step:
-                self.images = names["trainer"].processor.image_processor
+                self.image_processor = names["trainer"].processor.image_processor
                 self.follow(frame, None)
         if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self.frames.pop(frame, None)
@@ -185,8 +187,13 @@ class Film:
         grids = getattr(x, "image_grid_thw", names.get("image_grid_thw", names.get("grid")))
         patches = getattr(x, "pixel_values", x)
         is_named = patches is not x or name in ("patches", "pixel_values")
-        if is_named and grids is not None and np.shape(patches)[1:] == (self.images.patch_dim,):
-            frames = pictures(torch.as_tensor(patches), grids, self.images)
+        if (
+            isinstance(value_json, dict)
+            and is_named
+            and grids is not None
+            and np.shape(patches)[1:] == (self.image_processor.patch_dim,)
+        ):
+            frames = pictures(torch.as_tensor(patches), grids, self.image_processor)
             value_json["pictures"] = list(map(self.first_frame, frames))
         return self.keep(value_json)
 
@@ -199,8 +206,8 @@ class Film:
 
     def first_frame(self, frames: Tensor) -> str:
         """Make a data URL of the first of normalised frames (frames, 3, height, width)."""
-        mean = torch.tensor(self.images.image_mean)
-        std = torch.tensor(self.images.image_std)
+        mean = torch.tensor(self.image_processor.image_mean)
+        std = torch.tensor(self.image_processor.image_std)
         rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
@@ -340,7 +347,8 @@ def matrix(x: Tensor) -> dict:
         if rows.shape[1] > 256:  # of logits the likeliest tokens
             top = rows[:64].float().topk(3)
             tensor_json["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
-        size = [min(SIDE, n) for n in rows.shape]
+        height, width = rows.shape
+        size = (min(SIDE, height), min(SIDE, width))
         rows = adaptive_avg_pool2d(rows[None].float(), size)[0]
     return tensor_json | {"rows": rows.tolist()}
 

@@ -67,7 +67,7 @@ class WarningRules:
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
         self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
-        self.first = None  # metrics of the first step
+        self.first: dict[str, float] = {}  # metrics of the first step
         self.broken = set()  # names of the rules that were broken at the last step
         self.rollout = None
         self.earned = deque(maxlen=BLIND)  # solutions and rewards of the last rollouts

@@ -11,7 +11,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
-from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, MemoryCheck, Work, plan
+from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, MemoryCheck, TrainedModels, Work, plan
 from minivlmrl.distributed.fsdp import copy_model, recompute_blocks
 from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
@@ -267,7 +267,7 @@ def test_what_the_balance_of_experts_keeps_is_planned(recomputed, monkeypatch):
     held = [*model.parameters(), *(p.grad for p in model.parameters())]
     planned, measured = [], []
     for weight in (1, 0):
-        planned.append(costs.activations(run, torch.nn.ModuleList([costs.build(run, "grpo")]), WORK, train=True))
+        planned.append(costs.activations(run, TrainedModels(costs.build(run, "grpo")), WORK, train=True))
         with LiveBytes(held) as live:
             with chosen_experts(model) as chosen:
                 loss = per_token_logps(model, batch)[0].sum()
