@@ -16,8 +16,7 @@ Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m =
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated
 
@@ -38,8 +37,8 @@ from minivlmrl.losses.advantages import combine
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
 from minivlmrl.rewards.registry import guarded
-from minivlmrl.trainers.base import MicroBatch, Rollout
-from minivlmrl.trainers.grpo import GRPOTrainer
+from minivlmrl.trainers.base import Rollout, SampledBatch
+from minivlmrl.trainers.grpo import GRPOTrainer, check_rollouts
 from minivlmrl.trainers.reference import ParameterCopy, computing, load_frozen
 
 
@@ -50,18 +49,18 @@ class DistillConfig(TrainingOptions):
     num_generations: Annotated[int, ">= 1"] = 8  # completions of each prompt
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # tokens of one forward and backward, prompts once; a group may be divided. None: any number
-    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # tokens of one forward and backward, prompts once. None: any number
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
     teacher_prompt: Code | None = None  # "file.py:function", what the teacher sees of a Row
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0: KL(teacher || student), 1: the other one
 
+    max_num_gen_batches = 1  # no option: GRPO samples groups of equal rewards again if it is over 1
 
-@dataclass
-class DistillBatch(MicroBatch):
-    teacher_states: Tensor | None = None  # (M, D) before each completion token
+
+@dataclass(kw_only=True)
+class DistillBatch(SampledBatch):
+    teacher_states: Tensor = field(init=False)  # (M, D) before each completion token
 
 
 class Distill(GRPOTrainer):
@@ -72,7 +71,6 @@ class Distill(GRPOTrainer):
 
     stage = "distill"
     config_type = DistillConfig
-    batch_type = DistillBatch
     compares_groups = False
 
     @classmethod
@@ -81,11 +79,7 @@ class Distill(GRPOTrainer):
             raise ValueError("distill needs distill.teacher or distill.teacher_prompt, or both")
         if run.distill.teacher:
             find_folder(run.distill.teacher)  # refused now, not after the stages before
-        super().check(run)
-
-    @classmethod
-    def check_loss(cls, config):
-        """There is nothing to check: the loss is a divergence."""
+        check_rollouts(run, cls.stage)
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -103,22 +97,13 @@ class Distill(GRPOTrainer):
         # whose config and head the teacher has: copied adapters compute on the policy's
         self.teacher_base = model if isinstance(self.teacher, ParameterCopy) else self.teacher
 
-    def prepare_loss(self):
-        """There is no loss of log-probabilities."""
-
-    def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        return self.sample_rollout(rows)
-
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
         rollout.metrics = self.rollout_metrics(rollout, rewards, combine(rewards, self.reward_weights))
-        steps = [self.pack_part(rollout, part) for part in parts]
+        steps = [self.pack_part(rollout, part, DistillBatch) for part in parts]
         for batch in chain(*steps):
             self.ask_teacher(batch, rollout)
         return steps
-
-    def add_logps(self, batch: DistillBatch):
-        """Add none: the divergence is of distributions, not of drawn tokens."""
 
     @torch.no_grad()
     def ask_teacher(self, batch: DistillBatch, rollout: Rollout):

@@ -24,11 +24,11 @@ class KTOConfig(KTOLossOptions, TrainingOptions):
     """KTO on single answers with a label."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class KTOBatch(AnswerBatch):
-    labels: Tensor | None = None  # (R,) bool, True for good
-    shares: tuple[float, float] = (1.0, 1.0)  # of good and of bad answers in the whole step
-    kl: Tensor | None = None  # of the whole step
+    labels: Tensor  # (R,) bool, True for good
+    shares: tuple[float, float]  # of good and of bad answers in the whole step
+    kl: Tensor | None  # of the whole step
 
 
 class KTO(OfflineTrainer):
@@ -40,7 +40,6 @@ class KTO(OfflineTrainer):
     stage = "kto"
     config_type = KTOConfig
     needs = "labels"
-    batch_type = KTOBatch
 
     @staticmethod
     def check(run):
@@ -65,10 +64,15 @@ class KTO(OfflineTrainer):
             for start in range(0, len(rows), size):
                 part = slice(start, start + size)
                 batch = self.pack(prompts[part], answers[part])
-                batch.labels = labels[part].to(self.world.device)
-                batch.kl = kl
-                batch.shares = good / total, 1 - good / total
-                micro_batches.append(batch)
+                micro_batch = KTOBatch(
+                    batch.group,
+                    batch.loss_mask,
+                    batch.ref_per_token_logps,
+                    labels=labels[part].to(self.world.device),
+                    shares=(good / total, 1 - good / total),
+                    kl=kl,
+                )
+                micro_batches.append(micro_batch)
             yield self.step(micro_batches)
 
     @torch.no_grad()

@@ -402,6 +402,7 @@ class PPOOptions(TrainingOptions):
     steps_per_generation = property(lambda self: self.num_mini_batches)
     num_iterations = property(lambda self: self.num_ppo_epochs)
     beta = property(lambda self: self.kl_coef)
+    max_num_gen_batches = 1  # every completion teaches, whatever the others of its prompt earn
 
 
 # ------------------------------------------------------------------------------------------ the run

@@ -9,12 +9,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from minivlmrl.config.parsing import extra
 from minivlmrl.config.types import Plain
 
+Item = TypeVar("Item")
 SPACES = ("original", "resized", "thousandths", "unit")
 LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow
 
@@ -125,7 +127,7 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 
 
 def match(
-    predicted: Sequence[Box], truth: Sequence[Box], similarity: Callable[[Box, Box], float] = iou
+    predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
     """Pair boxes one to one, as many as can be, so that the sum of similarities is the largest.
 

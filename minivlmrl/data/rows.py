@@ -72,7 +72,7 @@ class Completion:
     logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature (greedy: 1)
     stopped: bool = True  # by a stop token or stop string; False if cut at max_new_tokens
     # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None marks all
-    written: Tensor | None = None
+    written: Tensor = None  # pyright: ignore[reportAssignmentType]  # never None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
     # (C,), all ids end to end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None

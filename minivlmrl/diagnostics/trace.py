@@ -278,7 +278,8 @@ def describe_run(batch) -> dict:
         "targets": batch.group.completion_ids.tolist(),
         "prompt_lengths": layout.prompt_lengths,
         "completion_spans": spans,
-        "completions": describe(batch.completion_index),  # of a rollout, each row's number there
+        # of a rollout, each row's number there
+        "completions": describe(getattr(batch, "completion_index", None)),
         "trained": batch.loss_mask.sum(1).tolist(),  # tokens of each row that the loss counts
     }
 

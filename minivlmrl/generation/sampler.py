@@ -35,11 +35,14 @@ ENGINES = {
 
 
 class SampledRows(Protocol):
-    """The fields of a trainers/grpo.Rollout that a sampler verifies."""
+    """The fields of a trainers/base.Rollout that a sampler verifies."""
 
-    rows: Sequence[Row]
-    prompts: Sequence[Prompt]
-    completions: Sequence[Sequence[Completion]]
+    @property
+    def rows(self) -> Sequence[Row]: ...
+    @property
+    def prompts(self) -> Sequence[Prompt]: ...
+    @property
+    def completions(self) -> Sequence[Sequence[Completion]]: ...
 
 
 class Sampler:

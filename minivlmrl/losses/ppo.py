@@ -1,7 +1,7 @@
 """PPO: rewards of tokens, advantages by a critic (GAE), and the loss. It imports torch alone."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ def whiten(
     return [((part - mean) * scale + kept_mean) * mask for part, mask in pairs]
 
 
+class PPOLossFields(Protocol):
+    """What ppo_loss reads of its options: PPOLossOptions, or the section `ppo` of a recipe."""
+
+    @property
+    def cliprange(self) -> float: ...
+    @property
+    def vf_coef(self) -> float: ...
+
+
 @dataclass
 class PPOLossOptions:
     """Options of ppo_loss, and of the section `ppo` of a recipe."""
@@ -96,7 +105,7 @@ def ppo_loss(
     per_token_logps: Tensor,
     values: Tensor,
     mask: Tensor,
-    options: PPOLossOptions | None = None,
+    options: PPOLossFields | None = None,
     *,
     old_per_token_logps: Tensor,
     old_values: Tensor,

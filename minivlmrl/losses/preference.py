@@ -10,7 +10,7 @@ a micro-batch, as in TRL; WPO's weights multiply its mean of sft.)
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,27 @@ SFT_LOSS_TYPES = get_args(SFTType)
 # of DPO_LOSSES, those that are defined for every divergence; sft is the same for all
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # those with label_smoothing
+
+
+class DPOLossFields(Protocol):
+    """What dpo_loss reads of its options: DPOLossOptions, or the section `dpo` of a recipe."""
+
+    @property
+    def loss_type(self) -> list[str]: ...
+    @property
+    def loss_weights(self) -> list[float] | None: ...
+    @property
+    def beta(self) -> float: ...
+    @property
+    def label_smoothing(self) -> float: ...
+    @property
+    def f_divergence_type(self) -> Divergence: ...
+    @property
+    def f_alpha_divergence_coef(self) -> float: ...
+    @property
+    def ld_alpha(self) -> float | None: ...
+    @property
+    def use_weighting(self) -> bool: ...
 
 
 @dataclass
@@ -122,7 +143,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 def dpo_loss(
     per_token_logps: Tensor,
     mask: Tensor,
-    options: DPOLossOptions | None = None,
+    options: DPOLossFields | None = None,
     *,
     ref_per_token_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
@@ -151,10 +172,10 @@ def dpo_loss(
         equals DPOTrainer._compute_loss of TRL 1.16, but for label_smoothing of sigmoid.
     """
     options = options or DPOLossOptions()
-    if ref_logps is None and ref_per_token_logps is None:
-        raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps")
-    if log_sum_sq_probs is None and options.use_weighting:
-        raise ValueError("use_weighting needs log_sum_sq_probs")
+    if ref_logps is None:
+        if ref_per_token_logps is None:
+            raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps")
+        ref_logps = answer_logps(ref_per_token_logps, mask, options.ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
         raise ValueError("an answer has no tokens: drop the pair, or cut less")
@@ -165,8 +186,6 @@ def dpo_loss(
         num_pairs = counts.sequences / 2
         num_tokens = counts.tokens
     logps = answer_logps(per_token_logps, mask, options.ld_alpha)
-    if ref_logps is None:
-        ref_logps = answer_logps(ref_per_token_logps, mask, options.ld_alpha)
     log_ratio = logps - ref_logps  # (B, 2)
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, options.f_divergence_type, options.f_alpha_divergence_coef)
@@ -184,8 +203,11 @@ def dpo_loss(
     )  # fmt: skip
     weights = options.loss_weights or [1.0] * len(options.loss_type)
     terms = [DPO_LOSSES[name](pairs) for name in options.loss_type]
-    per_pair_loss = sum(weight * term for weight, term in zip(weights, terms, strict=True))
+    weighted = [weight * term for weight, term in zip(weights, terms, strict=True)]
+    per_pair_loss = sum(weighted, start=u.new_zeros(()))
     if options.use_weighting:
+        if log_sum_sq_probs is None:
+            raise ValueError("use_weighting needs log_sum_sq_probs")
         pair_weights = wpo_weights(per_token_logps.detach(), log_sum_sq_probs, mask)
         per_pair_loss = per_pair_loss * pair_weights
     metrics = _reward_metrics(options.beta * u.detach(), options.beta * v.detach())
@@ -269,12 +291,12 @@ def kto_loss(
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
     options = options or KTOLossOptions()
-    zero_point = 0.0
+    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
+    zero_point = u.new_zeros(())
     if options.loss_type == "kto":
         if kl is None:
             raise ValueError("loss_type kto needs kl; see kto_kl")
         zero_point = kl
-    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
     good = labels.bool()
     z = options.beta * torch.where(good, u - zero_point, zero_point - u)
     desirable = u.new_tensor(options.desirable_weight)
@@ -283,7 +305,7 @@ def kto_loss(
     rewards = options.beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
     if options.loss_type == "kto":
-        metrics["kl"] = kl
+        metrics["kl"] = zero_point
     num_answers = len(labels) if counts is None else counts.sequences
     return per_answer_loss.sum() / num_answers, metrics
 
@@ -304,10 +326,17 @@ class RewardLossOptions:
     center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
 
 
+class RewardLossFields(Protocol):
+    """What reward_loss reads: RewardLossOptions, or the section `reward_model` of a recipe."""
+
+    @property
+    def center_rewards_coefficient(self) -> float | None: ...
+
+
 def reward_loss(
     chosen: Tensor,
     rejected: Tensor,
-    options: RewardLossOptions | None = None,
+    options: RewardLossFields | None = None,
     *,
     margin: Tensor | None = None,
     counts=None,
@@ -324,9 +353,9 @@ def reward_loss(
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
     options = options or RewardLossOptions()
-    if margin is None:
-        margin = 0.0
-    difference = chosen - rejected - margin
+    difference = chosen - rejected
+    if margin is not None:
+        difference = difference - margin
     per_pair_loss = -logsigmoid(difference)
     if options.center_rewards_coefficient is not None:
         center = (chosen + rejected).square()
@@ -359,7 +388,7 @@ def sft_loss(
     return (per_token_loss * mask).sum() / num_tokens
 
 
-def check_dpo_options(options: DPOLossOptions, prefix: str = ""):
+def check_dpo_options(options: DPOLossFields, prefix: str = ""):
     """Refuse options of dpo_loss that do not fit together (ValueError).
 
     Args:

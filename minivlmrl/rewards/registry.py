@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
+from typing import Protocol, runtime_checkable
 
 from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.options import RunConfig
@@ -43,6 +44,8 @@ STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning
 
 class Text(str):
     """A text that rewards written for TRL may ask as messages: text[0]["content"] is all of it."""
+
+    message: dict[str, str]
 
     def __new__(cls, text: str, role: str = "assistant", content: str | None = None):
         message_text = super().__new__(cls, text)
@@ -231,7 +234,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         value = plain_value(value)
         if value is None:
             checked.append(math.nan)
-        elif isinstance(value, numbers.Real) and abs(value) <= LARGEST:
+        elif isinstance(value, float | int | numbers.Real) and abs(value) <= LARGEST:
             checked.append(float(value))
         else:
             raise ValueError(
@@ -241,9 +244,18 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
     return checked
 
 
-def plain_value(value: object) -> object:
+@runtime_checkable
+class Array(Protocol):
+    """A tensor or an array, of any library."""
+
+    @property
+    def ndim(self) -> int: ...
+    def item(self) -> float: ...
+
+
+def plain_value(value: Array | float | str | None) -> Array | float | str | None:
     """Return the Python value of a tensor or an array of no dimensions; others as they are."""
-    return value.item() if hasattr(value, "item") and value.ndim == 0 else value
+    return value.item() if isinstance(value, Array) and value.ndim == 0 else value
 
 
 def log_extra(extras: list[dict], column: str, values: list):

@@ -15,7 +15,7 @@ from minivlmrl.generation.sampler import Sampler, make_sampler
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, recipe_columns
 from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import progress_bar
-from minivlmrl.trainers.offline import pieces
+from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # rows that a rank generates together
 
@@ -101,7 +101,7 @@ def answer_rows(
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
     no_columns = dict.fromkeys(columns_of(rewards))  # a row without one of these is not judged
-    for numbers in pieces(range(len(rows)), BATCH_SIZE * world.size):
+    for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.leave()
         share, _ = world.equal_share(numbers)
         batch = []

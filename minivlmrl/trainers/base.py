@@ -1,18 +1,19 @@
 """The base class of all trainers, one for each stage of a recipe, and what they train on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from minivlmrl.config.options import TrainingOptions
+from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.checkpoint import gather_and_save_model
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses.grpo import Counts
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.reference import Reference
@@ -24,17 +25,9 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
-    counts: Counts | None = None  # of the whole optimizer step: what its loss divides by
-    completion_index: Tensor | None = None  # (R,) of each row among this rank's n completions
-    sampler_logps: Tensor | None = None  # (R, T) recorded while sampling
-    sampler_routes: Tensor | None = None  # (M,) experts of the tokens while sampling
-    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
-    old_entropies: Tensor | None = None  # (R, T)
+    # of the whole optimizer step: what its loss divides by; set when its micro-batches are packed
+    counts: Counts = field(init=False)
     ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
-    advantages: Tensor | None = None  # (R,) or (R, T)
-    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1), corrects the sampler
-    entropy_threshold: float | None = None  # of the whole optimizer step ...
-    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
 
     @property
     def weight(self) -> float:
@@ -45,6 +38,21 @@ class MicroBatch:
         """Mean of a flat (M,) tensor over the tokens that are trained on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
+
+
+@dataclass(kw_only=True)
+class SampledBatch(MicroBatch):
+    """Completions of a rollout."""
+
+    completion_index: Tensor  # (R,) of each row among this rank's n completions
+    sampler_logps: Tensor  # (R, T) recorded while sampling
+    sampler_routes: Tensor | None = None  # (M,) experts of the tokens while sampling
+    advantages: Tensor = field(init=False)  # (R,) or (R, T), set when rewards have been compared
+    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
+    old_entropies: Tensor | None = None  # (R, T)
+    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1), corrects the sampler
+    entropy_threshold: float | None = None  # of the whole optimizer step ...
+    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
 
 
 @dataclass
@@ -70,7 +78,7 @@ class Rollout:
 class Step:
     """One optimizer step."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
     ends_rollout: bool = True  # a state of the run is only written after such a step
     rollout: Rollout | None = None  # the rollout that this step trains on ...
@@ -78,7 +86,7 @@ class Step:
 
 
 class Trainer:
-    """What run/loop.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss.
+    """What run/loop.py trains with; a stage is a class that defines `steps` and `loss`.
 
     Args:
         steps_done: optimizer steps of the stage before a resume, for those that count them.
@@ -90,9 +98,15 @@ class Trainer:
     answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
     trains_policy = True  # or a model of its own, and the policy stays as it is
     steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
+    trained: nn.Module  # whose parameters the optimizer moves
 
     def __init__(
-        self, run, model: nn.Module, processor: Processor, world: World, steps_done: int = 0
+        self,
+        run: RunConfig,
+        model: Qwen2_5_VL,
+        processor: Processor,
+        world: World,
+        steps_done: int = 0,
     ):
         self.run = run
         self.config = getattr(run, self.stage)
@@ -128,6 +142,14 @@ class Trainer:
         """
         return {}
 
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        """Yield optimizer steps on batches of rows."""
+        raise NotImplementedError
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute a micro-batch's share of the loss of its step, and metrics."""
+        raise NotImplementedError
+
     def dropout(self, step: int, micro_batch: int):
         """Let adapters drop inputs while a micro-batch is trained on (a context)."""
         if not self.run.adapter.dropout:
@@ -151,19 +173,29 @@ class Trainer:
             loss, metrics = self.loss(batch)
         by_layer = chosen()
         if by_layer:
-            metrics = metrics | self.router_metrics(batch, by_layer)
+            metrics = metrics | self.router_log.add(batch.group, by_layer)
+            if isinstance(batch, SampledBatch) and batch.sampler_routes is not None:
+                differs = self.differing_routes(batch, by_layer, batch.sampler_routes)
+                metrics["rollout/route_mismatch"] = batch.mean(differs)
         if self.config.router_aux_loss_coef:
             share = len(batch.loss_mask) / batch.counts.sequences
             loss = loss + self.config.router_aux_loss_coef * share * metrics["aux_loss"]
         return loss, metrics
 
-    def router_metrics(self, batch: MicroBatch, chosen: dict) -> dict[str, Tensor]:
-        """Measure what routers did in a forward: its chosen_experts."""
-        return self.router_log.add(batch.group, chosen)
+    def differing_routes(self, batch: MicroBatch, chosen: dict, sampler_routes: Tensor) -> Tensor:
+        """Mark the tokens (M,) that have other experts in training than in sampling with 1.
+
+        Args:
+            chosen: the chosen_experts of the forward.
+        """
+        from minivlmrl.model.families.routes import routes_of
+
+        routes = routes_of(chosen, self.policy.model, batch.group.layout.predict_index)
+        return (routes != sampler_routes.to(routes.device)).float()
 
     def modules(self) -> dict[str, nn.Module]:
         """List all that has weights which a resumed run needs."""
-        modules = {"policy": self.policy}
+        modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
         return modules

@@ -1,22 +1,31 @@
 """Direct preference optimization (arXiv 2305.18290); MPO, IPO and others are its loss types."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from minivlmrl.config.options import DPOOptions
+from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.files import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, pieces
+from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
 # columns of a row with what the reference says of its answers: sums of log-probabilities, in nats
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+@dataclass(kw_only=True)
+class DPOBatch(AnswerBatch):
+    """Pairs, with what the reference says of each answer as a whole."""
+
+    ref_logps: Tensor  # (R / 2, 2) nats: answer_logps by the reference
 
 
 class DPOTrainer(PairTrainer):
@@ -24,13 +33,16 @@ class DPOTrainer(PairTrainer):
 
     stage = "dpo"
     config_type = DPOOptions
+    config: DPOOptions
     counted = slice(0, None, 2)  # the chosen ones: `sft` is a mean over their tokens
 
     @staticmethod
-    def has_reference(config) -> bool:
+    def has_reference(config: DPOOptions) -> bool:
         return not config.precompute_ref_log_probs and not config.reference_free
 
-    def begin(self, batches, held_out: Dataset | None, kept: dict | None) -> dict:
+    def begin(
+        self, batches: Batches, held_out: Dataset | None, kept: dict[str, list[float]] | None
+    ) -> dict[str, list[float]]:
         """Score all pairs, unless a resumed run has done so."""
         self.precomputed = kept or {}  # pair_key: ref_logps of the pair
         if kept is None and self.config.precompute_ref_log_probs:
@@ -47,14 +59,14 @@ class DPOTrainer(PairTrainer):
         """
         unscored = [index for index in self.answered(rows) if self.brought(rows[index]) is None]
         share, _ = self.world.equal_share(unscored)
-        parts = pieces(share, self.config.micro_batch_size)
+        parts = split(share, self.config.micro_batch_size)
         scores = {}
         for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
             self.world.leave()
             prompts, answers = self.encode([make_row(index) for index in part])
             batch = super().pack(prompts, answers)
             logps, _ = per_token_logps(self.policy, batch.group)
-            sums = self.summed(batch, batch.group.pad(logps)).tolist()
+            sums = self.summed(batch.loss_mask, batch.group.pad(logps)).tolist()
             scores.update(zip(map(pair_key, prompts, answers), sums, strict=True))
         reshard(self.policy)
         for rank_scores in self.world.gather_objects(scores):
@@ -62,41 +74,45 @@ class DPOTrainer(PairTrainer):
 
     def brought(self, row: Row) -> list[float] | None:
         """Read the ref_logps that a row brings (ValueError: this recipe cannot use them)."""
-        values = [row.columns.get(name) for name in REF_COLUMNS]
-        if values == [None, None]:
+        values = [row.columns[name] for name in REF_COLUMNS if row.columns.get(name) is not None]
+        if not values:
             return None
         config = self.config
-        if None in values or not config.precompute_ref_log_probs or config.ld_alpha is not None:
+        if len(values) < 2 or not config.precompute_ref_log_probs or config.ld_alpha is not None:
             raise ValueError(
                 f"{row.where}: {' and '.join(REF_COLUMNS)} are sums over whole answers, for "
                 "dpo.precompute_ref_log_probs=true without dpo.ld_alpha: give both, or leave both out"
             )
         return values
 
-    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> AnswerBatch:
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> DPOBatch:
         batch = super().pack(prompts, answers)
-        ref_logps = []
-        for prompt, pair in zip(prompts, answers, strict=True):
-            values = self.brought(prompt.row) if prompt.row else None  # made without its row
-            if values is None and self.config.precompute_ref_log_probs:
-                values = self.precomputed.get(pair_key(prompt, pair))
-                if values is None:
-                    raise ValueError(
-                        f"{prompt.row.where}: dpo.precompute_ref_log_probs: not scored before the "
-                        "first step: resume with the rows that the run began with"
-                    )
-            ref_logps.append(values or [0.0, 0.0])
-        batch.ref_logps = torch.tensor(ref_logps, dtype=torch.float64, device=self.world.device)
-        if self.reference is not None:
-            batch.ref_logps = self.summed(batch, batch.ref_per_token_logps)
-        return batch
+        scores = [self.ref_logps(*pair) for pair in zip(prompts, answers, strict=True)]
+        ref_logps = torch.tensor(scores, dtype=torch.float64, device=self.world.device)
+        if batch.ref_per_token_logps is not None:
+            ref_logps = self.summed(batch.loss_mask, batch.ref_per_token_logps)
+        return DPOBatch(
+            batch.group, batch.loss_mask, batch.ref_per_token_logps, ref_logps=ref_logps
+        )
 
-    def summed(self, batch: AnswerBatch, per_token_logps: Tensor) -> Tensor:
+    def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
+        """Find the ref_logps that a row brings or that `score` computed; 0 without either."""
+        values = self.brought(prompt.row) if prompt.row else None  # made without its row
+        if values is None and self.config.precompute_ref_log_probs:
+            values = self.precomputed.get(pair_key(prompt, pair))
+            if values is None:
+                where = prompt.row.where if prompt.row else "a prompt"
+                raise ValueError(
+                    f"{where}: dpo.precompute_ref_log_probs: not scored before the "
+                    "first step: resume with the rows that the run began with"
+                )
+        return values or [0.0, 0.0]
+
+    def summed(self, mask: Tensor, per_token_logps: Tensor) -> Tensor:
         """Sum (R, T) log-probabilities over each answer: (R / 2, 2)."""
-        mask = by_pair(batch.loss_mask)
-        return answer_logps(by_pair(per_token_logps), mask, self.config.ld_alpha)
+        return answer_logps(by_pair(per_token_logps), by_pair(mask), self.config.ld_alpha)
 
-    def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: DPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group = batch.group
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group)
@@ -116,9 +132,9 @@ class DPOTrainer(PairTrainer):
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         """Measure by how many nats the policy moved further to the chosen answers, (B,)."""
-        batch = self.micro_batch(rows)
+        batch = self.pack(*self.encode(rows))
         logps, _ = per_token_logps(self.policy, batch.group)
-        log_ratio = self.summed(batch, batch.group.pad(logps)) - batch.ref_logps
+        log_ratio = self.summed(batch.loss_mask, batch.group.pad(logps)) - batch.ref_logps
         return log_ratio[:, 0] - log_ratio[:, 1]
 
 

@@ -11,16 +11,20 @@ dynamic_sampling.py.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.config.import_utils import find_named, with_options
-from minivlmrl.config.options import GRPOOptions
+from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.config.parsing import naming
-from minivlmrl.data.rows import Row
+from minivlmrl.data.loader import Batches
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import (
@@ -31,20 +35,20 @@ from minivlmrl.generation.environments import (
 )
 from minivlmrl.generation.sampler import find_engine, make_sampler
 from minivlmrl.losses.advantages import combine, group_advantages, leave_one_out, normalize_then_sum
-from minivlmrl.losses.grpo import AVERAGES, Counts, LossOptions, grpo_loss
+from minivlmrl.losses.grpo import AVERAGES, Counts, grpo_loss
 from minivlmrl.losses.grpo_variants import (
     kept_tokens,
     mean_entropy,
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.rewards.registry import RewardLog, guarded, recipe_columns, training_rewards
 from minivlmrl.rewards.text import ask_rewards
-from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
-from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
+from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 from minivlmrl.trainers.rollout_metrics import (
     completion_metrics,
     group_metrics,
@@ -53,6 +57,7 @@ from minivlmrl.trainers.rollout_metrics import (
 )
 
 REWARD_MODEL = "reward_model"  # the reward of a trained model, see reward_model.py
+Batch = TypeVar("Batch", bound=SampledBatch)
 
 
 class GRPOTrainer(Trainer):
@@ -61,30 +66,14 @@ class GRPOTrainer(Trainer):
     stage = "grpo"
     config_type = GRPOOptions
     config: GRPOOptions
-    batch_type: type[MicroBatch] = MicroBatch
     compares_groups = True  # metrics say how much the rewards of a group differ
 
     # -------------------------------------------------------------------------------- preparation
 
     @classmethod
-    def check(cls, run):
-        if run.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
-        if not run.rewards:
-            raise ValueError(f"rewards: {cls.stage} needs at least one")
-        check_environment(run)
-        find_engine(run.sampling).check(run)
-        if REWARD_MODEL in run.rewards:
-            from minivlmrl.trainers.reward_model import check_reward_model
-
-            check_reward_model(run, cls.stage)
-            if samples_trajectories(run.sampling):
-                raise ValueError("rewards: reward_model reads no trajectories; leave it out")
-        cls.check_loss(getattr(run, cls.stage))
-
-    @classmethod
-    def check_loss(cls, config: GRPOOptions):
-        """Refuse a loss of the user's (ValueError) that fails on two tokens."""
+    def check(cls, run: RunConfig):
+        check_rollouts(run, cls.stage)
+        config = getattr(run, cls.stage)
         loss = find_loss(config)
         if loss is not grpo_loss:
             guarded(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
@@ -93,7 +82,14 @@ class GRPOTrainer(Trainer):
     def has_reference(config: GRPOOptions) -> bool:
         return bool(config.beta)
 
-    def __init__(self, run, model, processor, world: World, steps_done: int = 0):
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Qwen2_5_VL,
+        processor: Processor,
+        world: World,
+        steps_done: int = 0,
+    ):
         super().__init__(run, model, processor, world, steps_done)
         has_reward_model = REWARD_MODEL in run.rewards
         # a reward model reads prompts with a tower of its own, and so does a reference of a folder
@@ -109,7 +105,7 @@ class GRPOTrainer(Trainer):
         self.temperature = run.sampling.temperature
         self.reward_log = RewardLog(steps_done, self.config.max_steps)
         self.rewards = [reward.on(world, self.reward_log) for reward in training_rewards(run)]
-        self.reward_weights = torch.tensor([run.rewards[reward.name] for reward in self.rewards])
+        self.reward_weights = torch.tensor(list(run.rewards.values()))
         self.reward_model = None
         if has_reward_model:
             from minivlmrl.trainers.reward_model import RewardModelScores
@@ -117,22 +113,10 @@ class GRPOTrainer(Trainer):
             self.reward_model = RewardModelScores(run, model, processor, world)
         self.steps_per_rollout = self.config.steps_per_generation
         self.num_gen_batches = 1  # batches of rows that the present rollout took
-        self.prepare_loss()
-
-    def prepare_loss(self):
-        """Find the loss that the options name, and what it is given of them."""
-        self.loss_function = find_loss(self.config)
-        self.loss_options: LossOptions = self.config
-        if self.config.loss_type == "rloo":
-            self.loss_options = replace(self.config, beta=0.0)  # its KL is in the reward
-
-    def after_step(self, steps: int):
-        super().after_step(steps)
-        self.reward_log.trainer_state.global_step = steps
 
     # ------------------------------------------------------------------------ rollout and rewards
 
-    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+    def steps(self, batches: Batches) -> Iterator[Step]:
         """Yield optimizer steps: each batch of rows is a rollout, which is trained on in parts."""
         self.batches = batches
         for rows in batches:
@@ -144,9 +128,14 @@ class GRPOTrainer(Trainer):
             for number, (micro_batches, part) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, part)
+                self.reward_log.trainer_state.global_step += 1
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample and judge completions of these rows, or of more with dynamic sampling."""
+        if self.config.max_num_gen_batches == 1:
+            return self.sample_rollout(rows)
+        from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
+
         return sample_until_groups_differ(self, rows)
 
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
@@ -158,7 +147,12 @@ class GRPOTrainer(Trainer):
         self.sample.verify_logps(rollout, self.run.rollout.max_logp_mismatch)
         return rollout
 
-    def reward_columns(self, rows, prompts, completions) -> dict[str, list]:
+    def reward_columns(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+    ) -> dict[str, list]:
         """Collect the columns that rewards take as arguments."""
         columns = recipe_columns(rows, prompts, completions, self.processor)
         if self.reward_model is not None:
@@ -187,7 +181,7 @@ class GRPOTrainer(Trainer):
 
     # --------------------------------------------------------------- advantages and micro-batches
 
-    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[MicroBatch]]:
+    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[SampledBatch]]:
         """Compare each completion with its group, then pack the prompts of each optimizer step."""
         config = self.config
         rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
@@ -208,12 +202,13 @@ class GRPOTrainer(Trainer):
 
     def prepare_with_kl(
         self, rollout: Rollout, parts: list[range], rewards: Tensor
-    ) -> list[list[MicroBatch]]:
+    ) -> list[list[SampledBatch]]:
         """Take beta times k1 of its KL from the reward of each completion, for RLOO."""
         steps = [self.micro_batches(rollout, part) for part in parts]
         batches = list(chain(*steps))
         kl = []
         for batch in batches:
+            assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
         # micro-batches may hold completions in another order than the rollout
@@ -224,39 +219,46 @@ class GRPOTrainer(Trainer):
             batch.advantages = local[batch.completion_index].to(self.world.device)
         return steps
 
+    @torch.no_grad()
     def micro_batches(
         self, rollout: Rollout, part: range, advantages: Tensor | None = None
-    ) -> list[MicroBatch]:
-        """Pack these prompts of a rollout, with all that stays fixed while they are trained on."""
+    ) -> list[SampledBatch]:
+        """Pack these prompts of a rollout, with all that stays fixed while they are trained on.
+
+        advantages (n,) are None where they are computed later, from the micro-batches.
+        """
         config = self.config
-        batches = self.pack_part(rollout, part, advantages)
+        batches = self.pack_part(rollout, part, SampledBatch, advantages)
+        for batch in batches:
+            self.add_logps(batch)
         if config.mask_truncated_completions:
             stopped = [completion.stopped for completion in chain(*rollout.completions)]
             mask_completions(torch.tensor(stopped), rollout, part, batches, self.world)
         if config.rollout_correction:
             for batch in batches:
-                batch.importance_sampling_ratio = correct_sampler(batch, config)
+                mode, bounds = config.rollout_correction, config.rollout_correction_bounds
+                batch.importance_sampling_ratio = correct_sampler(batch, mode, bounds)
         if config.top_entropy_quantile < 1:
             find_entropy_threshold(batches, config.top_entropy_quantile, self.world)
         return batches
 
-    @torch.no_grad()
     def pack_part(
-        self, rollout: Rollout, part: range, advantages: Tensor | None = None
-    ) -> list[MicroBatch]:
-        """Pack these prompts of a rollout, and compute their log-probabilities.
-
-        advantages (n,) are None where they are computed later, from the micro-batches.
-        """
+        self,
+        rollout: Rollout,
+        part: range,
+        batch_type: type[Batch],
+        advantages: Tensor | None = None,
+    ) -> list[Batch]:
+        """Pack these prompts of a rollout into micro-batches of a type."""
         batches = []
         counts = self.count_tokens(rollout, part)
         for rows in self.split(rollout, part):
             if advantages is not None:
                 rows = self.rows_with_signal(rows, advantages)
-            batch = self.micro_batch(rollout, rows, counts)
+            batch = self.micro_batch(rollout, rows, batch_type)
+            batch.counts = counts
             if advantages is not None:
                 batch.advantages = advantages[rows].to(self.world.device)
-            self.add_logps(batch)
             batches.append(batch)
         return batches
 
@@ -266,19 +268,23 @@ class GRPOTrainer(Trainer):
         A loss divides by all that was written, also by rows that rows_with_signal drops.
         """
         written = [c.written for c in chain(*rollout.completions[part.start : part.stop])]
-        totals = self.world.sum(len(written), int(torch.cat(written).sum()))
-        return Counts(*totals, self.run.sampling.max_new_tokens)
+        sequences, tokens = self.world.sum(len(written), int(torch.cat(written).sum()))
+        return Counts(sequences, tokens, self.run.sampling.max_new_tokens)
 
-    def micro_batch(self, rollout: Rollout, rows: list[int], counts: Counts) -> MicroBatch:
+    def micro_batch(self, rollout: Rollout, rows: list[int], batch_type: type[Batch]) -> Batch:
         """Pack some of the n completions of a rollout, each after its prompt."""
         device = self.world.device
         groups = rollout.by_prompt(rows)
         prompts = [rollout.prompts[index] for index in groups]
         group = pack_rollout(prompts, list(groups.values()), self.policy.config, device)
-        batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
         completions = list(chain(*groups.values()))
-        logps = [completion.logps for completion in completions]
-        batch.sampler_logps = pad_sequence(logps, batch_first=True).to(device)
+        logps = [completion.sampled_logps for completion in completions]
+        batch = batch_type(
+            group,
+            group.completion_mask,
+            completion_index=torch.tensor(rows),
+            sampler_logps=pad_sequence(logps, batch_first=True).to(device),
+        )
         if self.policy.config.experts is not None:
             from minivlmrl.model.families.routes import join_routes
 
@@ -319,7 +325,7 @@ class GRPOTrainer(Trainer):
             return rows
         return [row for row in rows if advantages[row] != 0] or rows[:1]
 
-    def add_logps(self, batch: MicroBatch):
+    def add_logps(self, batch: SampledBatch):
         """Add log-probabilities of the reference, and of the policy where the loss needs them.
 
         The policy moves before the last step on a rollout, or its first log-probabilities correct
@@ -336,7 +342,7 @@ class GRPOTrainer(Trainer):
             logps, entropies = self.logps(batch.group)
             batch.old_per_token_logps = batch.group.pad(logps)
             batch.old_entropies = batch.group.pad(entropies)
-        if config.beta:
+        if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
 
     @property
@@ -346,12 +352,20 @@ class GRPOTrainer(Trainer):
 
     # --------------------------------------------------------------------------------------- loss
 
+    @cached_property
+    def loss_function(self) -> Callable:
+        """The loss that the options name."""
+        return find_loss(self.config)
+
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
         """(M,) log-probabilities and entropies, at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
-    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: SampledBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this micro-batch's share of the loss of the step, and its metrics."""
+        options = self.config
+        if options.loss_type == "rloo":
+            options = replace(options, beta=0.0)  # its KL is in the reward
         logps, entropies = self.logps(batch.group)
         padded_entropies = batch.group.pad(entropies)
         is_ours = self.loss_function is grpo_loss  # a user's loss has no entropy term, no weights
@@ -359,7 +373,7 @@ class GRPOTrainer(Trainer):
             batch.group.pad(logps),
             batch.advantages,
             batch.loss_mask,
-            self.loss_options,
+            options,
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             counts=batch.counts,
@@ -372,12 +386,12 @@ class GRPOTrainer(Trainer):
             loss = loss - self.config.entropy_coef * bonus
         return loss, metrics | self.token_metrics(batch, logps, entropies)
 
-    def kept_tokens(self, batch: MicroBatch, entropies: Tensor) -> Tensor:
+    def kept_tokens(self, batch: SampledBatch, entropies: Tensor) -> Tensor:
         """Return the tokens, (R, T), whose term counts: all, or those of high entropy."""
         quantile = self.config.top_entropy_quantile
         return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
 
-    def weights(self, batch: MicroBatch, entropies: Tensor) -> dict[str, Tensor]:
+    def weights(self, batch: SampledBatch, entropies: Tensor) -> dict[str, Tensor]:
         """Return the weights of tokens that the options ask for, as keywords of grpo_loss."""
         ratio = batch.importance_sampling_ratio
         weights = {}
@@ -390,7 +404,7 @@ class GRPOTrainer(Trainer):
         return weights
 
     def token_metrics(
-        self, batch: MicroBatch, logps: Tensor, entropies: Tensor
+        self, batch: SampledBatch, logps: Tensor, entropies: Tensor
     ) -> dict[str, Tensor]:
         """Return metrics of tokens (M,): entropy, and how far trainer and sampler differ in nats."""
         old_logps = batch.old_per_token_logps
@@ -405,17 +419,21 @@ class GRPOTrainer(Trainer):
             "rollout/logp_mismatch_rms": mean_square.sqrt(),
         }
 
-    def router_metrics(self, batch: MicroBatch, chosen: dict) -> dict[str, Tensor]:
-        """Count the tokens, too, that have other experts in training than in sampling."""
-        metrics = super().router_metrics(batch, chosen)
-        if batch.sampler_routes is not None:
-            from minivlmrl.model.families.routes import routes_of
 
-            select = batch.group.layout.predict_index
-            routes = routes_of(chosen, self.policy.model, select)
-            differs = routes != batch.sampler_routes.to(routes.device)
-            metrics["rollout/route_mismatch"] = batch.mean(differs.float())
-        return metrics
+def check_rollouts(run: RunConfig, stage: str):
+    """Refuse a recipe (ValueError) whose rollouts or rewards cannot be those of a stage."""
+    if run.sampling.temperature == 0:
+        raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
+    if not run.rewards:
+        raise ValueError(f"rewards: {stage} needs at least one")
+    check_environment(run)
+    find_engine(run.sampling).check(run)
+    if REWARD_MODEL in run.rewards:
+        from minivlmrl.trainers.reward_model import check_stage_order
+
+        check_stage_order(run, stage)
+        if samples_trajectories(run.sampling):
+            raise ValueError("rewards: reward_model reads no trajectories; leave it out")
 
 
 # ------------------------------------------------------------- functions that options select
@@ -447,23 +465,29 @@ def try_loss(loss: Callable, config: GRPOOptions):
         raise ValueError("it does not depend on the first argument, the log-probabilities")
 
 
-def correct_sampler(batch: MicroBatch, config: GRPOOptions) -> Tensor:
+def correct_sampler(
+    batch: SampledBatch, mode: str, bounds: tuple[float | None, float | None]
+) -> Tensor:
     """Compute the ratio that corrects the sampler's mismatch, (R, T) or (R, 1)."""
-    low, high = config.rollout_correction_bounds
+    assert batch.old_per_token_logps is not None, "add_logps adds them for this ratio"
+    low, high = bounds
     return rollout_importance_ratio(
         batch.old_per_token_logps,
         batch.sampler_logps,
         batch.loss_mask,
-        mode=config.rollout_correction,
+        mode=mode,
         clip_max=high,
         clip_min=low,
     )
 
 
-def find_entropy_threshold(batches: list[MicroBatch], quantile: float, world: World):
+def find_entropy_threshold(batches: list[SampledBatch], quantile: float, world: World):
     """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
-    local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
-    entropies = torch.cat(world.gather_objects(local))
+    local = []
+    for batch in batches:
+        assert batch.old_entropies is not None, "add_logps adds them for this threshold"
+        local.append(batch.old_entropies[batch.loss_mask.bool()].cpu())
+    entropies = torch.cat(world.gather_objects(torch.cat(local)))
     threshold = top_entropy_threshold(entropies, quantile)
     for batch in batches:
         batch.entropy_threshold = threshold.item()
@@ -471,7 +495,7 @@ def find_entropy_threshold(batches: list[MicroBatch], quantile: float, world: Wo
 
 
 def mask_completions(
-    counted: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world: World
+    counted: Tensor, rollout: Rollout, part: range, batches: Sequence[SampledBatch], world: World
 ):
     """Train on some completions only, (n,) bool, of the micro-batches of the prompts `part`.
 

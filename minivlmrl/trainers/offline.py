@@ -6,6 +6,7 @@ A row is a group: its prompt and images are computed once for all of its answers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,16 +19,12 @@ from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
 EVALUATED = 64  # pairs that are scored together
+Item = TypeVar("Item")
 
 
 @dataclass
 class AnswerBatch(MicroBatch):
     """R completions; of pairs chosen, rejected, chosen, rejected, ..."""
-
-    margin: Tensor | None = None  # (R / 2,), of the reward model's pairs
-    ref_logps: Tensor | None = (
-        None  # (R / 2, 2) nats, of DPO's pairs: answer_logps by the reference
-    )
 
     @property
     def weight(self) -> float:
@@ -42,13 +39,13 @@ class AnswerBatch(MicroBatch):
 class OfflineTrainer(Trainer):
     """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
 
-    batch_type = AnswerBatch
+    batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)  # names of a row's answers
     counted = slice(None)  # completions with tokens that count
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            parts = pieces(rows, self.config.micro_batch_size)
+            parts = split(rows, self.config.micro_batch_size)
             yield self.step([self.micro_batch(part) for part in parts])
 
     def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
@@ -65,7 +62,7 @@ class OfflineTrainer(Trainer):
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
         """Lay encoded rows end to end; the reference scores them, if there is one."""
         group = pack(prompts, answers, self.policy.config, self.world.device)
-        batch = self.batch_type(group, group.completion_mask, None)
+        batch = self.batch_type(group, group.completion_mask)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(group)
         return batch
@@ -79,21 +76,26 @@ class OfflineTrainer(Trainer):
                 local.append(index)
         return sorted(chain(*self.world.gather_objects(local)))
 
-    def step(self, batches: list[MicroBatch]) -> Step:
+    def step(self, batches: Sequence[MicroBatch]) -> Step:
         """Make an optimizer step of micro-batches, with the counts of all ranks."""
         tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
-        counts = Counts(*self.world.sum(sequences, tokens))
+        sequences, tokens = self.world.sum(sequences, tokens)
+        counts = Counts(sequences, tokens)
         for batch in batches:
             batch.counts = counts
         return Step(batches)
 
 
 class PairTrainer(OfflineTrainer):
-    """Trained on pairs of answers; margins(rows) -> (B,), over 0 where the chosen one is ahead."""
+    """Trained on pairs of answers."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
+
+    def margins(self, rows: Sequence[Row]) -> Tensor:
+        """Measure by how much the chosen answers are ahead, (B,)."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
@@ -102,13 +104,13 @@ class PairTrainer(OfflineTrainer):
         if not indices:
             return {}
         share, count = self.world.equal_share(indices)
-        parts = pieces([rows[index] for index in share], EVALUATED)
+        parts = split([rows[index] for index in share], EVALUATED)
         margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
         [ahead] = self.world.sum((margins > 0).sum().item())
         return {"pairs": ahead / len(indices)}
 
 
-def pieces(items: Sequence, size: int) -> list[Sequence]:
-    """Cut a sequence into pieces of `size`; the last may be shorter."""
+def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Split a sequence into parts of `size`; the last may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

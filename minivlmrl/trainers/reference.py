@@ -12,8 +12,10 @@ from minivlmrl.config.parsing import require
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.fsdp import copy_model, reshard
+from minivlmrl.distributed.process_group import World
 from minivlmrl.files import find_folder
 from minivlmrl.model.checkpoint import load_model, read_config
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
@@ -37,7 +39,9 @@ class Reference:
     Source: TRL 1.16's create_reference_model and SyncRefModelCallback.
     """
 
-    def __init__(self, policy: nn.Module, config: ReferenceOptions, processor: Processor, world):
+    def __init__(
+        self, policy: Qwen2_5_VL, config: ReferenceOptions, processor: Processor, world: World
+    ):
         self.policy = policy
         self.config = config
         freeze_shared(policy, config)
@@ -150,7 +154,7 @@ def shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def check_alike(policy: nn.Module, path: str):
+def check_alike(policy: Qwen2_5_VL, path: str):
     """Refuse a folder (ValueError) whose model reads or predicts something else than the policy."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
@@ -161,7 +165,7 @@ def check_alike(policy: nn.Module, path: str):
 
 
 def load_frozen(
-    path: str, policy: nn.Module, processor: Processor, world, to_compute=True
+    path: str, policy: Qwen2_5_VL, processor: Processor, world: World, to_compute: bool = True
 ) -> nn.Module:
     """Load a model with the policy's tokenizer (ValueError: it has another), without gradients.
 
@@ -177,7 +181,7 @@ def load_frozen(
             f"such as {differing[0]!r}; take a model with the policy's tokenizer"
         )
     dtype = policy.lm_head.weight.dtype
-    sharding = getattr(policy, "sharding", None)
+    sharding = policy.sharding
     if sharding is not None and to_compute:
         dtype = sharding.compute_dtype
     return load_model(path, dtype, world.device, sharding).requires_grad_(False)

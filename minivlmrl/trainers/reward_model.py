@@ -4,18 +4,21 @@ It is also the reward `reward_model` of later stages, and of other runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.config.options import RewardModelOptions
+from minivlmrl.config.options import RewardModelOptions, RunConfig
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.fsdp import copy_model, reshard
+from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import load_beside, save_value_model
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.value_head import ValueModel, check_value_model_folder, input_form, pack_to_end
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
@@ -23,15 +26,31 @@ FOLDER = "reward_model"  # also the name of the stage and of its reward
 BATCH_SIZE = 16  # prompts that are scored together
 
 
+@dataclass(kw_only=True)
+class RewardBatch(AnswerBatch):
+    """Pairs, the last token of each answer included."""
+
+    margin: Tensor  # (R / 2,)
+
+
 class RewardTrainer(PairTrainer):
     """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
 
     stage = "reward_model"
     config_type = RewardModelOptions
+    config: RewardModelOptions
     trains_policy = False
+    trained: ValueModel
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Qwen2_5_VL,
+        processor: Processor,
+        world: World,
+        steps_done: int = 0,
+    ):
+        super().__init__(run, model, processor, world, steps_done)
         self.trained = ValueModel(copy_model(self.policy), self.run.model.freeze)
 
     def modules(self) -> dict[str, nn.Module]:
@@ -41,18 +60,19 @@ class RewardTrainer(PairTrainer):
         base = self.run.model.path
         save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base)
 
-    def micro_batch(self, rows: Sequence[Row]) -> AnswerBatch:
+    def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
         prompts, answers = self.encode(rows)
         group = pack_to_end(prompts, answers, self.policy.config, self.world.device)
         margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
         margin = margin.to(self.world.device)
-        return AnswerBatch(group, group.completion_mask, None, margin=margin)
+        return RewardBatch(group, group.completion_mask, margin=margin)
 
-    def rewards(self, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
+    def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
         """Score the chosen answers, (B,), and the rejected ones, (B,)."""
-        return self.trained.at_end(batch.group).view(-1, 2).unbind(1)
+        chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
+        return chosen, rejected
 
-    def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
         margin = batch.margin.to(chosen.dtype)
         return reward_loss(chosen, rejected, self.config, margin=margin, counts=batch.counts)
@@ -69,7 +89,7 @@ class RewardModelScores:
     row's messages and images, and what the completion says, by its own processor and template.
     """
 
-    def __init__(self, run, policy: nn.Module, processor: Processor, world):
+    def __init__(self, run: RunConfig, policy: Qwen2_5_VL, processor: Processor, world: World):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
         model = load_beside(policy, path, world.device, same_base=run.reward_model.path is None)
         self.model = model.requires_grad_(False)
@@ -105,10 +125,13 @@ class RewardModelScores:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         """Encode what the policy's prompts and completions say as this model's own."""
+        own_prompts = []
         answers = []
         for prompt, group in zip(prompts, completions, strict=True):
+            assert prompt.row is not None, "the prompts of a rollout are made of rows"
+            own_prompts.append(prompt.row.prompt(self.processor))
             answers.append([self.encode(prompt.row, completion) for completion in group])
-        return [prompt.row.prompt(self.processor) for prompt in prompts], answers
+        return own_prompts, answers
 
     def encode(self, row: Row, completion: Completion) -> Completion:
         """Encode a completion as the answers that a reward model is trained on.
@@ -133,7 +156,7 @@ def reward_model(
     return reward_model_scores
 
 
-def check_reward_model(run, stage: str):
+def check_stage_order(run: RunConfig, stage: str):
     """Refuse a recipe with a reward model that is not there when its stage begins (ValueError)."""
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)

@@ -18,6 +18,7 @@ class SFTTrainer(OfflineTrainer):
 
     stage = "sft"
     config_type = SFTOptions
+    config: SFTOptions
     needs = "demonstrations"
     batch_type = MicroBatch
 

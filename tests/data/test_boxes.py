@@ -127,18 +127,18 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     near = box(0, 0, 2, 2)
     far = box(5, 5, 7, 7)
-    assert match([near], [near]) == [(0, 0)]
-    assert match([far, near], [near]) == [(1, 0)]
-    assert match([near], [far, near]) == [(0, 1)]
+    assert match([near], [near], iou) == [(0, 0)]
+    assert match([far, near], [near], iou) == [(1, 0)]
+    assert match([near], [far, near], iou) == [(0, 1)]
     with pytest.raises(ValueError, match=r"needs scipy: pip install .*\[boxes\]"):
-        match([near, far], [far, near])
+        match([near, far], [far, near], iou)
 
 
 def test_match_of_nothing_and_of_boxes_that_are_none():
     good = box(1, 2, 5, 6)
     bad = box(5, 6, 1, 2)
-    assert match([], [good]) == match([good], []) == match([], []) == []
-    assert (2, 0) in match([bad, replace(good, x1=math.nan), good], [good])
+    assert match([], [good], iou) == match([good], [], iou) == match([], [], iou) == []
+    assert (2, 0) in match([bad, replace(good, x1=math.nan), good], [good], iou)
 
 
 BOX = (1.0, 2.0, 5.0, 6.0)

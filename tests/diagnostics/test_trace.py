@@ -89,7 +89,7 @@ def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_
     assert code == 2 and lines[-1].endswith("name a file in a folder that is there, without torchrun")
     code, lines = replayed(folder, None, 2, f"--lines={out},trainers,{stages.__file__}")
     assert (code, lines[-2:]) == (0, SAME) and f"wrote {out}" in lines
-    assert {"trainers/dynamic_sampling", "helpers/stages"} < {call[0] for call in Page(out).calls}
+    assert {"trainers/rollout_metrics", "helpers/stages"} < {call[0] for call in Page(out).calls}
 
 
 def test_a_step_that_fails_is_filmed_too(home, replayed, plain, lively, tmp_path):  # noqa: F811

@@ -8,9 +8,11 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.config.options import GRPOOptions
+from minivlmrl.config.options import DPOOptions, GRPOOptions, PPOOptions, RewardModelOptions
 from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, kl_term
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES, rollout_importance_ratio, top_entropy_threshold
+from minivlmrl.losses.ppo import PPOLossOptions
+from minivlmrl.losses.preference import DPOLossOptions, RewardLossOptions
 
 from policy_by_hand import loss_of, policy
 
@@ -28,9 +30,13 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
 
 
-def test_options_of_a_recipe_have_the_same_defaults():
-    recipe = GRPOOptions()
-    assert {name: getattr(recipe, name) for name in vars(GRPOLossOptions())} == vars(GRPOLossOptions())
+@pytest.mark.parametrize("of_recipe, of_loss", [
+    (GRPOOptions, GRPOLossOptions), (DPOOptions, DPOLossOptions), (RewardModelOptions, RewardLossOptions),
+    (PPOOptions, PPOLossOptions),
+])  # fmt: skip
+def test_options_of_a_recipe_have_the_same_defaults(of_recipe, of_loss):
+    recipe = of_recipe()
+    assert {name: getattr(recipe, name) for name in vars(of_loss())} == vars(of_loss())
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():

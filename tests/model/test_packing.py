@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from minivlmrl.losses.grpo import Counts
 from minivlmrl.trainers.base import MicroBatch
 
 import tiny
@@ -42,7 +41,7 @@ def micro_batch(mask):
     """Completions of 3 and 2 tokens, of which `mask` is trained on."""
     prompt = tiny.prompt(torch.Generator(), [])
     group = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
-    return MicroBatch(group, torch.tensor(mask), Counts(2, 5))
+    return MicroBatch(group, torch.tensor(mask))
 
 
 def test_a_mean_is_over_the_tokens_that_are_trained_on():

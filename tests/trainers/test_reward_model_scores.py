@@ -15,7 +15,7 @@ from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import reward_model as file
-from minivlmrl.trainers.reward_model import RewardModelScores, check_reward_model
+from minivlmrl.trainers.reward_model import RewardModelScores, check_stage_order
 
 import tiny
 from stages import ONE, main
@@ -58,15 +58,15 @@ def test_it_must_be_there_before_its_stage_begins(judge):
     def run(stages, path=None):
         return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path))
 
-    check_reward_model(run(["grpo"], judge), "grpo")
-    check_reward_model(run(["reward_model", "sft", "grpo"]), "grpo")
+    check_stage_order(run(["grpo"], judge), "grpo")
+    check_stage_order(run(["reward_model", "sft", "grpo"]), "grpo")
     for stages in (["grpo"], ["grpo", "reward_model"]):
         with pytest.raises(ValueError, match=r"rewards\.reward_model: there is no reward model for grpo; set reward_"):
-            check_reward_model(run(stages), "grpo")
+            check_stage_order(run(stages), "grpo")
     with pytest.raises(ValueError, match="/gone: there is no score"):
-        check_reward_model(run(["grpo"], "/gone"), "grpo")
+        check_stage_order(run(["grpo"], "/gone"), "grpo")
     with pytest.raises(ValueError, match=r"checkpoint: there is no score\.safetensors"):
-        check_reward_model(run(["grpo"], judge.parent / "checkpoint"), "grpo")
+        check_stage_order(run(["grpo"], judge.parent / "checkpoint"), "grpo")
 
 
 # a model of another tokenizer
