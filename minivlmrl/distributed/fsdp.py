@@ -250,7 +250,7 @@ def gathered(model: Qwen2_5_VL) -> Qwen2_5_VL:
     return twin
 
 
-def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
+def copy_model(model: Qwen2_5_VL, to_compute: bool = False) -> Qwen2_5_VL:
     """Copy a model but the base of adapters, each rank its part; to_compute: in that dtype."""
     if not is_sharded(model):
         return copy.deepcopy(model, shared_base(model))

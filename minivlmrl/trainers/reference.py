@@ -92,7 +92,7 @@ class ParameterCopy(nn.Module):
         names: of these parameters, such as those of its adapters.
     """
 
-    def __init__(self, model: nn.Module, names: list[str]):
+    def __init__(self, model: Qwen2_5_VL, names: list[str]):
         super().__init__()
         self.models = [model]  # in a list: its parameters are no part of this
         self.names = names
@@ -105,7 +105,7 @@ class ParameterCopy(nn.Module):
         return [parameters[name] for name in self.names]
 
     @contextmanager
-    def computing(self) -> Iterator[nn.Module]:
+    def computing(self) -> Iterator[Qwen2_5_VL]:
         """Yield the model with these values; a sharded one must not be gathered at the ends."""
         self._exchange()
         try:
@@ -122,7 +122,7 @@ class ParameterCopy(nn.Module):
 
 
 @contextmanager
-def computing(model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
+def computing(model: Qwen2_5_VL | ParameterCopy, policy: Qwen2_5_VL) -> Iterator[Qwen2_5_VL]:
     """Give a model that computes beside the policy; copied parameters compute with its others."""
     reshard(policy)
     if not isinstance(model, ParameterCopy):
@@ -133,7 +133,7 @@ def computing(model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
         reshard(changed)
 
 
-def freeze_shared(policy: nn.Module, config: ReferenceOptions):
+def freeze_shared(policy: Qwen2_5_VL, config: ReferenceOptions):
     """Freeze what the reference shares: all before layer num_shared_layers (ValueError: all is)."""
     if config.num_shared_layers is None:
         return
@@ -166,7 +166,7 @@ def check_alike(policy: Qwen2_5_VL, path: str):
 
 def load_frozen(
     path: str, policy: Qwen2_5_VL, processor: Processor, world: World, to_compute: bool = True
-) -> nn.Module:
+) -> Qwen2_5_VL:
     """Load a model with the policy's tokenizer (ValueError: it has another), without gradients.
 
     Args:
