@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: found by path or repository id, read, and replaced as a whole."""
+"""The files of a checkpoint's folder: read, written, and replaced as a whole."""
 
 import errno
 import hashlib
@@ -6,12 +6,10 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from os.path import isdir
 from pathlib import Path
 from typing import IO
 
@@ -21,72 +19,10 @@ from torch import Tensor
 
 from minivlmrl.config.parsing import build, naming
 
-REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
-NETWORK_SECONDS = 5  # to wait for an answer of the hub
 ASKED = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", ASKED, "LICENSE*", "NOTICE*"]
-
-
-def find_folder(name: str | Path) -> Path:
-    """Turn what a recipe calls a model into a folder (ValueError: there is none to download).
-
-    A folder wins over a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch".
-    """
-    folder = Path(name)
-    if isdir(folder):
-        return folder
-    replaced = Path(f"{folder.resolve()}.replaced")
-    if isdir(replaced):
-        warnings.warn(f"{folder}: the last save was killed; reading {replaced}", stacklevel=2)
-        return replaced
-    repository = REPOSITORY.fullmatch(str(name))
-    if not repository or (isdir(folder.parent) and not repository["revision"]):
-        raise ValueError(
-            f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository, "
-            "NAME@main where its first part is a folder here"
-        )
-    with hub_errors(f"{name}: no such folder, not whole in the Hugging Face cache"):
-        return _snapshot(repository["id"], repository["revision"])
-
-
-@contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """Turn errors into ValueErrors: each network library of huggingface_hub has its own."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{name}, and not downloaded ({reason}); "
-            "check name and network, or download it elsewhere and give its folder"
-        ) from error
-
-
-def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Find or download a repository; processes that do so at once wait for each other's files."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    download = partial(
-        snapshot_download,
-        repo_id,
-        revision=revision,
-        allow_patterns=DOWNLOADED,
-        ignore_patterns="*/*",  # of inner folders
-    )
-    # nothing of it, or parts that another program has asked for
-    with suppress(LocalEntryNotFoundError, ValueError):
-        cached = Path(download(local_files_only=True))
-        weight_files(cached)
-        image_settings(cached)
-        if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
-            return cached
-    # the download alone might wait forever
-    HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
-    return Path(download())
 
 
 def weight_files(folder: Path) -> list[Path]:

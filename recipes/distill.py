@@ -28,9 +28,9 @@ from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.config.types import Code, FilePath
+from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt, Row
-from minivlmrl.files import find_folder
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
 from minivlmrl.losses.advantages import combine

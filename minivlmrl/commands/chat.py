@@ -16,13 +16,14 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import options_of
+from minivlmrl.data.download import find_folder
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.distributed import process_group
-from minivlmrl.files import ASKED, find_folder
+from minivlmrl.files import ASKED
 from minivlmrl.generation.sampler import ENGINES, make_sampler
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config as read_model_config

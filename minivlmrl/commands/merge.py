@@ -3,7 +3,8 @@
 import argparse
 import filecmp
 
-from minivlmrl.files import ASKED, find_folder
+from minivlmrl.data.download import find_folder
+from minivlmrl.files import ASKED
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.lora import quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter

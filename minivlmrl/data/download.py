@@ -1,15 +1,80 @@
-"""A data set of the hub by its id: the parquet files of a split, its own or those the hub made."""
+"""What a recipe names by its id: the folder of a model, and the parquet files of a data set's split."""
 
 import re
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import product
 from os.path import isdir
 from pathlib import Path, PurePosixPath
 
-from minivlmrl.files import NETWORK_SECONDS, REPOSITORY, hub_errors
+from minivlmrl.files import ASKED, image_settings, weight_files
 
+REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+NETWORK_SECONDS = 5  # to wait for an answer of the hub
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", ASKED, "LICENSE*", "NOTICE*"]
 # its own files, or the hub's conversion of a public data set; cut at 5 GB that is "partial-train"
 BRANCHES = None, "refs/convert/parquet"
+
+
+def find_folder(name: str | Path) -> Path:
+    """Turn what a recipe calls a model into a folder (ValueError: there is none to download).
+
+    A folder wins over a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch".
+    """
+    folder = Path(name)
+    if isdir(folder):
+        return folder
+    replaced = Path(f"{folder.resolve()}.replaced")
+    if isdir(replaced):
+        warnings.warn(f"{folder}: the last save was killed; reading {replaced}", stacklevel=2)
+        return replaced
+    repository = REPOSITORY.fullmatch(str(name))
+    if not repository or (isdir(folder.parent) and not repository["revision"]):
+        raise ValueError(
+            f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository, "
+            "NAME@main where its first part is a folder here"
+        )
+    with hub_errors(f"{name}: no such folder, not whole in the Hugging Face cache"):
+        return _snapshot(repository["id"], repository["revision"])
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turn errors into ValueErrors: each network library of huggingface_hub has its own."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{name}, and not downloaded ({reason}); "
+            "check name and network, or download it elsewhere and give its folder"
+        ) from error
+
+
+def _snapshot(repo_id: str, revision: str | None) -> Path:
+    """Find or download a repository; processes that do so at once wait for each other's files."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    download = partial(
+        snapshot_download,
+        repo_id,
+        revision=revision,
+        allow_patterns=DOWNLOADED,
+        ignore_patterns="*/*",  # of inner folders
+    )
+    # nothing of it, or parts that another program has asked for
+    with suppress(LocalEntryNotFoundError, ValueError):
+        cached = Path(download(local_files_only=True))
+        weight_files(cached)
+        image_settings(cached)
+        if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
+            return cached
+    # the download alone might wait forever
+    HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
+    return Path(download())
 
 
 def find_split(name: str) -> list[Path] | None:

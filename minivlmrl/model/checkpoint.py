@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minivlmrl.config.parsing import naming, require
+from minivlmrl.data.download import find_folder
 from minivlmrl.data.folder_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor, write_image_processor
@@ -21,7 +22,6 @@ from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.files import (
     ASKED,
     INDEX,
-    find_folder,
     image_settings,
     read_json,
     replacing,

@@ -25,12 +25,11 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.download import find_split
+from minivlmrl.data.download import find_folder, find_split
 from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import (
     digest,
-    find_folder,
     flush_file,
     json_text,
     parse_json,

@@ -10,9 +10,9 @@ import pytest
 from runs import write_lines
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
-from minivlmrl.files import find_folder
 
 ROWS = [
     {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},

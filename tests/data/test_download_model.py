@@ -1,0 +1,103 @@
+"""The folder of a model by its path or repository id: in the cache, on a hub, and without a network."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from minivlmrl.data.download import find_folder
+
+REPOSITORY = "Qwen/tiny"
+COMMIT = "a" * 40
+OLDER = "b" * 40
+FILES = {
+    "config.json": b"{}", "tokenizer.json": b"{}", "preprocessor_config.json": b"{}", "chat_template.json": b"{}",
+    "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00001.safetensors"}}',
+    "model-00001-of-00001.safetensors": b"weights", "pytorch_model.bin": b"pickles", "README.md": b"card",
+    "original/model.safetensors": b"the same weights",
+}  # fmt: skip
+WANTED = set(FILES) - {"pytorch_model.bin", "README.md", "original/model.safetensors"}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of huggingface_hub, and a hub that nobody answers for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path / "cache"
+
+
+def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
+    """What huggingface_hub leaves when it has downloaded some files of the main branch."""
+    repository = cache / "models--Qwen--tiny"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_bytes(FILES[name])
+    return folder
+
+
+def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
+    """With the user's token; a folder of the first name says that it is a path."""
+    monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name)
+    Path("runs").mkdir()
+    with pytest.raises(ValueError, match=r"runs/chekpoint: no such folder; .* NAME@main where its first part"):
+        find_folder("runs/chekpoint")
+    assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
+
+
+def test_a_cached_repository_needs_no_network(cache):
+    older = snapshot(cache, OLDER)
+    newer = snapshot(cache, COMMIT)
+    assert find_folder(REPOSITORY) == newer
+    assert find_folder(f"{REPOSITORY}@main") == newer
+    assert find_folder(f"{REPOSITORY}@{OLDER}") == older
+    (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder of its name wins
+    assert find_folder(REPOSITORY) == Path(REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("offline", "cached"),
+    [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})],
+    ids=["online", "offline, nothing", "offline, no weights"],
+)
+def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_sentence(cache, monkeypatch, offline, cached):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    if cached:
+        snapshot(cache, names=cached)
+    with pytest.raises(ValueError, match=r"Qwen/tiny: no such folder, not whole .* and not downloaded") as e:
+        find_folder(REPOSITORY)
+    assert "\n" not in str(e.value)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
+    """Such as one beyond a firewall; without a limit of its own huggingface_hub waits for minutes."""
+    monkeypatch.setattr("minivlmrl.data.download.NETWORK_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ValueError, match="not downloaded"):
+            find_folder(REPOSITORY)
+
+
+def test_only_what_is_read_is_downloaded(cache, monkeypatch):
+    """Once, by ranks that ask at the same time: huggingface_hub locks the files."""
+    asked = []
+
+    def download(repo_id, local_files_only=False, **which):
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing of it")
+        asked.append({"revision": which.pop("revision")})
+        return snapshot(cache, names=filter_repo_objects(FILES, **which))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda _, name, **options: asked.append({name: options}))
+    folder = find_folder(REPOSITORY)
+    assert {file.name for file in folder.iterdir()} == WANTED
+    assert asked == [{REPOSITORY: {"revision": None, "timeout": 5}}, {"revision": None}]
