@@ -1,6 +1,7 @@
 """Messages -> control tokens and text: the chat template of Qwen2-VL and Qwen2.5-VL."""
 
 from itertools import groupby
+from pathlib import Path
 
 from minivlmrl.data.messages import content_parts, part_kind
 
@@ -39,6 +40,11 @@ def render(messages: list[dict]) -> list[str]:
         messages = [SYSTEM, *messages]
     pieces = [piece for message in messages for piece in layout_turn(message)]
     return join_text([*pieces, START, "assistant\n"])
+
+
+def as_jinja(name: str = "qwen2_5_vl") -> str:
+    """Read this template in Jinja, for transformers: a folder that has none gets it when it is saved."""
+    return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
 
 def layout_turn(message: dict) -> list[str]:

@@ -25,6 +25,7 @@ from minivlmrl.data.chat_template import (
     START,
     VIDEO,
     Control,
+    as_jinja,
     join_flagged,
     join_text,
     layout_turn,
@@ -57,9 +58,8 @@ PUBLISHED = (
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
 # and ours, for transformers: it is saved into a folder that has none; with tools, where an
 # environment declares them
-HERE = Path(__file__).parent
-DEFAULT = (HERE / "qwen2_5_vl.jinja").read_text("utf-8").removesuffix("\n")
-WITH_TOOLS = (HERE / "qwen2_5_vl_tools.jinja").read_text("utf-8").removesuffix("\n")
+DEFAULT = as_jinja()
+WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
 # without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
@@ -84,6 +84,7 @@ class ChatTemplate:
         controls = {name: Control(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
         self.tools = None  # schemas of those that it declares
+        self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
         try:

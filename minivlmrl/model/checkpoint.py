@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minivlmrl.config.parsing import naming, require
+from minivlmrl.data.chat_template import as_jinja
 from minivlmrl.data.download import find_folder
-from minivlmrl.data.folder_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor, write_image_processor
 from minivlmrl.data.processor import Processor
@@ -197,6 +197,9 @@ def load_processor(
     folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
     """Read tokenizer, chat template and image settings of a folder (ValueError: no fit)."""
+    # here, because a model with random weights, as of minimal.py, has no folder and needs no Jinja
+    from minivlmrl.data.folder_template import ChatTemplate
+
     folder = find_folder(folder)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
@@ -355,8 +358,8 @@ def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    template_text = DEFAULT if template is None else template.text
-    if template_text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
+    if (template is None or template.is_default) and "chat_template.jinja" not in carried:
+        template_text = as_jinja() if template is None else template.text
         (folder / "chat_template.jinja").write_bytes(template_text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.backend.save(str(folder / "tokenizer.json"))

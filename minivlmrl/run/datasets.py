@@ -6,9 +6,7 @@ from pathlib import Path
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
 from minivlmrl.config.parsing import did_you_mean, require
-from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mixture import mix, read_mix
-from minivlmrl.data.rows import Dataset
+from minivlmrl.data.rows import Dataset, FileRows
 from minivlmrl.rewards.registry import columns_of, training_rewards
 from minivlmrl.tasks.registry import get_task
 
@@ -91,6 +89,8 @@ def _training_rows(
         is_judged: True if rewards judge completions of these rows; then a file with rewards of
             its own needs the columns of these rewards only.
     """
+    from minivlmrl.data.mixture import mix, read_mix  # here, because a task has no files of rows
+
     config = run.data
     path = file or config.train_file
     sections = config.train if path is None else []
@@ -137,8 +137,10 @@ def _file_rows(
     limit: int | None = None,
     constants: Mapping[str, object] | None = None,
     **changed_options: str,
-) -> FileDataset:
+) -> FileRows:
     """Open a file of rows with these columns; `changed_options` replace fields of RowOptions."""
+    from minivlmrl.data.file_dataset import FileDataset  # here, because a task has no files of rows
+
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
     return FileDataset(
         path, ("problem", *columns), limit, constants or {}, **options | changed_options

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 from minivlmrl.config.loading import asked_yaml
-from minivlmrl.data.folder_template import with_values
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -86,11 +85,16 @@ def adapt_processor(processor: Processor, config) -> Processor:
     image_processor = processor.image_processor
     if isinstance(data.resize, str):
         image_processor = replace(image_processor, resize=RESIZE[data.resize])
+    template = processor.template
+    if data.template:
+        from minivlmrl.data.folder_template import with_values  # here, because it needs Jinja
+
+        template = with_values(template, data.template)
     processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
     processor = replace(
         processor,
         image_processor=image_processor,
-        template=with_values(processor.template, data.template),
+        template=template,
         answer=data.answer,
         box_space=data.box_space or processor.box_space,
     )
