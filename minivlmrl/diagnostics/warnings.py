@@ -26,7 +26,7 @@ from minivlmrl.trainers.base import Step, Trainer
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
 IDLE = 50  # optimizer steps in which each expert should have a token
-# cures that diagnostics/check.py names too
+# cures that check_completions.py names too
 LONGER = "raise it, or ask for shorter answers"
 FORM = "say the form in data.prompt_template, train sft first, or drop the reward"
 

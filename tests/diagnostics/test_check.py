@@ -15,7 +15,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.diagnostics import check
+from minivlmrl.diagnostics import check, check_recipe, check_rewards, check_rows
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.tasks import shapes
 
@@ -40,12 +40,12 @@ def test_boxes_in_a_notation_that_no_reward_reads_are_named():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer="tags")
     texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
-    [sentence] = check.unread_boxes(rewards, texts, processor)
+    [sentence] = check_rewards.unread_boxes(rewards, texts, processor)
     assert sentence.startswith(
         "1 of 4 answers, such as '{\"point_2d\": [1, 2]}', hold nothing that box_format reads; ask"
     )
-    assert not list(check.unread_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
-    assert not list(check.unread_boxes([SimpleNamespace(name="accuracy")], texts, processor))
+    assert not list(check_rewards.unread_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
+    assert not list(check_rewards.unread_boxes([SimpleNamespace(name="accuracy")], texts, processor))
 
 
 def yes_or_no(num_yes, num_rows, folder):
@@ -61,9 +61,9 @@ def constant_sentences(all_rows, names, drawn):
     """What is said of a constant answer to the drawn rows of a file."""
     rewards = [get_reward(name) for name in names]
     rows = [all_rows[number] for number in drawn]
-    counts = Counter(check.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
-    trial = check.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
-    return list(check.check_rewards(trial, counts))
+    counts = Counter(check_rewards.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
+    trial = check_rewards.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
+    return list(check_rewards.check_rewards(trial, counts))
 
 
 def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):
@@ -88,18 +88,18 @@ def test_one_long_demonstration_in_forty_is_found(tmp_path):
     lines = [{"problem": "?", "completion": "red" if number else "red " * 40} for number in range(40)]
     write_lines(tmp_path / "rows.jsonl", lines)
     rows = FileDataset(tmp_path / "rows.jsonl")
-    assert lines[0]["completion"] not in [row.completion for row in check.spread(rows)]
+    assert lines[0]["completion"] not in [row.completion for row in check_rows.spread(rows)]
     config = load_config(RECIPES / "shapes.yaml", ["--sampling.max_new_tokens=20"])
-    [said] = check.check_answers(config, ["completion"], rows, PROCESSOR)
+    [said] = check_rows.check_answers(config, ["completion"], rows, PROCESSOR)
     assert said == "a completion has 42 tokens, sampling.max_new_tokens is 20: raise it"
     config.sampling.max_new_tokens = 42
-    assert not list(check.check_answers(config, ["completion"], rows, PROCESSOR))
+    assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
 
 
 @pytest.mark.parametrize(("opened", "said"), [("<think>\n", False), ("<reasoning>\n", True), ("a < b > ", False)])
 def test_a_template_that_opens_another_tag_than_think(opened, said):
     template = ChatTemplate(f"{DEFAULT}{opened}", "t")
-    sentences = list(check.check_template(replace(PROCESSOR, template=template)))
+    sentences = list(check_recipe.check_template(replace(PROCESSOR, template=template)))
     assert ["with <reasoning>" in sentence for sentence in sentences] == [True] * said
 
 
@@ -107,6 +107,6 @@ def test_a_tool_without_a_docstring(tmp_path):
     reset = "    def reset(self, **columns):\n        pass\n"
     tools = "    def zoom(self, x: int):\n        'Zoom.'\n    def turn(self, x: int):\n        pass\n"
     (tmp_path / "own.py").write_text(f"class Told:\n{reset}{tools}class Quiet(Told):\n    declare_tools = False\n")
-    [said] = check.check_tools(f"{tmp_path}/own.py:Told")
+    [said] = check_recipe.check_tools(f"{tmp_path}/own.py:Told")
     assert said.startswith("tool turn has no docstring")
-    assert not list(check.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check.check_tools(None))
+    assert not list(check_recipe.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check_recipe.check_tools(None))

@@ -1,0 +1,96 @@
+"""Completions of the model as it is: cut, alike, without an answer, good without a picture."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from minivlmrl.data.messages import text_of
+from minivlmrl.diagnostics.check_rewards import Trial, unread_boxes
+from minivlmrl.diagnostics.warnings import FORM, LONGER
+from minivlmrl.generation.sampler import Sampler
+from minivlmrl.losses.advantages import combine, group_std
+from minivlmrl.rewards.registry import Reward, recipe_columns
+from minivlmrl.rewards.text import ask_rewards, find_answer
+from minivlmrl.run.evaluate import BLIND, draw
+
+
+def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
+    """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
+    rows = trial.rows
+    rewards = trial.rewards
+    processor = trial.processor
+    values, groups = draw(sample, rows, num_generations, rewards)
+    completions = [completion for group in groups for completion in group]
+    cut_share = sum(not completion.stopped for completion in completions) / len(completions)
+    if cut_share > 0.3:
+        yield (
+            f"{cut_share:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
+            f"({sample.sampling.max_new_tokens}); {LONGER}"
+        )
+    totals = combine(values, trial.weights)
+    stds = group_std(totals.double(), num_generations)  # NaN for groups of one
+    equal_share = (stds < 1e-8).double().mean().item()
+    if equal_share > 0.9:
+        yield (
+            f"{equal_share:.0%} of {len(rows)} groups earn the same for all {num_generations} "
+            "completions and would teach nothing; "
+            "take easier or harder prompts, train sft first, or look at what the rewards ask for"
+        )
+    reward_means = dict(zip([reward.name for reward in rewards], values.nanmean(0), strict=True))
+    prompt_text = "".join(text_of(message) for row in rows for message in row.messages)
+    if "<answer>" not in prompt_text and reward_means.get("format", 1) < 0.05:
+        yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
+    texts = [processor.decode_assistant_turn(completion) for completion in completions]
+    yield from check_answers_found(texts, processor.answer)
+    yield from unread_boxes(rewards, texts, processor)
+    if equal_share < 1 and any(row.images for row in rows):
+        grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
+        grey_values, _ = draw(sample, grey_rows, num_generations, rewards)
+        yield from check_grey(totals, combine(grey_values, trial.weights))
+    columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
+    yield from check_labels(rewards, columns, num_generations)
+
+
+def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
+    """Completions without an answer where data.answer says that it is."""
+    answers = [find_answer(text, place) for text in texts]
+    unparsed_share = answers.count(None) / len(texts)
+    if unparsed_share > 0.5:
+        yield (
+            f"{unparsed_share:.0%} of the completions have no answer where data.answer "
+            f"({place}) looks; set data.answer (tags, whole, last_line), or {FORM}"
+        )
+
+
+def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
+    """Completions that earn as much without the pictures, both (n,)."""
+    real_mean = totals.nanmean()
+    grey_mean = grey_totals.nanmean()
+    if real_mean > 0 and grey_mean > 0.95 * real_mean:
+        yield (
+            f"with grey pictures the completions earn {grey_mean:.2f}, else {real_mean:.2f}: "
+            "check that the right images are with the right rows"
+        )
+
+
+def check_labels(
+    rewards: list[Reward], columns: dict[str, list], num_generations: int
+) -> Iterator[str]:
+    """Completions that fit the solutions of other rows as well as their own."""
+    for reward in rewards:
+        means = []
+        for start in range(0, len(columns["completions"]), num_generations):
+            shifted = {
+                name: columns[name][start:] + columns[name][:start] for name in reward.columns
+            }
+            means.append(ask_rewards([reward], columns | shifted).nanmean())
+        shifted_means = torch.tensor(means[1:])
+        mean = shifted_means.mean()
+        std = shifted_means.std()
+        if std > 0 and means[0] <= mean + std:
+            yield (
+                f"reward {reward.name} is {means[0]:.2f}, and {mean:.2f} with the "
+                "solutions of other rows; were the solutions shuffled? Else train sft first"
+            )
