@@ -183,6 +183,10 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
+# filters that remove tokens, each with the value at which it removes none
+NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
 @dataclass
 class SamplingOptions:
     """How completions are drawn and where they end."""
@@ -221,7 +225,9 @@ class SamplingOptions:
     @property
     def truncates(self) -> bool:
         """Tell whether a filter removes tokens: training then normalises over those that are left."""
-        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+        return self.temperature > 0 and any(
+            getattr(self, name) != off for name, off in NO_TRUNCATION.items()
+        )
 
     @property
     def filtered(self) -> bool:

@@ -9,7 +9,7 @@ of its own in a method, see `TrainingOptions.without_effect`.
 from collections.abc import Iterator
 from operator import attrgetter
 
-from minivlmrl.config.options import GRPOOptions, RunConfig, TrainingOptions
+from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.config.parsing import naming
 
 WithoutEffect = Iterator[tuple[str, str]]  # option ("grpo.beta"), and why it has no effect
@@ -238,7 +238,7 @@ def check_ppo(run: RunConfig) -> WithoutEffect:
 def check_sampling(run: RunConfig) -> WithoutEffect:
     sampling = run.sampling
     if sampling.temperature == 0:
-        for name in ("top_k", "top_p", "min_p"):
+        for name in NO_TRUNCATION:
             yield f"sampling.{name}", "temperature 0 always takes the most likely token"
     if sampling.environment is None:
         yield "sampling.history", "completions have only one turn unless environment is set"

@@ -1,4 +1,8 @@
-"""Image file -> RGB -> smart_resize -> patches, bit for bit what transformers' processors make."""
+"""Image file -> RGB -> smart_resize -> patches, bit for bit what transformers' processors make.
+
+In a prompt an image has one placeholder token for each 2 x 2 patches (data/processor.py), and the
+vision tower makes the embedding of that token from those patches (model/vision.py).
+"""
 
 import math
 from collections.abc import Callable, Iterable

@@ -1,8 +1,8 @@
 """Filter the distribution of a token: repetition penalty, top_k, top_p and min_p.
 
 A filter of your own is a field of SamplingOptions (config/options.py), a step of filter_logits and,
-if it removes tokens, a part of SamplingOptions.truncates: without it training would normalise over
-all tokens, although the sampler did not.
+if it removes tokens, an entry of NO_TRUNCATION (config/options.py): without it training would
+normalise over all tokens, although the sampler did not. docs/carry_on.md has one as an example.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,8 @@
 """Sample completions of prompts: each prompt is read once, its completions are decoded together.
 
     prefill        one forward over all prompts; the keys and values of each prompt are kept once
-    sample_token   temperature, softmax, and a token for each row, by uniform random numbers
+    sample_token   temperature, softmax, and a token for each row, by uniform random numbers;
+                   filters such as top_p are in filters.py
     decode         one forward over a new token of each row, against its prompt's keys and its own
 
 The random numbers of a row depend on the key of its prompt alone, see data/rows.uniform_numbers.

@@ -1,6 +1,7 @@
 """The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
 
-Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too. What
+Qwen2_5_VL.forward (model/decoder.py) puts these tokens in the place of an image's placeholders.
+Qwen2.5-VL's tower has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too. What
 Qwen2-VL's and Qwen3-VL's have instead is in model/families/qwen2_vl.py and model/families/qwen3_vl.py.
 
 Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged

@@ -9,6 +9,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from minivlmrl.config.options import NO_TRUNCATION
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, make_sampler
@@ -30,9 +31,7 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     """
     rewards = held_out_rewards(config)
     # of the recipe's options only where answers end, so that runs stay comparable
-    sampling = replace(
-        config.sampling, engine="own", top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
-    )
+    sampling = replace(config.sampling, engine="own", repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_blind:
         ways += [(name, 1.0, pictures) for name, pictures in BLIND.items()]

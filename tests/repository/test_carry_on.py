@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.generation.filters import filter_logits
 from minivlmrl.agents.environment import tools_of
 from minivlmrl.agents.tool_calls import begin_with_row, call
 from minivlmrl.data.rows import Row
@@ -70,6 +72,9 @@ fluent = get_reward("recipes/fluent.py:fluent(path='run/checkpoint')")
 both, alone = fluent(["red", "green square"]), fluent(["green square"])
 found["recipes/fluent.py"] = both[1] < 0 and abs(both[1] - alone[0]) < 1e-5
 found["A reward with a name"] = get_reward("one_line")(["a", "b" + chr(10)]) == [1, 0]
+scores = filter_logits(torch.tensor([[0.7, 0.2, 0.1]]).log(), SamplingOptions(epsilon_cutoff=0.15))
+kept = ~scores.isneginf()
+found["A filter"] = kept.tolist() == [[True, True, False]] and SamplingOptions(epsilon_cutoff=0.15).truncates
 found["A form of rows"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
 picture = Image.new("RGB", (4, 2), "white")
 pixels = RESIZE["padded"]([picture], 4, 4, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
