@@ -8,8 +8,6 @@ assistant may have "tool_calls", and then no content. A turn is a message.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from minivlmrl.config.types import Plain
-
 MARK = re.compile("<(image|video)>")  # place of an image or video in the text of a prompt
 KINDS = ("image", "video")
 MAX_MEDIA = 1000  # images and videos of a row
@@ -185,7 +183,7 @@ def check_messages(messages: list[dict]):
             raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
 
 
-def _has_fields(message: Plain) -> bool:
+def _has_fields(message: object) -> bool:
     """Return True if a message has a role, and content or calls of tools."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
