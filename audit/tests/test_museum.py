@@ -35,8 +35,8 @@ def run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
-        patch.setattr("minivlmrl.trainers.base.save_model", lambda *_: None)
-        patch.setattr("minivlmrl.run.results.save_model", lambda *_: None)
+        patch.setattr("minivlmrl.trainers.base.gather_and_save_model", lambda *_: None)
+        patch.setattr("minivlmrl.run.results.gather_and_save_model", lambda *_: None)
         yield cache(metrics)
 
 

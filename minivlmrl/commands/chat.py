@@ -27,7 +27,7 @@ from minivlmrl.files import ASKED
 from minivlmrl.generation.sampler import ENGINES, make_sampler
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config as read_model_config
-from minivlmrl.run.model import build_model
+from minivlmrl.run.setup import build_model
 
 
 def main(arguments: list[str]):

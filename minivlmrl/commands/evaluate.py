@@ -30,7 +30,7 @@ from minivlmrl.rewards.registry import columns_of, held_out_rewards
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.evaluate import answer_rows
-from minivlmrl.run.model import build_model
+from minivlmrl.run.setup import build_model
 
 
 def parser(name: str) -> argparse.ArgumentParser:

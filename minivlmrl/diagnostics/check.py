@@ -31,7 +31,8 @@ from minivlmrl.diagnostics.check_rows import check_rows
 from minivlmrl.distributed import process_group
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.run.callbacks import default_callbacks
-from minivlmrl.run.setup import mistakes, prepare
+from minivlmrl.run.preflight import find_mistakes
+from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
 AGAIN = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
@@ -56,7 +57,7 @@ def check(config: RunConfig) -> Iterator[str]:
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, stages, world)
     online = [stage for stage, trainer in stages.items() if not trainer.answers]
-    yield from mistakes(config, datasets)
+    yield from find_mistakes(config, datasets)
     if online:
         yield from check_sampling_options(config.sampling)
     for stage, trainer in stages.items():

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.distributed.fsdp import copy_model, num_shards, recompute_blocks
 from minivlmrl.distributed.micro_batching import largest_piece
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import copy_model, num_shards, recompute_blocks
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config

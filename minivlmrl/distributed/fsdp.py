@@ -8,36 +8,37 @@ numbers of prompts and of micro-batches; VisionInStep and in_lockstep make equal
 images, and how many decode steps a rank runs.
 """
 
-import copy
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
 from minivlmrl.config.options import ShardingOptions
+from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import num_shards, recompute_blocks, reshard, shard_rows, units
+from minivlmrl.files import replacing, save_tensors
+from minivlmrl.model import checkpoint
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
+from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
-from minivlmrl.model.plain_weights import shared_base
-
-# keeps the inputs of a function, which the backward computes again
-compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Count the ranks that share one model (ValueError: the replicas cannot be equally large)."""
-    if num_ranks % section.replicas:
-        raise ValueError(
-            f"sharding.replicas is {section.replicas}, {num_ranks} ranks are no multiple of it"
-        )
-    return num_ranks // section.replicas if section.enabled else 1
+from minivlmrl.model.lora import place_like
+from minivlmrl.model.plain_weights import full
 
 
 class Sharding:
@@ -53,12 +54,9 @@ class Sharding:
         section: ShardingOptions,
         world: World,
         dtype: torch.dtype,
-        recompute=False,
-        compute_dtype=None,
+        recompute: bool = False,
+        compute_dtype: torch.dtype | None = None,
     ):
-        # here: it takes 40 MiB and half a second of runs that shard nothing
-        import torch.distributed.fsdp as fsdp
-
         self.device = torch.device("cpu") if section.cpu_offload else world.device
         shards = num_shards(section, world.size)
         mesh = {"replicate": world.size // shards, "shard": shards}
@@ -66,20 +64,19 @@ class Sharding:
             del mesh["replicate"]
         mesh_shape = tuple(mesh.values())
         mesh_names = tuple(mesh)
-        self.mesh = dist.init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=mesh_names)
+        self.mesh = init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=mesh_names)
         self.recompute = recompute
         self.compute_dtype = compute_dtype or dtype
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
         gradient_dtype = torch.promote_types(dtype, torch.float32)
-        precision = fsdp.MixedPrecisionPolicy(
+        self.precision = MixedPrecisionPolicy(
             compute_dtype, gradient_dtype, cast_forward_inputs=False
         )
-        self.options = {"mesh": self.mesh, "mp_policy": precision}
+        self.offload = OffloadPolicy()
         if section.cpu_offload:
-            pin_memory = world.device.type == "cuda"
-            self.options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory)
+            self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
-    def shard(self, model: nn.Module):
+    def shard(self, model: Qwen2_5_VL):
         """Shard a model on any device, also on the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
@@ -90,14 +87,15 @@ class Sharding:
         if self.recompute:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):
-            dist.fsdp.fully_shard(block, **self.options)
-        self.shard_alone(model)
+            self.make_unit(block, self.precision)
+        root = self.shard_alone(model, self.precision)
         # The backward of a unit gathers the one before it. FSDP's own guess follows the forwards
         # since the last backward, of which a rank may have had more: two ranks would then gather
         # different layers as if they were one.
-        model.set_modules_to_backward_prefetch([model.model.layers[-1]])
+        root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
-            for previous_block, block in zip([tower[0], *tower], tower, strict=False):
+            blocks = sharded_blocks(tower)
+            for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
         family_of(model).count_over_ranks(model, sum_counts)
         vision = VisionInStep()
@@ -109,31 +107,59 @@ class Sharding:
 
     def shard_head(self, head: nn.Module):
         """Shard a value head, which computes in the dtype of its own weights."""
-        self.shard_alone(head, mp_policy=dist.fsdp.MixedPrecisionPolicy(cast_forward_inputs=False))
+        self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
-    def shard_alone(self, module: nn.Module, **options):
+    def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
         """Shard what is not in a unit yet, as one unit."""
-        dist.fsdp.fully_shard(module, **self.options | options)
+        root = self.make_unit(module, precision)
         for unit in units(module):
             # a sum: each loss is divided by the global count already
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        module.set_modules_to_backward_prefetch([module])
+        root.set_modules_to_backward_prefetch([root])
+        return root
+
+    def make_unit(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
+        """Gather and free the weights of a module as one."""
+        return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor, in the form of a parameter."""
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
+        assert isinstance(like, DTensor)  # as fully_shard has made all parameters
         # from_local would move an offloaded part to the GPU
-        return dist.tensor.DTensor(local_rows, like._spec, requires_grad=False)
+        return DTensor(local_rows, like._spec, requires_grad=False)
+
+    @torch.no_grad()
+    def gather(self, model: Qwen2_5_VL) -> Qwen2_5_VL:
+        """Gather a model's weights until it is resharded, and make a plain model on them.
+
+        It has no hooks: a rank may run it alone, and a CUDA graph capture it.
+        """
+        for unit in units(model):
+            unit.unshard()
+        twin = twin_of(model, self.compute_dtype)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        assign(twin, weights | dict(model.named_buffers()))
+        return twin
+
+    def copy(self, model: Qwen2_5_VL, to_compute: bool) -> Qwen2_5_VL:
+        """Copy a model, each rank its part; to_compute: in the dtype that it computes in."""
+        reshard(model)
+        twin = twin_of(model, self.compute_dtype if to_compute else model.lm_head.weight.dtype)
+        self.shard(twin)
+        dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
+        weights = {}
+        for name, parameter in model.named_parameters():
+            weights[name] = parameter.detach().to(dtypes[name], copy=True)
+        assign(twin, weights | dict(model.named_buffers()))
+        return twin
 
 
-def shard_rows(mesh: dist.DeviceMesh, num_rows: int) -> slice:
-    """Say which rows of a sharded tensor this rank holds; the last ranks may have fewer, or none."""
-    shards = mesh["shard"]
-    rows_per_rank = math.ceil(num_rows / shards.size())
-    first_row = shards.get_local_rank() * rows_per_rank
-    return slice(first_row, first_row + rows_per_rank)
+def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
+    """List the blocks of a tower, which are units."""
+    return [block for block in tower if isinstance(block, FSDPModule)]
 
 
 def sum_counts(counts: list[int]) -> list[int]:
@@ -149,7 +175,9 @@ class VisionInStep:
     If no rank has images, none runs the tower, and AdamW skips its parameters.
     """
 
-    def before(self, model: nn.Module, arguments: tuple):
+    zero: Tensor | None = None  # result of the black image in this forward, times 0
+
+    def before(self, model: Qwen2_5_VL, arguments: tuple):
         batch = arguments[0]
         self.zero = None
         if dist.get_world_size() == 1:
@@ -160,7 +188,7 @@ class VisionInStep:
         if on_any_rank and not runs_tower:
             self.zero = see_black(model.visual, model.config.vision_config, batch.input_ids.device)
 
-    def after(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
+    def after(self, model: Qwen2_5_VL, arguments: tuple, hidden: Tensor) -> Tensor:
         if self.zero is None:
             return hidden
         hidden = hidden + self.zero
@@ -168,50 +196,15 @@ class VisionInStep:
         return hidden
 
 
-def see_black(tower: Callable, config, device) -> Tensor:
+def see_black(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
     """Run a vision tower on one black token, times 0: a number that depends on all its weights."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
 
-def units(module: nn.Module) -> list[nn.Module]:
-    """List the units of a module, each gathered and freed as one; none if it is not sharded."""
-    return [part for part in module.modules() if hasattr(type(part), "unshard")]
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return bool(units(module))
-
-
-def reshard(module: nn.Module):
-    """Free gathered weights, before they are changed: the root's stay gathered after a forward."""
-    for unit in units(module):
-        unit.reshard()
-
-
-@contextmanager
-def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5_VL]:
-    """Yield what to run without gradient, to sample.
-
-    gather_weights: gather a sharded model's full weights on every rank first; each rank may then
-    run it as often as it likes. False: gather layer by layer, which saves memory; all ranks must
-    run it equally often, see in_lockstep.
-    """
-    if not is_sharded(model):
-        with torch.inference_mode():
-            yield model
-        return
-    try:
-        # not inference mode: what FSDP allocates in it could not be trained later
-        with torch.no_grad():
-            yield gathered(model) if gather_weights else model
-    finally:
-        reshard(model)
-
-
 def in_lockstep(
-    sample_token: Callable, max_new_tokens: int, model: nn.Module, world: World
+    sample_token: Callable, max_new_tokens: int, model: Qwen2_5_VL, world: World
 ) -> Callable:
     """Make all ranks run a sharded decoder equally often, though completions end at different steps.
 
@@ -236,45 +229,58 @@ def in_lockstep(
     return sample_together
 
 
-@torch.no_grad()
-def gathered(model: Qwen2_5_VL) -> Qwen2_5_VL:
-    """Gather a sharded model's weights until it is resharded, and make a plain model on them.
-
-    It has no hooks: a rank may run it alone, and a CUDA graph capture it.
-    """
-    for unit in units(model):
-        unit.unshard()
-    twin = twin_of(model, model.sharding.compute_dtype)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    assign(twin, weights | dict(model.named_buffers()))
-    return twin
-
-
-def copy_model(model: Qwen2_5_VL, to_compute: bool = False) -> Qwen2_5_VL:
-    """Copy a model but the base of adapters, each rank its part; to_compute: in that dtype."""
-    if not is_sharded(model):
-        return copy.deepcopy(model, shared_base(model))
-    reshard(model)
-    dtype = model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
-    twin = twin_of(model, dtype)
-    model.sharding.shard(twin)
-    dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
-    weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in model.named_parameters()}
-    assign(twin, weights | dict(model.named_buffers()))
-    return twin
-
-
 def twin_of(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
     """Build a model of the same layers on the meta device."""
     with torch.device("meta"):
         twin = family_of(model).model(model.config).to(dtype)
-    from minivlmrl.model.lora import place_like  # here, because few runs shard the weights
-
     place_like(twin, model)
     return twin
 
 
-def recompute_blocks(model: nn.Module):
-    """Keep only the input of each block, and compute the block again in the backward."""
-    for block in family_of(model).blocks(model):
-        block.forward = partial(compute_again, block.forward)
+def save_sharded(
+    folder: str | Path,
+    model: Qwen2_5_VL,
+    processor: Processor,
+    world: World,
+    base: str | None = None,
+    more: Callable[[Path], None] | None = None,
+    max_shard_size: int = checkpoint.MAX_SHARD_SIZE,
+):
+    """Write the folder of a sharded model, see weights.gather_and_save_model.
+
+    The ranks gather the tensors of one file after the other, because the first rank could not hold
+    all of them.
+    """
+    reshard(model)
+    weights = checkpoint.file_weights(model)
+    write_adapter = checkpoint.adapter_writer(model, base)
+    unread = world.on_main(lambda: checkpoint.unread_tensors(model)) or {}
+    # only the first rank has the unread tensors, so the others take its split into files
+    files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
+    with ExitStack() as saving:
+        # the other ranks write nothing
+        new_folder = world.on_main(lambda: saving.enter_context(replacing(folder))) or Path(folder)
+
+        def write_tensors(file: str, tensors: dict[str, Tensor]):
+            for name, tensor in tensors.items():
+                if name in weights:
+                    checkpoint.check_finite(name, tensor, folder)
+            save_tensors(tensors, new_folder / file)
+
+        def finish():
+            checkpoint.write_settings(new_folder, model, processor)
+            checkpoint.write_index(new_folder, files)
+            checkpoint.write_extras(new_folder, write_adapter, more)
+            saving.pop_all().close()  # in this function, so that all ranks raise its errors
+
+        for file, names in files.filename_to_tensors.items():
+            tensors = {}
+            for name in names:
+                if name in weights:
+                    weight = full(weights[name])  # gathered by all ranks
+                    if world.is_main:
+                        tensors[name] = weight.cpu().contiguous()
+                elif world.is_main:
+                    tensors[name] = unread[name]
+            world.on_main(partial(write_tensors, file, tensors))
+        world.on_main(finish)

@@ -12,9 +12,9 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
-from minivlmrl.distributed.fsdp import in_lockstep, is_sharded, rollout_weights
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import is_sharded, rollout_weights
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import (
     Decode,
@@ -53,7 +53,7 @@ class Sampler:
 
     Args:
         world: the ranks of the run, by default this process alone, on the device of the model.
-        gather_weights: gather sharded weights before a rollout, see fsdp.rollout_weights.
+        gather_weights: gather sharded weights before a rollout, see weights.rollout_weights.
         keeps_vision: store the embeddings of images in their prompts, because the vision tower is
             frozen and the reference and the training step can use them too.
     """
@@ -135,6 +135,8 @@ class Sampler:
         """Sample completions with the weights of the rollout; vllm.py replaces this method."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
+                from minivlmrl.distributed.fsdp import in_lockstep
+
                 limit = self.sampling.max_new_tokens
                 sample_token = in_lockstep(sample_token, limit, model, self.world)
             return self.generate(model, prompts, num_generations, sample_token)

@@ -258,7 +258,7 @@ def save_model(
 ):
     """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
 
-    distributed/checkpoint.gather_and_save_model writes a model that is sharded or trained by several ranks.
+    distributed/weights.gather_and_save_model writes a model that is sharded or trained by several ranks.
 
     Args:
         base: the folder or repository that adapters are on, which PEFT's folder names.

@@ -30,7 +30,7 @@ class Sharder(Protocol):
 
     compute_dtype: torch.dtype  # of gathered weights and of activations
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: "Qwen2_5_VL") -> None:
         """Shard a model on any device, also on the meta device."""
 
     def shard_head(self, head: nn.Module) -> None:
@@ -38,6 +38,14 @@ class Sharder(Protocol):
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor, in the form of a sharded parameter."""
+        ...
+
+    def gather(self, model: "Qwen2_5_VL") -> "Qwen2_5_VL":
+        """Gather a sharded model's weights, and make a plain model on them."""
+        ...
+
+    def copy(self, model: "Qwen2_5_VL", to_compute: bool) -> "Qwen2_5_VL":
+        """Copy a sharded model, each rank its part."""
         ...
 
 

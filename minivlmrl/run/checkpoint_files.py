@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from minivlmrl.config.parsing import require
-from minivlmrl.distributed.fsdp import shard_rows
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import shard_rows
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder, find_split
-from minivlmrl.distributed.fsdp import reshard
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import reshard
 from minivlmrl.files import (
     digest,
     flush_file,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.distributed.checkpoint import gather_and_save_model
+from minivlmrl.distributed.weights import gather_and_save_model
 from minivlmrl.files import write_json
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume

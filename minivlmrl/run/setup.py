@@ -1,32 +1,48 @@
-"""What a run does and says before its first step: tries rewards, counts rows, says what runs."""
+"""Make all that a run needs before its first step: model, processor, and rows of each stage."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
-import torch
-from torch import nn
-
-from minivlmrl.config.validation import is_set, unnamed_stages
+from minivlmrl.config.loading import asked_yaml
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.image_settings import RESIZE
+from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import check_lengths, summary, without_long
+from minivlmrl.data.row_summary import summary, without_long
 from minivlmrl.data.rows import Dataset
+from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.environments import begin_environment
-from minivlmrl.generation.sampler import find_engine
-from minivlmrl.kernels.backend import backend_for
-from minivlmrl.model.checkpoint import DTYPES
-from minivlmrl.model.trainable import trainable_summary
+from minivlmrl.distributed.weights import recompute_blocks
+from minivlmrl.files import ASKED, read_json
+from minivlmrl.generation.environments import prepare_tools
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
+from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
-from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
-from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import check_optimizer
+from minivlmrl.run.preflight import (
+    check_experts,
+    check_positions,
+    collect_notes,
+    describe_run,
+    describe_thought,
+    try_rewards,
+)
+from minivlmrl.tasks.registry import get_task
+from minivlmrl.trainers.base import Trainer
 
-TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions
 
-
-def prepare(config, trainers: dict, world: World) -> tuple[nn.Module, Processor, dict]:
+def prepare(
+    config: RunConfig, trainers: dict[str, type[Trainer]], world: World
+) -> tuple[Qwen2_5_VL, Processor, dict[str, Dataset]]:
     """Make model, processor, rows by stage and "eval"; refuse what would fail later (ValueError).
 
     In this order: what takes the least time to refuse comes first.
@@ -41,15 +57,11 @@ def prepare(config, trainers: dict, world: World) -> tuple[nn.Module, Processor,
     datasets = load_datasets(config, needs, reward_columns, eval_columns)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
-    for stage in config.stage_names:
-        if getattr(config, stage).router_aux_loss_coef and model.config.experts is None:
-            raise ValueError(
-                f"{stage}.router_aux_loss_coef: the model has no experts; leave it out"
-            )
+    check_experts(config, model)
     if world.is_main:
         describe_run(config, model, world)
         describe_thought(processor)
-        for note in notes(config, trainers, datasets):
+        for note in collect_notes(config, trainers, datasets):
             print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)
     for stage, num_steps in stage_lengths(config, datasets).items():
@@ -58,142 +70,114 @@ def prepare(config, trainers: dict, world: World) -> tuple[nn.Module, Processor,
     return model, processor, datasets
 
 
-def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Ask the rewards about an invented completion: one that fails (ValueError) does so now.
+def build_model(
+    config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
+) -> tuple[Qwen2_5_VL, Processor]:
+    """Load the recipe's checkpoint, or make a random model with a tokenizer of the task or rows."""
+    section = config.model
+    dtype = DTYPES[section.dtype]
+    recompute = section.activation_checkpointing
+    pixel_bounds = config.data.min_pixels, config.data.max_pixels
+    sharding = choose_sharding(config, world)
+    adapt = None
+    if config.adapter.r:
+        from minivlmrl.model.lora import inject_adapters  # here, because few runs have adapters
 
-    Args:
-        needs: for each stage what its rows must have, a key of run.datasets.NEEDS.
-    """
+        adapt = partial(inject_adapters, options=config.adapter)
+    if section.path is not None and section.config is None:
+        processor = load_processor(section.path, *pixel_bounds)
+        model = load_model(section.path, dtype, world.device, sharding, adapt)
+    elif section.config is not None and section.path is None:
+        tokenizer = make_tokenizer(config, section.config, datasets)
+        model, processor = random_model(section.config, tokenizer, config.seed, *pixel_bounds)
+        model.to(world.device, dtype)
+        if adapt is not None:
+            adapt(model)
+        if sharding is not None:
+            sharding.shard(model)
+    else:
+        raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
+    if adapt is not None:
+        from minivlmrl.model.lora import draw_adapters
+
+        draw_adapters(model, config.seed)
+    if config.adapter.path:
+        from minivlmrl.model.peft import begin_with
+
+        begin_with(model, config.adapter.path)
+    select_trained(model, section.freeze)
+    if recompute and sharding is None:
+        recompute_blocks(model)
+    return model, adapt_processor(processor, config)
+
+
+def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
+    """Make the sharding of a recipe's models; None: every rank has all weights."""
+    if not config.uses_fsdp:
+        return None
+    # here, because it takes 40 MiB and half a second
+    from minivlmrl.distributed.fsdp import Sharding
+
+    section = config.model
+    dtype = DTYPES[section.dtype]
+    compute_dtype = DTYPES[section.compute_dtype] if section.compute_dtype else None
+    recompute = section.activation_checkpointing
+    return Sharding(config.sharding, world, dtype, recompute, compute_dtype)
+
+
+def make_tokenizer(
+    config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None
+) -> Tokenizer:
+    """Take the tokenizer of the task, or train one on the rows, for random weights."""
+    if config.data.task:
+        return get_task(config.data.task).tokenizer()
+    if not datasets:
+        raise ValueError("model.config needs an embedded task or rows to train on; set model.path")
+    vocab_size = ModelConfig.from_dict(read_json(Path(model_config)), model_config).vocab_size
+    return train_tokenizer(tokenizer_texts(datasets), vocab_size)
+
+
+def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
+    """Let a processor do what the recipe's data section asks for, and say so in its folder."""
+    data = config.data
+    image_processor = processor.image_processor
+    if isinstance(data.resize, str):
+        image_processor = replace(image_processor, resize=RESIZE[data.resize])
+    template = processor.template
+    if data.template:
+        from minivlmrl.data.folder_template import with_values  # here, because it needs Jinja
+
+        template = with_values(template, data.template)
+    processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
+    processor = replace(
+        processor,
+        image_processor=image_processor,
+        template=template,
+        answer=data.answer,
+        box_space=data.box_space or processor.box_space,
+    )
+    return prepare_tools(processor, config.sampling.environment)
+
+
+def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Yield what a tokenizer is trained on: questions and answers of 10,000 rows a stage."""
+    yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for stage, rows in datasets.items():
         if stage == "eval":
-            rewards = held_out_rewards(config)
-            no_columns = dict.fromkeys(columns_of(rewards))  # a row without one is not judged
-        elif needs[stage] == "prompts":
-            rewards = training_rewards(config)
-            no_columns = {}
-        else:
             continue
-        row = rows[0]
-        size = row.images[0].size if row.images else None
-        columns = {
-            **no_columns,
-            **row.columns,
-            "prompts": row.messages,
-            "images": row.images,
-            "environments": begin_environment(config.sampling.environment, row),
-            "row_names": row.where or f"row {row.index}",
-            "reward_model_scores": 0.0,
-            "image_sizes": size,
-            "answer_extents": size,
-            "completion_ids": [0, 1, 2],
-            "answer_texts": "invented",
-            "turn_texts": [],
-            "completions": "<answer>invented</answer>",
-        }
-        ask_rewards(rewards, {name: [value] for name, value in columns.items()})
+        for row in islice(rows, 10_000):
+            turns = list(row.messages)
+            for answer in (row.completion, row.chosen, row.rejected):
+                if answer:
+                    turns += as_turns(answer)
+            for turn in turns:
+                yield text_of(turn)
+            yield str(row.columns.get("solution") or "")
 
 
-def describe_run(config, model: nn.Module, world: World):
-    """Print what runs where."""
-    dtype = config.model.dtype
-    compute_dtype = config.model.compute_dtype or dtype
-    kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
-    device = f"CPU (threads: {torch.get_num_threads()})"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
-    print(
-        f"model: {num_parameters:,} parameters in {dtype}, computed in {compute_dtype}", flush=True
-    )
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        print(trainable_summary(model))
-
-
-def describe_thought(processor: Processor):
-    """Print whether a model that thinks begins to do so in the prompt."""
-    if not processor.template or "<think>" not in processor.template.text:
-        return
-    opened = processor.template.opened
-    print(
-        f"prompts open the answer with {opened!r}; rewards read it with the completion", flush=True
-    )
-
-
-def notes(config, trainers: dict, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Say what of a recipe has no effect with these stages, or another one than was probably meant.
-
-    What has none with any stage is refused, see config/validation.py.
-    """
-    if not config.stages:
-        yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
-    for name in config.unused_sections:
-        yield f"{name}: no effect, stages does not name it"
-    yield from unnamed_sections(config)
-    yield from unused_files(config)
-    if all(trainer.answers for trainer in trainers.values()):
-        for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
-            if is_set(name, config):
-                yield f"{name}: no effect, no stage samples completions"
-    yield from mistakes(config, datasets)
-
-
-def unnamed_sections(config) -> Iterator[str]:
-    """Name the options that are set of stages that the recipe does not name."""
-    for name in unnamed_stages(config):
-        section = getattr(config, name)
-        changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
-        if "reward_model" in config.rewards:  # it is scored by a model from elsewhere
-            changed = [option for option in changed if option != "reward_model.path"]
-        if changed:
-            yield f"{', '.join(changed)}: no effect, stages does not name {name}"
-
-
-def unused_files(config) -> Iterator[str]:
-    """Name the files of rows that no stage of the recipe reads."""
-    for stage in config.data.files:
-        if stage not in config.stage_names:
-            yield f"data.files.{stage}: no effect, stages does not name {stage}"
-    if config.stages and config.data.files.keys() >= {*config.stage_names}:
-        for name in ("train_file", "train"):
-            if getattr(config.data, name):
-                yield f"data.{name}: no effect, data.files has the rows of all stages"
-
-
-def mistakes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
-    dtype = DTYPES[config.model.dtype]
-    # neither adapters in float32 nor Kahan's sum lose any
-    rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
-    for stage in config.stage_names:
-        held_out = datasets.get("eval")
-        count = count_trained_on(held_out, datasets.get(stage))
-        if count:
-            yield (
-                f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too: "
-                "they say what it remembers; leave them out of data.eval_file"
-            )
-        rate = getattr(config, stage).learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # a larger one stays as it is
-        if rounds and largest_weight < TYPICAL_WEIGHT:
-            yield (
-                f"model.dtype is {config.model.dtype}: updates of {stage}.learning_rate {rate} are "
-                f"lost in weights over {largest_weight:.1g}; "
-                "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
-            )
-
-
-def count_trained_on(held_out, rows) -> int:
-    """Count the rows of files that ask and show what training rows do, whatever their names."""
-    held_out_hashes = getattr(held_out, "asked", ())
-    training_hashes = getattr(rows, "asked", ())
-    shared = {*held_out_hashes} & {*training_hashes}
-    trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
-    alike = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]
-    return sum(held_out.content(i) in trained for i in alike)
-
-
-def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict[str, Dataset]:
+def fit_rows(
+    config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
+) -> dict[str, Dataset]:
     """Leave out training rows with long prompts, and print what rows there are.
 
     Image files are opened, not decoded.
@@ -214,7 +198,7 @@ def fit_rows(config, datasets: dict, processor: Processor, world: World) -> dict
     return fitted
 
 
-def stage_lengths(config, datasets: dict[str, Dataset]) -> dict[str, int]:
+def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
     """Optimizer steps of each stage: max_steps, or fewer if max_epochs ends it before."""
     lengths = {}
     for stage in config.stage_names:
@@ -225,23 +209,3 @@ def stage_lengths(config, datasets: dict[str, Dataset]) -> dict[str, int]:
             num_steps = math.ceil(num_rows / section.prompts_per_step)
             lengths[stage] = min(section.max_steps, num_steps)
     return lengths
-
-
-def check_positions(config, needs: dict[str, str], datasets, model, processor: Processor):
-    """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
-    max_positions = model.config.max_position_embeddings
-    most_drawn = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
-    for name, rows in datasets.items():
-        is_answered = needs.get(name, "prompts") == "prompts"
-        num_new = config.sampling.max_new_tokens if is_answered else 0
-        most_tokens = max_positions
-        bound = f"the model's {max_positions} (max_position_embeddings)"
-        if needs.get(name) == "prompts" and most_drawn < max_positions:  # it draws no evaluation
-            most_tokens = most_drawn
-            bound = f"the {most_drawn} of sampling.engine"
-        limit = most_tokens - num_new
-        reason = (
-            f"and {num_new} new ones are over {bound}; "
-            f"shorten it, or leave it out, as data.max_prompt_tokens={limit} does in training"
-        )
-        check_lengths(rows, processor, limit, reason)

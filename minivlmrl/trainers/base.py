@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.distributed.checkpoint import gather_and_save_model
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import gather_and_save_model
 from minivlmrl.losses.grpo import Counts
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import GroupBatch

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from minivlmrl.config.options import DPOOptions
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
-from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.distributed.weights import reshard
 from minivlmrl.files import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, dpo_loss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
-from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.distributed.weights import reshard
 from minivlmrl.losses.grpo import Counts, row_mean
 from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer

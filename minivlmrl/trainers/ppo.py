@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import PPOOptions, RunConfig
 from minivlmrl.data.processor import Processor
-from minivlmrl.distributed.fsdp import copy_model
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import load_critic, save_value_model
+from minivlmrl.distributed.weights import copy_model
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from minivlmrl.model.decoder import Qwen2_5_VL

@@ -12,8 +12,8 @@ from minivlmrl.config.parsing import require
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
-from minivlmrl.distributed.fsdp import copy_model, reshard
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.model.checkpoint import load_model, read_config
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps

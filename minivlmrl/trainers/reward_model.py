@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from minivlmrl.config.options import RewardModelOptions, RunConfig
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.distributed.fsdp import copy_model, reshard
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import load_beside, save_value_model
+from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import Qwen2_5_VL

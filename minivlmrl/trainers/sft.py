@@ -5,7 +5,7 @@ from torch import Tensor
 
 from minivlmrl.config.options import SFTOptions
 from minivlmrl.data.rows import Dataset
-from minivlmrl.distributed.fsdp import reshard
+from minivlmrl.distributed.weights import reshard
 from minivlmrl.losses.grpo import Counts
 from minivlmrl.losses.preference import sft_loss
 from minivlmrl.model.logprobs import per_token_logps

@@ -19,7 +19,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.rewards.registry import get_reward
-from minivlmrl.run.setup import try_rewards
+from minivlmrl.run.preflight import try_rewards
 from minivlmrl.trainers.registry import find_trainers
 
 OWN = '''

@@ -23,7 +23,7 @@ from minivlmrl.generation.generate import make_token_sampler
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.model import build_model
+from minivlmrl.run.setup import build_model
 from recipes import localisation
 from recipes.kto import KTOConfig
 from tests.config.test_validation import CASES
@@ -207,7 +207,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
     "adapter.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
-    "data.max_prompt_tokens": "run/test_setup.py: test_long_prompts_are_left_out_and_named_before_training",
+    "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_left_out_and_named_before_training",
     "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
     "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
     "sharding.enabled": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",

@@ -165,7 +165,7 @@ def test_the_message_names_recipe_option_value_and_reason(empty):
 
 
 def test_defaults_and_stages_that_are_not_named_are_not_refused(empty):
-    """A note says so of these, see tests/run/test_setup.py."""
+    """A note says so of these, see tests/run/test_preflight.py."""
     check(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
     check(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
     check(RunConfig())

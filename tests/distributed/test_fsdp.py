@@ -17,16 +17,15 @@ from torch.torch_version import TorchVersion
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
-from minivlmrl.distributed import checkpoint as distributed_checkpoint
-from minivlmrl.distributed import fsdp as file
-from minivlmrl.distributed.fsdp import Sharding, VisionInStep, copy_model, is_sharded, rollout_weights
+from minivlmrl.distributed.fsdp import Sharding, VisionInStep, in_lockstep, save_sharded
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors, save_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import inject_adapters
-from minivlmrl.run.model import build_model
+from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from tests.model.test_lora import adapted
 
@@ -62,9 +61,9 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
-    distributed_checkpoint.gather_and_save_model(output, model, processor, world, max_shard_size=100_000)
+    save_sharded(output, model, processor, world, max_shard_size=100_000)
     with pytest.raises(OSError) as failed:
-        distributed_checkpoint.gather_and_save_model(folder / "in the way" / "checkpoint", model, processor, world)
+        save_sharded(folder / "in the way" / "checkpoint", model, processor, world)
     with rollout_weights(model, gather_weights=True) as plain:
         whole = {name: p.clone() for name, p in plain.named_parameters()}
     return {
@@ -184,7 +183,7 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
 
 def test_one_process_that_offloads_computes_what_it_would_unsharded(alone):
     model = sharded_model(cpu_offload=True)
-    assert isinstance(model.sharding.options["offload_policy"], CPUOffloadPolicy)  # without a GPU no number shows it
+    assert isinstance(model.sharding.offload, CPUOffloadPolicy)  # without a GPU no number shows it
     (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
     assert torch.equal(logps, expected)
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
@@ -195,14 +194,14 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_ty
     make = sharded_model if sharded else tiny.model
     plain, model = make(model_type=model_type), make(model_type=model_type, **{"recompute": True} if sharded else {})
     if not sharded:
-        file.recompute_blocks(model)
+        recompute_blocks(model)
     kept = []
     for each in (plain, model):
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x):
             per_token_logps(each, batch(each.config))
         kept.append(sum(sizes))
-        file.reshard(each)
+        reshard(each)
     assert kept[1] < kept[0] / 2
     (logps, found), (expected, theirs) = gradients(model), gradients(plain)
     assert torch.equal(logps, expected)
@@ -211,7 +210,7 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_ty
 
 def test_a_copy_recomputes_with_its_own_weights(alone):
     plain = tiny.model()
-    file.recompute_blocks(plain)
+    recompute_blocks(plain)
     for model in (plain, sharded_model(recompute=True)):
         with torch.no_grad():
             per_token_logps(model, batch(model.config))  # which gathers what a copy must not take
@@ -254,13 +253,13 @@ def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
     with rollout_weights(model, gather_weights=True) as run:
         assert run.lm_head.weight.dtype == torch.bfloat16
     half = sharded_model(dtype=torch.bfloat16).sharding
-    assert half.options["mp_policy"].reduce_dtype == torch.float32  # gradients are added up in it
+    assert half.precision.reduce_dtype == torch.float32  # gradients are added up in it
 
 
 def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
     """And not FSDP's guess, by which two ranks might gather different ones."""
     model = sharded_model()
-    ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in file.units(model)}
+    ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in units(model)}
     for tower in (model.visual.blocks, model.model.layers):
         for before, block in zip([tower[0], *tower], tower, strict=False):
             assert ahead[block] == [before._get_fsdp_state()]
@@ -286,7 +285,7 @@ def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
     decoder = lambda *_: ran.append(1)  # noqa: E731
     decoder.embed_tokens = lambda token: token
     sample_token = lambda logits, rows, step: (None, None, torch.tensor([step == last]))  # noqa: E731
-    sample_token = file.in_lockstep(sample_token, 3, SimpleNamespace(model=decoder), world)
+    sample_token = in_lockstep(sample_token, 3, SimpleNamespace(model=decoder), world)
     for step in range(min(last + 1, 3)):
         sample_token(None, None, step)
     assert said == told and len(ran) == (last == 1)

@@ -19,7 +19,7 @@ from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluate
-from minivlmrl.run.model import build_model
+from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 
 from stages import write_recipe

@@ -9,7 +9,7 @@ from pretend_cuda import CUDA, PretendCuda, pretend
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
-from minivlmrl.distributed.fsdp import recompute_blocks
+from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import sample_by_uniforms

@@ -7,7 +7,7 @@ import torch
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.distributed.fsdp import is_sharded
+from minivlmrl.distributed.weights import is_sharded
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import Decode
 from minivlmrl.generation.sampler import Sampler

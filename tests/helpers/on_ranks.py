@@ -27,12 +27,12 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.distributed.fsdp import is_sharded, reshard
+from minivlmrl.distributed.weights import is_sharded, reshard
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.checkpoint_files import local_rows
-from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import registry
 

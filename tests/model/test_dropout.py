@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from minivlmrl.distributed.fsdp import recompute_blocks
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, adapters, drop, dropout
 from tests.model.test_lora import adapted, check_peft, loss

@@ -10,7 +10,7 @@ from torch import nn
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.options import LoRAOptions
-from minivlmrl.distributed.fsdp import copy_model
+from minivlmrl.distributed.weights import copy_model
 from minivlmrl.model import nf4
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name

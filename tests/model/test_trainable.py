@@ -16,7 +16,7 @@ from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.model.plain_weights import is_adapter, part_of
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.run.model import build_model
+from minivlmrl.run.setup import build_model
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import reward_model
 from tests.model.test_lora import adapted

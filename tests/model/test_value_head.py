@@ -8,8 +8,9 @@ from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
-from minivlmrl.distributed.fsdp import Sharding, copy_model
+from minivlmrl.distributed.fsdp import Sharding
 from minivlmrl.distributed.value_models import save_value_model
+from minivlmrl.distributed.weights import copy_model
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states

@@ -66,7 +66,7 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
-    monkeypatch.setattr(file, "save_model", lambda *_: None)  # which all ranks call
+    monkeypatch.setattr(file, "gather_and_save_model", lambda *_: None)  # which all ranks call
     found = results(world=SECOND)
     found.write()
     assert not found.folder.exists()

@@ -1,0 +1,175 @@
+"""Before the first step: rewards are tried, rows counted, and what runs where is said."""
+
+import re
+import shutil
+
+import PIL.Image
+import pytest
+import torch
+from runs import write_lines
+
+from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.loading import as_overrides, load_config
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.mixture import Picked
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.run import setup
+from minivlmrl.run.preflight import collect_notes, describe_run, try_rewards
+from minivlmrl.run.setup import fit_rows, stage_lengths
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers.registry import find_trainer
+from recipes.localisation import Localisation
+from tests.model.test_checkpoint import edit_json
+
+from stages import ONE
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
+
+
+@pytest.mark.parametrize(
+    ("returned", "option"), [("[float('nan')]", "rewards={{{}: 1.0}}"), ("[]", "data.eval_rewards=[format, '{}']")]
+)
+def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypatch, returned, option):
+    (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return {returned}\n")
+    monkeypatch.setattr(setup, "random_model", None)  # calling it would fail
+    name = f"{tmp_path / 'own.py'}:own"
+    with pytest.raises(ValueError, match=rf"reward {name} returned "):
+        run("--stages=[grpo]", f"--{option.format(name)}")
+
+
+def test_every_reward_of_the_table_is_tried_on_a_row():
+    """With the sizes of its image, but without the model of a reward model."""
+    text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
+    config = RunConfig(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
+    config.data.eval_rewards = ["iou", "format"]
+    try_rewards(config, {"grpo": "prompts"}, {"grpo": Localisation(1, "x"), "eval": Localisation(1, "x")})
+    try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]})  # held-out pairs need no solution
+    box = Row([{"role": "user", "content": "?"}], [PIL.Image.new("RGB", (8, 8))], {"problem": "?", "solution": "a"})
+    with pytest.raises(ValueError, match="reward iou: solution 'a' is no box"):
+        try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
+
+
+def test_a_run_says_what_runs_where(home, capsys):
+    config = load_config(home / "recipe.yaml", [])
+    policy, _ = setup.build_model(config, ONE)
+    config.model.compute_dtype = "bfloat16"
+    describe_run(config, policy, World(0, 2, torch.device("cpu")))
+    device, size = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
+    assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("true", r"the answer with '<think>\n'; rewards read"), ("false", "the answer with ''")]
+)
+def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
+    """A checkpoint keeps the values that its template was handed."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
+    options = [f"--model.path={model}", "--stages=[]", f"--data.template={{enable_thinking: {value}}}"]
+    folder = run(*own, *options)
+    assert f"\nprompts open {says}" in capsys.readouterr().out
+    assert load_config(folder / "checkpoint" / "minivlmrl.yaml").data.template == {"enable_thinking": value == "true"}
+
+
+def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys):
+    lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
+    config = RunConfig()
+    config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
+    rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
+    assert [row.columns["problem"] for row in rows] == ["a", "b"]
+    assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
+    said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
+    assert re.search(said, capsys.readouterr().out)
+    config.data.max_prompt_tokens = 3
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3: all prompts are longer, .*rows\.jsonl:1: "):
+        fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
+
+
+def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_step(run, own, home, tmp_path):
+    """Only where the answer is drawn do its tokens count; rows that are left out do not."""
+    checkpoint = shutil.copytree(home / "untrained" / "checkpoint", tmp_path / "short")
+    edit_json(checkpoint / "config.json", max_position_embeddings=100)
+    texts = ["a", "a " * 75, "b"]
+    lines = [{"problem": text, "solution": "x", "completion": "x"} for text in texts]
+    write_lines(tmp_path / "rows.jsonl", lines)
+    options = [*own, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
+    options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
+    said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
+    with pytest.raises(
+        ValueError, match=rf"{said}_embeddings\); shorten it, or leave it out, as data\.max_prompt_tokens=90 does"
+    ) as raised:
+        run(*options, "--stages=[grpo]")
+    assert 90 < int(re.search(said, str(raised.value))[1]) <= 100
+    run(*options, "--stages=[sft]", name="given answers")
+    run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out"):
+        run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")
+
+
+def told(*options, **datasets):
+    return notes_of(load_config("shapes.yaml", list(options)), **datasets)
+
+
+def notes_of(config, **datasets):
+    trainers = {name: find_trainer(name, config) for name in config.stage_names}
+    return list(collect_notes(config, trainers, datasets))
+
+
+def test_what_has_no_effect_is_said():
+    assert told() == []
+    for recipe in sorted(recipes_folder().glob("*.yaml")):
+        assert notes_of(load_config(recipe)) == []
+    dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
+    assert dpo == "dpo.max_steps, dpo.beta: no effect, stages does not name dpo"
+    assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, stages does not name grpo")
+    files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
+    scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
+    grpo, *said = told(*as_overrides(files | scored | {"log_completions": 5}), "--stages=[sft]")
+    assert said == [
+        "data.files.dpo: no effect, stages does not name dpo",
+        "data.train_file: no effect, data.files has the rows of all stages",
+        "rewards: no effect, no stage samples completions",
+        "log_completions: no effect, no stage samples completions",
+    ]
+    assert told("--stages=[]")[0] == "stages is []: nothing is trained, the model is evaluated and saved as it is"
+
+
+def test_updates_that_bfloat16_rounds_away_are_said():
+    """Half the distance of two numbers next to 0.0005 is 1e-6; Kahan's sum and adapters in float32 lose none."""
+    weight = torch.tensor(0.00052, dtype=torch.bfloat16)
+    assert weight + 1e-6 == weight
+    slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
+    [line] = told(*slow)
+    assert "updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005;" in line
+    for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
+        assert told(*slow, f"--{cure}") == []
+
+
+def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):
+    """The same question about the same picture, whatever the files are called; another picture is another row."""
+    lines = [{"problem": "What?", "image": f"{name}.png", "solution": name} for name in ("red", "green", "blue")]
+    training = FileDataset(write_rows(*lines))
+    (tmp_path / "eval").mkdir()
+    shutil.copy(tmp_path / "green.png", tmp_path / "eval" / "red.png")
+    rows = lines[0], {**lines[0], "problem": "Why?"}
+    write_lines(tmp_path / "eval" / "rows.jsonl", rows)
+    held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
+    cure = "they say what it remembers; leave them out of data.eval_file"
+    said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"
+    assert told(grpo=training, eval=held_out) == [said]
+    assert told(grpo=Picked([training], [(0, 0), (0, 2)]), eval=held_out) == []
+    assert told(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
+    assert told(grpo=Picked([training], [(0, 1), (0, 1)]), eval=Picked([held_out], [(0, 0), (0, 1)])) == [said]
+
+
+def test_a_training_reward_without_its_column_is_named_and_a_held_out_row_is_not_judged():
+    row = Row([{"role": "user", "content": "?"}], [], {"problem": "?"}, where="rows.jsonl:1")
+    with pytest.raises(ValueError, match=r"reward accuracy needs column 'solution'; the rows have \['problem'\]"):
+        try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]})
+    try_rewards(RunConfig(), {}, {"eval": [row]})
