@@ -173,7 +173,7 @@ def make_rows(size: int, count: int) -> list[Row]:
     rows = []
     for i in range(count):
         rng = random.Random(i)
-        image = shapes.draw(rng.choice(shapes.LABELS), rng).resize((size, size))
+        image = shapes.draw_picture(rng.choice(shapes.LABELS), rng).resize((size, size))
         content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
         rows.append(Row([{"role": "user", "content": content}], [image]))
     return rows

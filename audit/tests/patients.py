@@ -67,7 +67,7 @@ def model(folder, dtype=torch.float32):
 
 def picture(seed):
     rng = random.Random(seed)
-    return shapes.draw(rng.choice(shapes.LABELS), rng)
+    return shapes.draw_picture(rng.choice(shapes.LABELS), rng)
 
 
 def distinct(completions, **_):

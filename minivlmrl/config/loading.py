@@ -15,7 +15,6 @@ from minivlmrl.config.import_utils import find_stage, recipes_folder, split_opti
 from minivlmrl.config.options import RunConfig, VideoOptions
 from minivlmrl.config.parsing import (
     ChangeText,
-    Plain,
     TypeHint,
     build,
     check_values,
@@ -25,7 +24,7 @@ from minivlmrl.config.parsing import (
     parse_yaml,
     read_value,
 )
-from minivlmrl.config.types import Code, FilePath, RecipePath, RewardName
+from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.files import json_text
 from minivlmrl.losses.preference import check_dpo_options
 
@@ -70,7 +69,7 @@ def load_config(
             stages = _stages({"stages": value}, "command line")
     files = [resolver(Code, stage) for stage in dict.fromkeys(stages) if ":" in stage]
     if asked_for is not None:
-        check_found(recipe, resolver.code, asked_for)
+        check_named_code(recipe, resolver.code, asked_for)
     config_class = _with_sections(tuple(find_stage(file) for file in files))
     unused_sections = []
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
@@ -83,7 +82,7 @@ def load_config(
         values = _apply(override, values, hints)
     config = _build_run(config_class, values, "command line", resolver)
     if asked_for is not None:
-        check_found(recipe, resolver.code, asked_for)
+        check_named_code(recipe, resolver.code, asked_for)
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
@@ -140,7 +139,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,))
 
 
-def check_found(recipe: str | Path, code: Iterable[str], overrides: Sequence[str]):
+def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequence[str]):
     """Refuse code (ValueError) that a recipe names which the user did not name: somebody sent it.
 
     Args:
@@ -244,12 +243,12 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
-def as_overrides(fields: dict[str, object]) -> list[str]:
+def as_overrides(fields: dict[str, Plain]) -> list[str]:
     """Write values as overrides: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
     return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
-def flat(values: dict, prefix: str = "") -> dict[str, object]:
+def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
     """Name what a recipe says: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
     flat_values = {}
     for name, value in values.items():

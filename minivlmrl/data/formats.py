@@ -168,7 +168,7 @@ def _read_reward_model(row: dict) -> dict:
 def _read_objects(row: dict) -> dict:
     """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
     objects = row["objects"]
-    texts = _texts(row)
+    texts = _text_columns(row)
     all_text = json.dumps(texts, default=str)
     mark_values = {}  # mark: what is to be written for each, in order
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
@@ -224,11 +224,11 @@ def _read_img_tags(row: dict) -> dict:
         image_paths.append(tag[1])
         return "<image>"
 
-    texts = changed(_texts(row), lambda text: re.sub("<img>(.*?)</img>", take_path, text))
+    texts = changed(_text_columns(row), lambda text: re.sub("<img>(.*?)</img>", take_path, text))
     return {**texts, "images": image_paths} if image_paths else {}
 
 
-def _texts(row: dict) -> dict:
+def _text_columns(row: dict) -> dict:
     """Return the columns with text that a row has."""
     return {name: row[name] for name in TEXTS if row.get(name) is not None}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
 from minivlmrl.config.parsing import did_you_mean, require
+from minivlmrl.config.types import RewardName
 from minivlmrl.data.rows import Dataset, FileRows
 from minivlmrl.rewards.registry import columns_of, training_rewards
 from minivlmrl.tasks.registry import get_task
@@ -135,7 +136,7 @@ def _file_rows(
     path: str,
     columns: Iterable[str],
     limit: int | None = None,
-    constants: Mapping[str, object] | None = None,
+    constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
     """Open a file of rows with these columns; `changed_options` replace fields of RowOptions."""

@@ -60,7 +60,7 @@ class Shapes(Sequence[Row]):
         index = range(self.size)[index]  # IndexError: without it list(rows) would not end
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
-        image = draw(label, rng)
+        image = draw_picture(label, rng)
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns: dict[str, str | bool] = {"problem": PROBLEM, "solution": label}
@@ -69,12 +69,12 @@ class Shapes(Sequence[Row]):
         if self.labelled:
             is_good = index % 2 == 0
             columns["label"] = is_good
-            return Row(messages, [image], columns, answer(label) if is_good else rejected)
-        demonstrated = answer(shown_label) if self.tags else shown_label
-        return Row(messages, [image], columns, demonstrated, answer(label), rejected)
+            return Row(messages, [image], columns, tagged_answer(label) if is_good else rejected)
+        demonstrated = tagged_answer(shown_label) if self.tags else shown_label
+        return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
 
 
-def answer(label: str) -> str:
+def tagged_answer(label: str) -> str:
     """Name a label in the demonstrated form."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
 
@@ -87,12 +87,12 @@ def worse(label: str, rng: random.Random) -> str:
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]
-    text = answer(label)
+    text = tagged_answer(label)
     kind = rng.randrange(4)
     if kind == 0:
-        return answer(f"{other_color} {shape}")
+        return tagged_answer(f"{other_color} {shape}")
     if kind == 1:
-        return answer(f"{color} {other_shape}")
+        return tagged_answer(f"{color} {other_shape}")
     if kind == 2:
         return text.replace(label, f"{other_color} {shape}")
     start = rng.randrange(1, len(text))
@@ -100,7 +100,7 @@ def worse(label: str, rng: random.Random) -> str:
     return text[:start] + text[end:]
 
 
-def draw(label: str, rng: random.Random) -> PIL.Image.Image:
+def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
     """Draw one object of random size anywhere on a light background of random colour."""
     background = (rng.randint(200, 255), rng.randint(200, 255), rng.randint(200, 255))
     image = PIL.Image.new("RGB", (SIZE, SIZE), background)
@@ -130,7 +130,7 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on everything the task says; some 370 tokens."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
-    return train_tokenizer([*texts, *map(answer, LABELS)], vocab_size=512)
+    return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
 
 def datasets(

@@ -10,7 +10,7 @@ from runs import LETTERS, metrics, read_lines, write_lines
 from minivlmrl.data.rows import Completion
 from minivlmrl.diagnostics import check
 from minivlmrl.generation.sampler import Sampler
-from minivlmrl.tasks.shapes import Shapes, answer
+from minivlmrl.tasks.shapes import Shapes, tagged_answer
 
 OWN_REWARDS = """
 def one(completions, **columns):
@@ -81,7 +81,7 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
     labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
 
     def knows(sampler, prompts, count, keys):
-        ids = [torch.tensor(sampler.processor.tokenizer.encode(answer(label))) for label in labels]
+        ids = [torch.tensor(sampler.processor.tokenizer.encode(tagged_answer(label))) for label in labels]
         return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
 
     monkeypatch.setattr(Sampler, "__call__", knows)

@@ -10,7 +10,7 @@ from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 from minivlmrl.run import datasets
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.registry import get_task
-from minivlmrl.tasks.shapes import COLORS, LABELS, Shapes, answer
+from minivlmrl.tasks.shapes import COLORS, LABELS, Shapes, tagged_answer
 
 
 def each(rows, count=None):
@@ -64,10 +64,10 @@ def test_a_preference_is_the_right_answer_over_a_worse_one():
     """All four kinds occur about equally often: another colour, the other shape, a contradiction, a part left out."""
     kinds = Counter()
     for row in each(Shapes(400, 0)):
-        label, truth = row.columns["solution"], answer(row.columns["solution"])
+        label, truth = row.columns["solution"], tagged_answer(row.columns["solution"])
         assert row.chosen == truth and row.rejected != truth
         named = row.rejected.partition("<answer>")[2].removesuffix("</answer>")
-        if named in LABELS and row.rejected == answer(named):
+        if named in LABELS and row.rejected == tagged_answer(named):
             same = [a == b for a, b in zip(named.split(), label.split(), strict=True)]
             kinds[{(False, True): "colour", (True, False): "shape"}[tuple(same)]] += 1
         elif named in LABELS and row.rejected.replace(named, label) == truth:
