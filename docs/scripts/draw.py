@@ -329,7 +329,8 @@ def recurrent() -> str:
     sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)
     sizes |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}
     torch.manual_seed(0)
-    layer = qwen3_5.GatedDeltaNet(SimpleNamespace(hidden_size=8, rms_norm_eps=1e-6, **sizes), 0).double()
+    config = SimpleNamespace(hidden_size=8, rms_norm_eps=1e-6)
+    layer = qwen3_5.GatedDeltaNet(config, SimpleNamespace(**sizes), 0).double()
     one_row = SimpleNamespace(layout=GroupLayout([layout.num_tokens], [[]]), keep_keys=False)
     spans = [
         (next(names), n) for p, group in zip(prompts, completions, strict=True) for n in (p, *(c - 1 for c in group))

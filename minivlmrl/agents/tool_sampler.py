@@ -204,6 +204,7 @@ class AnswerAttention(DecodeAttention):
         self.decoding = decoding
         self.memory = decoding.memory
         self.answer_spans = []
+        self.answer_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # B of them
         newest = decoding.newest.tolist()  # R of them
         self.spans = []  # rows, and the tokens of each, for recurrent layers

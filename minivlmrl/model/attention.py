@@ -14,7 +14,6 @@ tokens, P tokens of a prompt, C of a completion, H query heads, K key/value head
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, rectangles
-
-
-class Attention(Protocol):
-    """What layers of the decoder ask for: GroupAttention or DecodeAttention."""
-
-    # memory of each recurrent layer, by its index: see go_on in model/families/qwen3_5.py
-    memory: dict[int, list[Tensor]]
-
-    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (N, H, D), k and v (N, K, D), all after the rotary -> (N, H, D)."""
-        ...
 
 
 class GroupLayout:
@@ -156,9 +144,11 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        self.memory = {}  # what recurrent layers keep of each prompt
+        # what each recurrent layer, by its index, keeps of each prompt: see families/qwen3_5.py
+        self.memory: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, H, D), k and v (N, K, D), all after the rotary -> (N, H, D)."""
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
@@ -185,7 +175,9 @@ class DecodeAttention:
     """
 
     check_every = 1  # after so many steps `generate` asks which rows have ended
-    spans = ((slice(None), slice(None)),)  # rows, and which of the new tokens are theirs
+    # rows, and which of the new tokens are theirs
+    spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
+    answer_rows: Sequence[int] = ()  # rows that read answers of tools, see agents/tool_sampler.py
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
@@ -265,3 +257,6 @@ class DecodeAttention:
         to_prompt, to_row = weights.split([prompt_k.shape[2], row_k.shape[2]], dim=-1)
         out = self.slots.by_row(to_prompt @ prompt_v) + self.slots.by_row(to_row) @ row_v
         return out.reshape(R, H, D)
+
+
+Attention = GroupAttention | DecodeAttention  # what the layers of the decoder call

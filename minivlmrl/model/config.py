@@ -3,7 +3,7 @@
 import math
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from minivlmrl.config.parsing import build, require
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
@@ -39,6 +39,25 @@ class ExpertsConfig:
     def has_experts(self, index: int) -> bool:
         """Tell whether a layer has experts, or a dense MLP."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Sizes of recurrent layers (Qwen3.5), by their names in config.json."""
+
+    linear_num_key_heads: Size
+    linear_num_value_heads: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: Annotated[int, ">= 2"]  # tokens that the convolution mixes
+
+    def __post_init__(self):
+        require(
+            self.linear_num_value_heads % self.linear_num_key_heads == 0,
+            "linear_num_key_heads",
+            self.linear_num_key_heads,
+            f"a divisor of linear_num_value_heads ({self.linear_num_value_heads})",
+        )
 
 
 @dataclass(frozen=True)
@@ -99,23 +118,19 @@ class ModelConfig:
     num_attention_heads: Size
     num_key_value_heads: Size
     vision_config: VisionConfig
-    model_type: Literal[tuple(FAMILIES)] = "qwen2_5_vl"
+    model_type: str = "qwen2_5_vl"  # one of FAMILIES
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)  # of time, height, width
     mrope_interleaved: bool = False  # time, height and width take turns (Qwen3-VL)
-    head_dim: Size | None = None  # None: hidden_size / num_attention_heads
+    head_dim: Size = 0  # 0: hidden_size / num_attention_heads
     attention_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # each head of queries and keys is normed
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0  # share of a head that is turned
-    # what each layer is, and the sizes of recurrent ones (Qwen3.5); (): all attend
+    # what each layer is (Qwen3.5); (): all attend
     full_attention_interval: Size | None = None  # layers from one that attends to the next
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
-    linear_num_key_heads: Size | None = None
-    linear_num_value_heads: Size | None = None
-    linear_key_head_dim: Size | None = None
-    linear_value_head_dim: Size | None = None
-    linear_conv_kernel_dim: Annotated[int, ">= 2"] | None = None  # tokens that it mixes
+    recurrent: RecurrentConfig | None = None  # None: all layers attend
     experts: ExpertsConfig | None = None  # of its MLPs; None: all are dense
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
@@ -130,7 +145,7 @@ class ModelConfig:
 
     def __post_init__(self):
         heads = self.num_attention_heads
-        if self.head_dim is None:
+        if not self.head_dim:
             fits = self.hidden_size % heads == 0
             require(fits, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
             self.head_dim = self.hidden_size // heads
@@ -151,7 +166,7 @@ class ModelConfig:
         )
         self._check_tower(self.vision_config)
         if self.full_attention_interval is not None:
-            self._check_layer_types()
+            self._check_layer_types(self.full_attention_interval)
 
     def _check_tower(self, vision: VisionConfig):
         width = vision.hidden_size
@@ -177,10 +192,9 @@ class ModelConfig:
             f"fewer than num_hidden_layers ({self.num_hidden_layers})",
         )
 
-    def _check_layer_types(self):
+    def _check_layer_types(self, interval: int):
         """Fill in which layers are recurrent, and check them."""
         count = self.num_hidden_layers
-        interval = self.full_attention_interval
         if not self.layer_types:
             self.layer_types = tuple(
                 "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
@@ -191,14 +205,6 @@ class ModelConfig:
             "layer_types",
             list(self.layer_types),
             f"the types of {count} layers, of which one at least is full_attention",
-        )
-        value_heads = self.linear_num_value_heads
-        key_heads = self.linear_num_key_heads
-        require(
-            value_heads % key_heads == 0,
-            "linear_num_key_heads",
-            key_heads,
-            f"a divisor of linear_num_value_heads ({value_heads})",
         )
 
     @property
@@ -214,7 +220,7 @@ class ModelConfig:
         return (0,) * time + (1,) * height + (2,) * width
 
     @classmethod
-    def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
+    def from_dict(cls, config: dict[str, Any], where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type")
         require(
@@ -223,7 +229,7 @@ class ModelConfig:
             model_type,
             f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not computed",
         )
-        family = FAMILIES[model_type]
+        family = FAMILIES[config["model_type"]]
         text = _section(config, where, "text_config")
         vision = _section(config, where, "vision_config")
         flat = {**config, **text, "model_type": model_type}
@@ -245,27 +251,33 @@ class ModelConfig:
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         flat["vision_config"] = _flat_vision(vision, family, where)
         flat |= family.text
-        names = {field.name for field in fields(cls)}
-        flat["experts"] = None
+        if flat.get("head_dim") is None:
+            flat.pop("head_dim", None)  # it is computed
+        names = {field.name for field in (*fields(cls), *fields(RecurrentConfig))}
+        flat["experts"] = flat["recurrent"] = None
         flat["extra"] = without(flat, names | REWRITTEN | family.experts.keys())
-        config = build(cls, flat, where, json=True)
+        built = build(cls, flat, where, json=True)
+        if built.full_attention_interval is not None:
+            built.recurrent = build(RecurrentConfig, flat, where, json=True)
         if family.experts:
             sizes = {name: flat[name] for name in family.experts}
-            config.experts = build(ExpertsConfig, sizes, where, json=True)
-            size = config.experts.moe_intermediate_size
+            built.experts = build(ExpertsConfig, sizes, where, json=True)
+            size = built.experts.moe_intermediate_size
             require(
-                not family.turned_experts or config.hidden_size not in (size, 2 * size),
+                not family.turned_experts or built.hidden_size not in (size, 2 * size),
                 f"{where}: moe_intermediate_size",
                 size,
                 "neither hidden_size nor half of it: nobody could tell whether the experts of a "
                 "file are transposed",
             )
-        return config
+        return built
 
     def to_dict(self) -> dict:
         """Write the hub's config.json, which vLLM and every transformers with the family read."""
         family = FAMILIES[self.model_type]
-        text = asdict(self)
+        text = {}
+        for name, value in asdict(self).items():
+            text |= (value or {}) if name == "recurrent" else {name: value}
         vision = text.pop("vision_config")
         extra = text.pop("extra")
         experts = text.pop("experts")

@@ -121,7 +121,7 @@ class TextModel(nn.Module):
         cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
             x = layer(x, cos, sin, attention)
-            if i < len(deep):
+            if vision_index is not None and i < len(deep):
                 x = x.index_add(0, vision_index, deep[i])
         return self.norm(self.layers[-1](x, cos, sin, attention, select))
 
@@ -158,9 +158,9 @@ class DecoderLayer(nn.Module):
     A family whose layers have other parts is a subclass that names them, see model/families/qwen3_5.py.
     """
 
-    norm_type = RMSNorm
-    attention_type = SelfAttention
-    mlp_type = MLP
+    norm_type: type[nn.RMSNorm] = RMSNorm
+    attention_type: type[SelfAttention] | None = SelfAttention
+    mlp: nn.Module
 
     def __init__(self, config: "ModelConfig", index: int):
         super().__init__()
@@ -168,7 +168,11 @@ class DecoderLayer(nn.Module):
         if self.attention_type:
             self.self_attn = self.attention_type(config, index)
         self.post_attention_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
-        self.mlp = self.mlp_type(config.hidden_size, config.intermediate_size, bias=False)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
+
+    def empty_memory(self, rows: Tensor) -> list[Tensor]:
+        """Make what a recurrent layer keeps of rows (b, ...) in decoding; [] if it attends."""
+        return []
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """Let tokens x (N, hidden_size) see each other: (N, hidden_size), not yet added to x."""

@@ -7,7 +7,7 @@ decoder, the sampler and the losses know nothing of it. Dimension letters: N tok
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,6 +19,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.plain_weights import (
     PARTS,
     PackedLinear,
@@ -42,10 +43,6 @@ def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
         wrap(model, name, options.r, options.alpha / options.r)
     if options.quantize:
         quantize_base(model)
-
-
-# layers of experts, and what chooses them
-ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 
 
 class LoRALinear(ReplacedLinear):
@@ -131,15 +128,16 @@ def place_like(model: nn.Module, other: nn.Module):
         quantize_layer(model, name)
 
 
-def quantize_base(model: nn.Module):
+def quantize_base(model: Qwen2_5_VL):
     """Pack the linear layers of a frozen decoder, and those under adapters, one after the other.
 
     Not routers, the head and the embeddings, nor a tower or merger without adapters, on any device.
     bitsandbytes in transformers 5.23 packs all linear layers but the head, those of the tower too.
     """
+    not_quantized = family_of(model).not_quantized
     names = []
     for name, module in model.named_modules():
-        is_router = name.endswith((".mlp.gate", ".mlp.gate.base"))
+        is_router = name.removesuffix(".base").endswith(not_quantized)
         in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
         if isinstance(module, nn.Linear) and in_decoder_or_adapted and not is_router:
             names.append(name)
@@ -182,15 +180,18 @@ def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
     model.load_state_dict(new_parameters, strict=False, assign=True)
 
 
-def target_layers(model: nn.Module, target: str) -> list[str]:
+def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
     """Name the linear layers that one entry of target means, never head or embeddings."""
     linear_names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             linear_names.append(name)
+    kinds = family_of(model).adapter_targets
     try:
         target_names = [
-            name for name in linear_names if kind_of(name) == target or re.fullmatch(target, name)
+            name
+            for name in linear_names
+            if kind_of(name, kinds) == target or re.fullmatch(target, name)
         ]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
@@ -204,9 +205,12 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
     return target_names
 
 
-def kind_of(layer_name: str) -> str:
-    """Tell what adapters call the part of a layer: experts and routers are one of their own."""
-    return "experts" if ROUTED.search(layer_name) else part_of(layer_name)
+def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
+    """Tell what adapters call the part of a layer; kinds: of its family, such as experts."""
+    for kind, pattern in kinds.items():
+        if pattern.search(layer_name):
+            return kind
+    return part_of(layer_name)
 
 
 def wrap(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:

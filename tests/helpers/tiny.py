@@ -7,7 +7,7 @@ import torch
 
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model import packing
-from minivlmrl.model.config import ExpertsConfig, ModelConfig, VisionConfig
+from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES
 
@@ -36,12 +36,13 @@ RUN_QWEN3 = {
 # of Qwen3.5's layers: values have more heads than keys, and of another size
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "head_dim": 32, "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+LAYERS = {"full_attention_interval": 2, "head_dim": 32, "partial_rotary_factor": 0.25}
 RUN_QWEN35 = {
     "model_type": "qwen3_5",
     "text_config": {
-        **RECURRENT, "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        **RECURRENT, **LAYERS, "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"mrope_section": [2, 1, 1]},
     },
     "vision_config": {
@@ -100,7 +101,7 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
         own = {"intermediate_size": 64, **family.tower}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
     elif model_type in ("qwen3_5", "qwen3_5_moe"):  # every second layer attends
-        text = {**family.text, **RECURRENT, "mrope_section": (2, 1, 1)}
+        text = {**family.text, **LAYERS, "recurrent": RecurrentConfig(**RECURRENT), "mrope_section": (2, 1, 1)}
         own = {"intermediate_size": 64, **family.tower, "num_position_embeddings": 36}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}

@@ -10,41 +10,26 @@ Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.2
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.kernels.dense_attention import Reorder
+from minivlmrl.model.config import ExpertsConfig, ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
-from minivlmrl.model.families import qwen3_5, qwen3_vl
-from minivlmrl.model.families.registry import ModelSpec
+from minivlmrl.model.families.registry import ChosenExperts
+from minivlmrl.model.plain_weights import Weight
 from minivlmrl.model.vision import MLP
-
-# what config.json of each family may say of experts, and what transformers takes for what is missing
-QWEN3_VL = {
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
-QWEN3_5 = {
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
 
 
 class Experts(nn.Module):
     """An MLP of k experts for each token; Qwen3.5 adds a gated one for all tokens."""
 
-    def __init__(self, config, index: int):
+    def __init__(self, width: int, sizes: ExpertsConfig, index: int):
         super().__init__()
-        sizes = config.experts
-        width = config.hidden_size
         self.index = index
         self.top_k = sizes.num_experts_per_tok
         self.gate = nn.Linear(width, sizes.num_experts, bias=False)
@@ -101,17 +86,17 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def chosen_experts(model: nn.Module) -> Iterator[Callable[[], dict[int, tuple[Tensor, Tensor]]]]:
+def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
     """Yield what says by layer what choose_experts returned in the latest forward; {}: no experts.
 
     The last layer computes selected tokens alone, see TextModel.
     """
-    kept = {}
+    kept: dict[int, tuple[Tensor, int]] = {}
 
     def keep(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
         kept[block.index] = logits, block.top_k  # no more: a backward may compute the layer again
 
-    def chosen() -> dict[int, tuple[Tensor, Tensor]]:
+    def chosen() -> ChosenExperts:
         return {layer: choose_experts(*arguments) for layer, arguments in kept.items()}
 
     with ExitStack() as hooks:
@@ -121,21 +106,10 @@ def chosen_experts(model: nn.Module) -> Iterator[Callable[[], dict[int, tuple[Te
         yield chosen
 
 
-class WithExperts:
-    """A layer whose MLP has experts, where config.experts says so."""
-
-    def __init__(self, config, index: int):
-        super().__init__(config, index)
-        if config.experts.has_experts(index):
-            self.mlp = Experts(config, index)
-
-
-class ExpertsLayer(WithExperts, DecoderLayer):
-    """Qwen3-VL-MoE's."""
-
-
-class RecurrentExpertsLayer(WithExperts, qwen3_5.Layer):
-    """Qwen3.5-MoE's."""
+def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
+    """Give a layer an MLP of experts, where config.experts says so."""
+    if config.experts is not None and config.experts.has_experts(index):
+        layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
 # a tensor of a file, of all experts of a layer -> weights of each of them, in the order of its rows
@@ -143,7 +117,7 @@ FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
-    tensors: Iterable[tuple[str, Tensor]], config, file, *, turned: bool
+    tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, turned: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a file, those of all experts of a layer as the weights of linear layers.
 
@@ -180,17 +154,19 @@ def split_experts(
 class StackedExperts:
     """Weights of all experts of a layer that a file has as one tensor."""
 
-    experts: list[list]  # of each expert those of FUSED
+    experts: list[list[Weight]]  # of each expert those of FUSED
     turned: bool
 
-    def stack(self, full: Callable[[object], Tensor]) -> Tensor:
+    def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
         """Make the tensor, of weights that `full` makes."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.turned else stacked
 
 
-def stack_experts(weights: dict[str, object], config, *, turned: bool):
+def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, turned: bool):
     """Put StackedExperts in place of the weights of single experts."""
+    if config.experts is None:
+        return
     for name in list(weights):
         layer_name, first, _ = name.partition(".0.down_proj")
         if not first or not layer_name.endswith(".mlp.experts"):
@@ -207,37 +183,3 @@ def count_over_ranks(model: nn.Module, sum_counts: Callable):
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)
-
-
-def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:
-    """Change the ModelSpec of a family into that of its mixture of experts."""
-    return replace(
-        spec,
-        turned_experts=turned,
-        split_tensors=partial(split_experts, turned=turned),
-        stack_tensors=partial(stack_experts, turned=turned),
-        count_over_ranks=count_over_ranks,
-        **changes,
-    )
-
-
-DENSE_QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
-DENSE_QWEN3_5 = qwen3_5.SPECS["qwen3_5"]
-SPECS = {
-    "qwen3_vl_moe": with_experts(
-        DENSE_QWEN3_VL,
-        turned=True,
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
-        experts=QWEN3_VL,
-        model=partial(DENSE_QWEN3_VL.model, layer_type=ExpertsLayer),
-    ),
-    "qwen3_5_moe": with_experts(
-        DENSE_QWEN3_5,
-        turned=False,
-        architecture="Qwen3_5MoeForConditionalGeneration",
-        text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # no layer is dense
-        experts=QWEN3_5,
-        model=partial(DENSE_QWEN3_VL.model, layer_type=RecurrentExpertsLayer),
-    ),
-}

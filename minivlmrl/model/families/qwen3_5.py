@@ -24,6 +24,7 @@ from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.gated_delta_rule import gated_delta_rule
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, DecodeAttention
+from minivlmrl.model.config import ModelConfig, RecurrentConfig
 from minivlmrl.model.decoder import DecoderLayer, SelfAttention
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.rope import apply_rotary
@@ -47,13 +48,16 @@ class Layer(DecoderLayer):
     norm_type = CentredRMSNorm
     attention_type = None  # added below, after the MLP: random weights are drawn in this order
 
-    def __init__(self, config, index: int):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
-        if config.layer_types[index] == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, index)
+        if config.recurrent is not None and config.layer_types[index] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config, config.recurrent, index)
         else:  # keys are remembered of these layers alone
             key_index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, key_index)
+
+    def empty_memory(self, rows: Tensor) -> list[Tensor]:
+        return self.linear_attn.empty(rows) if hasattr(self, "linear_attn") else []
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         if hasattr(self, "linear_attn"):
@@ -64,7 +68,7 @@ class Layer(DecoderLayer):
 class GatedAttention(SelfAttention):
     """Attention whose q_proj makes a gate of the result too; cos, sin turn a part of each head."""
 
-    def __init__(self, config, index: int):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         self.q_proj = nn.Linear(config.hidden_size, 2 * self.q_proj.out_features, bias=False)
         self.q_norm = CentredRMSNorm(self.head_dim, config.rms_norm_eps)
@@ -92,11 +96,11 @@ class GatedDeltaNet(nn.Module):
 
     resets_itself = True  # its parameters begin as they are here, see build.initialize
 
-    def __init__(self, config, index: int):
+    def __init__(self, config: ModelConfig, sizes: RecurrentConfig, index: int):
         super().__init__()
         self.index = index
-        self.k_heads, self.v_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.k_heads, self.v_heads = sizes.linear_num_key_heads, sizes.linear_num_value_heads
+        self.k_dim, self.v_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
         self.sizes = [key_width, key_width, value_width]  # of queries, keys and values
@@ -106,7 +110,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden_size, value_width, bias=False)
         self.in_proj_b = nn.Linear(hidden_size, self.v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden_size, self.v_heads, bias=False)
-        taps = config.linear_conv_kernel_dim
+        taps = sizes.linear_conv_kernel_dim
         self.conv1d = nn.Conv1d(width, width, taps, groups=width, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
         self.A_log = nn.Parameter(torch.empty(self.v_heads))

@@ -59,7 +59,8 @@ class Qwen3VisionTransformer(VisionTower):
         self.config = config
         self.patch_embed = PatchEmbed(config)
         self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        count = config.num_position_embeddings  # an embedding refuses None
+        self.pos_embed = nn.Embedding(count, config.hidden_size)  # pyright: ignore[reportArgumentType]
         self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
         self.merger = Merger(config, together=False)
         deep = config.deepstack_visual_indexes

@@ -5,20 +5,30 @@ have the ModelSpec. So a run of Qwen2.5-VL imports no other family.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.plain_weights import Weight
+
+if TYPE_CHECKING:
+    from minivlmrl.model.config import ModelConfig
+    from minivlmrl.model.families.routers import RouterLog
 
 MODULES = {
     "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl",
     "qwen2_vl": "minivlmrl.model.families.qwen2_vl",
     "qwen3_vl": "minivlmrl.model.families.qwen3_vl",
     "qwen3_5": "minivlmrl.model.families.qwen3_5",
-    "qwen3_vl_moe": "minivlmrl.model.families.experts",
-    "qwen3_5_moe": "minivlmrl.model.families.experts",
+    "qwen3_vl_moe": "minivlmrl.model.families.qwen3_moe",
+    "qwen3_5_moe": "minivlmrl.model.families.qwen3_moe",
 }
 CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
     "image_token_id": "<|image_pad|>",
@@ -28,18 +38,8 @@ CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# fields of recurrent layers, and what families without such layers have
-NO_RECURRENT = dict.fromkeys(
-    (
-        "full_attention_interval",
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    )
-)
-ALL_ATTEND = {**NO_RECURRENT, "layer_types": (), "partial_rotary_factor": 1.0}
+# of families without recurrent layers
+ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
 # of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {
     "attention_bias": True,
@@ -50,6 +50,24 @@ QWEN2_TEXT = {
 }
 # of towers without learned positions: Qwen2-VL's and Qwen2.5-VL's
 ROTARY_ALONE = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
+
+
+TensorsOfFile = Iterable[tuple[str, Tensor]]
+# of each layer with experts: probabilities (tokens, E), and ids of the chosen experts (tokens, k)
+ChosenExperts = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Functions that trainers, samplers and the memory estimate call for a model with experts."""
+
+    # (model): a context in which a function returns the experts that the latest forward chose
+    chosen_experts: Callable[[nn.Module], AbstractContextManager[Callable[[], ChosenExperts]]]
+    log: "Callable[..., RouterLog]"  # (ModelConfig, World): metrics of routers
+    # (model, token sampler, kept): a context with a token sampler that keeps routes
+    watch_routes: Callable[..., AbstractContextManager[Callable]]
+    routes_of: Callable[..., Tensor]  # (ChosenExperts, decoder, select): the route of each token
+    join_routes: Callable[..., Tensor | None]  # (completions): the routes that sampling kept
 
 
 @dataclass(frozen=True)
@@ -75,20 +93,29 @@ class ModelSpec:
     experts: dict[str, Any] = field(default_factory=dict)
     turned_experts: bool = False  # its files have them transposed
     # (tensors of a file, ModelConfig, file) -> the tensors by the names of the model's parameters
-    split_tensors: Callable = lambda tensors, config, file: tensors
+    split_tensors: "Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile]" = (
+        lambda tensors, config, file: tensors
+    )
     # (weights by name, ModelConfig): put weights that a file has as one tensor in place of theirs
-    stack_tensors: Callable = lambda weights, config: None
+    stack_tensors: "Callable[[dict[str, Weight], ModelConfig], None]" = lambda weights, config: None
     # (model, function): what sums the tokens of experts over the ranks of a sharded model
-    count_over_ranks: Callable = lambda model, sum_counts: None
+    count_over_ranks: Callable[[Qwen2_5_VL, Callable], None] = lambda model, sum_counts: None
+    routing: Routing | None = None  # None: the family has no experts
+    # names that adapter.target has besides the parts of a model, with patterns of layers' names
+    adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    not_quantized: tuple[str, ...] = ()  # ends of names of layers that keep all bits: routers
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # what its preprocessor_config.json may leave out
     images: dict[str, Any] = field(default_factory=dict)
     # of its video_preprocessor_config.json, where it has rules of its own for videos
     read_videos: Callable = lambda settings, where, images: None
-    write_videos: Callable = lambda images: {}  # and writes them
+    write_videos: Callable[[ImageProcessor], dict] = lambda images: {}  # and writes them
     box_space: str = "resized"  # units of the boxes in its answers, see data/boxes.py
     # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time
-    blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
+    blocks: Callable[[Qwen2_5_VL], list[nn.Module]] = lambda model: [
+        *model.visual.blocks,
+        *model.model.layers,
+    ]
 
 
 class Families(Mapping[str, ModelSpec]):

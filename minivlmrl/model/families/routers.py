@@ -1,11 +1,22 @@
 """What the routers of a model with experts do in training: which tokens go where, and balance."""
 
 from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.families.registry import ChosenExperts
 from minivlmrl.model.packing import GroupBatch
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a run: distributed/process_group.World."""
+
+    def gather_objects(self, value: T) -> list[T]: ...
 
 
 def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
@@ -28,16 +39,18 @@ def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 class RouterLog:
     """Counts the tokens of each expert, of text and of images apart."""
 
-    def __init__(self, config, world):
+    def __init__(self, config: ModelConfig, world: Ranks):
+        assert config.experts is not None
         self.config = config
+        self.num_experts = config.experts.num_experts
         self.world = world
-        self.counts = []  # of each micro-batch since the last `take`: (2, layers, E)
+        self.counts: list[Tensor] = []  # of each micro-batch since the last `take`: (2, layers, E)
 
-    def add(self, group: GroupBatch, chosen: dict[int, tuple]) -> dict[str, Tensor]:
+    def add(self, group: GroupBatch, chosen: ChosenExperts) -> dict[str, Tensor]:
         """Take the chosen_experts of a micro-batch; returns what is logged of it."""
         num_layers = self.config.num_hidden_layers
         is_image = torch.zeros_like(group.input_ids).index_fill(0, group.vision_index, 1)
-        counts = is_image.new_zeros(2, num_layers, self.config.experts.num_experts)
+        counts = is_image.new_zeros(2, num_layers, self.num_experts)
         metrics = {"aux_loss": load_balancing_loss(chosen.values())}
         for layer, (probabilities, ids) in chosen.items():
             if layer + 1 == num_layers:
@@ -57,6 +70,7 @@ class RouterLog:
         """
         if not self.counts:
             return {}
-        counts = sum(self.world.gather_objects(sum(self.counts).cpu()))
+        own_counts = torch.stack(self.counts).sum(0).cpu()
+        counts = torch.stack(self.world.gather_objects(own_counts)).sum(0)
         self.counts = []
         return {"experts/tokens": counts.tolist()}

@@ -6,48 +6,55 @@ random number for each of them: equal sets have equal sums, in any order.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.data.rows import Completion
+from minivlmrl.model.attention import Attention, DecodeAttention
+from minivlmrl.model.decoder import Qwen2_5_VL, TextModel
 from minivlmrl.model.families.experts import chosen_experts
+from minivlmrl.model.families.registry import ChosenExperts
+
+T = TypeVar("T")
 
 
-def routes_of(
-    chosen: dict[int, tuple[Tensor, Tensor]], decoder: nn.Module, select: Tensor | None
-) -> Tensor:
+def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) -> Tensor:
     """Add up the routes (n,) int64 of a forward, from its chosen_experts.
 
     Args:
         select: (n,) which of the tokens its last layer has computed; None: all.
     """
-    routes = 0
+    routes = []
     for layer, (probabilities, ids) in chosen.items():
         generator = torch.Generator().manual_seed(layer)
         codes = torch.randint(2**62, probabilities.shape[1:], generator=generator)  # (E,)
         layer_routes = codes.to(ids.device)[ids].sum(1)
         if select is not None and layer + 1 < len(decoder.layers):
             layer_routes = layer_routes[select]
-        routes = routes + layer_routes
-    return routes
+        routes.append(layer_routes)
+    return torch.stack(routes).sum(0)
 
 
 @contextmanager
-def watch_routes(model: nn.Module, choose: Callable, kept: Tensor) -> Iterator[Callable]:
+def watch_routes(
+    model: Qwen2_5_VL, choose: Callable[[Tensor, Tensor, Tensor], T], kept: Tensor
+) -> Iterator[Callable[[Tensor, Tensor, Tensor], T]]:
     """Yield a `choose` that keeps the route after which each token of a rollout is drawn.
 
     Args:
         kept: (completions, most tokens of one) int64, is written into.
     """
-    latest = None  # (n,) of the last forward: a prompt's, or a row's
+    latest = kept.new_zeros(0)  # (n,) of the last forward: a prompt's, or a row's
 
-    def after_forward(decoder: nn.Module, arguments: tuple, states: Tensor):
+    def after_forward(decoder: TextModel, arguments: tuple, states: Tensor):
         nonlocal latest
-        attention, select = (*arguments, None)[2:4]
+        attention: Attention = arguments[2]
+        select: Tensor | None = (*arguments, None)[3]
         routes = routes_of(chosen(), decoder, select)
-        if hasattr(attention, "answer_spans"):  # some rows of a decoding have read answers
-            latest[[span.row for span in attention.answer_spans]] = routes
+        if isinstance(attention, DecodeAttention) and attention.answer_rows:
+            latest[list(attention.answer_rows)] = routes
         else:
             latest = routes
 

@@ -171,7 +171,7 @@ def test_an_expert_without_tokens_has_no_gradient_and_stays():
     config = tiny.config(model_type="qwen3_5_moe")
     for make in (torch.optim.AdamW, AdamW8bit):
         torch.manual_seed(0)
-        block = Experts(config, 0)
+        block = Experts(config.hidden_size, config.experts, 0)
         with torch.no_grad():
             block.gate.weight[3] = -block.gate.weight[0]  # chosen where 0 is not
         x = torch.randn(1, 64).abs() * block.gate.weight[0].detach().sign()  # one token, far from expert 3
@@ -192,7 +192,8 @@ def test_an_expert_without_tokens_has_no_gradient_and_stays():
 def test_a_token_is_computed_alike_in_any_batch():
     """Its experts, in the order of their rank: to float64's rounding, and bit for bit in a batch of the same size."""
     torch.manual_seed(0)
-    block = Experts(tiny.config(model_type="qwen3_5_moe"), 0).double()
+    config = tiny.config(model_type="qwen3_5_moe")
+    block = Experts(config.hidden_size, config.experts, 0).double()
     x = torch.randn(60, 64, dtype=torch.float64)
     order = torch.randperm(60)
     with torch.no_grad():

@@ -1,0 +1,91 @@
+"""Qwen3-VL-MoE and Qwen3.5-MoE: the families Qwen3-VL and Qwen3.5 with experts in their layers."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import DecoderLayer
+from minivlmrl.model.families import qwen3_5, qwen3_vl
+from minivlmrl.model.families.experts import (
+    chosen_experts,
+    count_over_ranks,
+    place_experts,
+    split_experts,
+    stack_experts,
+)
+from minivlmrl.model.families.registry import ModelSpec, Routing
+from minivlmrl.model.families.routers import RouterLog
+from minivlmrl.model.families.routes import join_routes, routes_of, watch_routes
+
+# what config.json of each family may say of experts, and what transformers takes for what is missing
+QWEN3_VL = {
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+QWEN3_5 = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+class ExpertsLayer(DecoderLayer):
+    """Qwen3-VL-MoE's."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        place_experts(self, config, index)
+
+
+class RecurrentExpertsLayer(qwen3_5.Layer):
+    """Qwen3.5-MoE's."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        place_experts(self, config, index)
+
+
+ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")  # experts, what chooses them
+ROUTING = Routing(chosen_experts, RouterLog, watch_routes, routes_of, join_routes)
+
+
+def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:
+    """Change the ModelSpec of a family into that of its mixture of experts."""
+    return replace(
+        spec,
+        turned_experts=turned,
+        split_tensors=partial(split_experts, turned=turned),
+        stack_tensors=partial(stack_experts, turned=turned),
+        count_over_ranks=count_over_ranks,
+        routing=ROUTING,
+        adapter_targets={"experts": ROUTED},
+        not_quantized=(".mlp.gate",),
+        **changes,
+    )
+
+
+DENSE_QWEN3_VL = qwen3_vl.SPECS["qwen3_vl"]
+DENSE_QWEN3_5 = qwen3_5.SPECS["qwen3_5"]
+SPECS = {
+    "qwen3_vl_moe": with_experts(
+        DENSE_QWEN3_VL,
+        turned=True,
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
+        experts=QWEN3_VL,
+        model=partial(DENSE_QWEN3_VL.model, layer_type=ExpertsLayer),
+    ),
+    "qwen3_5_moe": with_experts(
+        DENSE_QWEN3_5,
+        turned=False,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # no layer is dense
+        experts=QWEN3_5,
+        model=partial(DENSE_QWEN3_VL.model, layer_type=RecurrentExpertsLayer),
+    ),
+}
