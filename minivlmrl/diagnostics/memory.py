@@ -192,13 +192,9 @@ class Costs:
         """Bytes of a rollout's cache: a prompt's keys once, and those of each completion; of a
         recurrent layer a memory for each, whatever their lengths."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        recurrent_bytes = 0
-        num_attending = 0
-        for layer in self.model.model.layers:
-            if hasattr(layer, "linear_attn"):
-                recurrent_bytes += bytes_of(layer.linear_attn.empty(rows))
-            else:
-                num_attending += 1
+        memories = family_of(self.model).empty_memories(self.model, rows)
+        recurrent_bytes = sum(map(bytes_of, memories))
+        num_attending = len(self.model.model.layers) - len(memories)
         prompt_tokens = work.text_tokens + work.image_tokens
         tokens = work.prompts * (prompt_tokens + work.num_generations * work.completion_tokens)
         values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
@@ -209,12 +205,11 @@ def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
     """Compute what a loss is made of; of experts also their mean probabilities, as the balance is."""
     policy = models.policy
     values = [] if models.critic is None else [models.critic]
-    if policy.config.experts is None:
+    routing = family_of(policy).routing
+    if routing is None:
         logps, _ = per_token_logps(policy, batch)
         return [logps, *(critic(batch) for critic in values)]
-    from minivlmrl.model.families.experts import chosen_experts
-
-    with chosen_experts(policy) as chosen:
+    with routing.chosen_experts(policy) as chosen:
         logps, _ = per_token_logps(policy, batch)
     outputs = [logps, *(critic(batch) for critic in values)]
     probabilities = [of_layer for of_layer, _ in chosen().values()]

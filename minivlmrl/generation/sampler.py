@@ -26,6 +26,7 @@ from minivlmrl.generation.generate import (
 from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import family_of
 
 # samplers of rollouts, by the values of sampling.engine
 ENGINES = {
@@ -151,13 +152,12 @@ class Sampler:
             keep_vision(model, prompts, self.device)
         decode = self.decode()
         arguments = model, prompts, num_generations, limit
-        if model.config.experts is None:
+        routing = family_of(model).routing
+        if routing is None:
             groups = generate(*arguments, sample_token, decode, self.device)
         else:
-            from minivlmrl.model.families.routes import watch_routes
-
             kept_routes = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
-            with watch_routes(model, sample_token, kept_routes) as watched:
+            with routing.watch_routes(model, sample_token, kept_routes) as watched:
                 groups = generate(*arguments, watched, decode, self.device)
             for completion, routes in zip(chain(*groups), kept_routes, strict=True):
                 completion.routes = routes

@@ -170,10 +170,6 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
-    def empty_memory(self, rows: Tensor) -> list[Tensor]:
-        """Make what a recurrent layer keeps of rows (b, ...) in decoding; [] if it attends."""
-        return []
-
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """Let tokens x (N, hidden_size) see each other: (N, hidden_size), not yet added to x."""
         return self.self_attn(x, cos, sin, attention)

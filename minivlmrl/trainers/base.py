@@ -14,6 +14,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import gather_and_save_model
 from minivlmrl.losses.grpo import Counts
 from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.reference import Reference
@@ -115,11 +116,8 @@ class Trainer:
         self.trained = model
         self.processor = processor
         select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
-        self.router_log = None
-        if model.config.experts is not None:
-            from minivlmrl.model.families.routers import RouterLog
-
-            self.router_log = RouterLog(model.config, world)
+        routing = family_of(model).routing
+        self.router_log = None if routing is None else routing.log(model.config, world)
         self.reference = None
         if self.has_reference(self.config):
             self.reference = Reference(model, run.reference, processor, world)
@@ -167,31 +165,20 @@ class Trainer:
         """
         if self.router_log is None:
             return self.loss(batch)
-        from minivlmrl.model.families.experts import chosen_experts
-
-        with chosen_experts(self.policy if self.trains_policy else self.trained) as chosen:
+        with self.router_log.watch(self.policy if self.trains_policy else self.trained) as chosen:
             loss, metrics = self.loss(batch)
         by_layer = chosen()
         if by_layer:
             metrics = metrics | self.router_log.add(batch.group, by_layer)
             if isinstance(batch, SampledBatch) and batch.sampler_routes is not None:
-                differs = self.differing_routes(batch, by_layer, batch.sampler_routes)
+                differs = self.router_log.differing_routes(
+                    batch.group, by_layer, self.policy.model, batch.sampler_routes
+                )
                 metrics["rollout/route_mismatch"] = batch.mean(differs)
         if self.config.router_aux_loss_coef:
             share = len(batch.loss_mask) / batch.counts.sequences
             loss = loss + self.config.router_aux_loss_coef * share * metrics["aux_loss"]
         return loss, metrics
-
-    def differing_routes(self, batch: MicroBatch, chosen: dict, sampler_routes: Tensor) -> Tensor:
-        """Mark the tokens (M,) that have other experts in training than in sampling with 1.
-
-        Args:
-            chosen: the chosen_experts of the forward.
-        """
-        from minivlmrl.model.families.routes import routes_of
-
-        routes = routes_of(chosen, self.policy.model, batch.group.layout.predict_index)
-        return (routes != sampler_routes.to(routes.device)).float()
 
     def modules(self) -> dict[str, nn.Module]:
         """List all that has weights which a resumed run needs."""

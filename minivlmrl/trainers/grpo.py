@@ -43,6 +43,7 @@ from minivlmrl.losses.grpo_variants import (
     top_entropy_threshold,
 )
 from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import trained_parameters
@@ -285,10 +286,9 @@ class GRPOTrainer(Trainer):
             completion_index=torch.tensor(rows),
             sampler_logps=pad_sequence(logps, batch_first=True).to(device),
         )
-        if self.policy.config.experts is not None:
-            from minivlmrl.model.families.routes import join_routes
-
-            batch.sampler_routes = join_routes(completions)
+        routing = family_of(self.policy).routing
+        if routing is not None:
+            batch.sampler_routes = routing.join_routes(completions)
         return batch
 
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:

@@ -25,7 +25,7 @@ from minivlmrl.kernels.gated_delta_rule import gated_delta_rule
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, DecodeAttention
 from minivlmrl.model.config import ModelConfig, RecurrentConfig
-from minivlmrl.model.decoder import DecoderLayer, SelfAttention
+from minivlmrl.model.decoder import DecoderLayer, Qwen2_5_VL, SelfAttention
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.rope import apply_rotary
 
@@ -55,9 +55,6 @@ class Layer(DecoderLayer):
         else:  # keys are remembered of these layers alone
             key_index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, key_index)
-
-    def empty_memory(self, rows: Tensor) -> list[Tensor]:
-        return self.linear_attn.empty(rows) if hasattr(self, "linear_attn") else []
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         if hasattr(self, "linear_attn"):
@@ -89,6 +86,12 @@ def turn_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first numbers of each head, as many as cos and sin have; the others stay."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
+
+
+def empty_memories(model: Qwen2_5_VL, rows: Tensor) -> list[list[Tensor]]:
+    """Make what each recurrent layer keeps of rows (b, ...) that have seen nothing."""
+    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    return [layer.empty(rows) for layer in layers]
 
 
 class GatedDeltaNet(nn.Module):
@@ -270,6 +273,7 @@ SPECS = {
         read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | NO_DEEPSTACK,
         write=write_config,
         unread=("mtp.",),  # a layer that predicts the token after the next
+        empty_memories=empty_memories,
         model=partial(QWEN3_VL.model, layer_type=Layer),
     )
 }

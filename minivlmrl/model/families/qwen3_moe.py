@@ -16,7 +16,7 @@ from minivlmrl.model.families.experts import (
 )
 from minivlmrl.model.families.registry import ModelSpec, Routing
 from minivlmrl.model.families.routers import RouterLog
-from minivlmrl.model.families.routes import join_routes, routes_of, watch_routes
+from minivlmrl.model.families.routes import join_routes, watch_routes
 
 # what config.json of each family may say of experts, and what transformers takes for what is missing
 QWEN3_VL = {
@@ -51,7 +51,7 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
 
 
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")  # experts, what chooses them
-ROUTING = Routing(chosen_experts, RouterLog, watch_routes, routes_of, join_routes)
+ROUTING = Routing(chosen_experts, RouterLog, watch_routes, join_routes)
 
 
 def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:

@@ -66,7 +66,6 @@ class Routing:
     log: "Callable[..., RouterLog]"  # (ModelConfig, World): metrics of routers
     # (model, token sampler, kept): a context with a token sampler that keeps routes
     watch_routes: Callable[..., AbstractContextManager[Callable]]
-    routes_of: Callable[..., Tensor]  # (ChosenExperts, decoder, select): the route of each token
     join_routes: Callable[..., Tensor | None]  # (completions): the routes that sampling kept
 
 
@@ -104,6 +103,8 @@ class ModelSpec:
     # names that adapter.target has besides the parts of a model, with patterns of layers' names
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # ends of names of layers that keep all bits: routers
+    # (model, rows (b, ...)): what each recurrent layer keeps of rows in decoding, in tensors (b, ...)
+    empty_memories: Callable[[Qwen2_5_VL, Tensor], list[list[Tensor]]] = lambda model, rows: []
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # what its preprocessor_config.json may leave out
     images: dict[str, Any] = field(default_factory=dict)

@@ -1,13 +1,17 @@
 """What the routers of a model with experts do in training: which tokens go where, and balance."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import TextModel
+from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.registry import ChosenExperts
+from minivlmrl.model.families.routes import routes_of
 from minivlmrl.model.packing import GroupBatch
 
 T = TypeVar("T")
@@ -40,17 +44,28 @@ class RouterLog:
     """Counts the tokens of each expert, of text and of images apart."""
 
     def __init__(self, config: ModelConfig, world: Ranks):
-        assert config.experts is not None
         self.config = config
-        self.num_experts = config.experts.num_experts
         self.world = world
         self.counts: list[Tensor] = []  # of each micro-batch since the last `take`: (2, layers, E)
 
+    def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]:
+        """Make a context in which a function returns the experts that the latest forward chose."""
+        return chosen_experts(model)
+
+    def differing_routes(
+        self, group: GroupBatch, chosen: ChosenExperts, decoder: TextModel, sampler_routes: Tensor
+    ) -> Tensor:
+        """Mark the tokens (M,) that have other experts in training than in sampling with 1."""
+        routes = routes_of(chosen, decoder, group.layout.predict_index)
+        return (routes != sampler_routes.to(routes.device)).float()
+
     def add(self, group: GroupBatch, chosen: ChosenExperts) -> dict[str, Tensor]:
         """Take the chosen_experts of a micro-batch; returns what is logged of it."""
+        experts = self.config.experts
+        assert experts is not None
         num_layers = self.config.num_hidden_layers
         is_image = torch.zeros_like(group.input_ids).index_fill(0, group.vision_index, 1)
-        counts = is_image.new_zeros(2, num_layers, self.num_experts)
+        counts = is_image.new_zeros(2, num_layers, experts.num_experts)
         metrics = {"aux_loss": load_balancing_loss(chosen.values())}
         for layer, (probabilities, ids) in chosen.items():
             if layer + 1 == num_layers:
