@@ -35,7 +35,7 @@ def json_schema(tool: Callable) -> dict:
     description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", docstring)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     properties = {name: type_schema(hints[name]) for name in parameters}
-    describe(properties, sections.get("Args", ""))
+    add_descriptions(properties, sections.get("Args", ""))
     arguments = {"type": "object", "properties": properties}
     required = [name for name, p in parameters.items() if p.default is p.empty]
     if required:
@@ -48,7 +48,7 @@ def json_schema(tool: Callable) -> dict:
     return {"type": "function", "function": function}
 
 
-def describe(properties: dict[str, dict], section: str):
+def add_descriptions(properties: dict[str, dict], section: str):
     """Add to the schema of each argument its description in the section Args of a docstring."""
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
     for _, name, text in ARGUMENT.findall(without_blank_lines):

@@ -59,7 +59,7 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
     return [("", inside) for _, tag, inside in calls if tag]
 
 
-def answer(
+def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
     """Call a tool; return the parts of its answer, its pictures, and whether it succeeded.
@@ -247,7 +247,7 @@ def turn_opening(processor: Processor) -> list[str]:
     return pieces[last_end:]
 
 
-def lay_out(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
+def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
     """Render answers: inside the policy's turn, or in a turn of their own before `opening`."""
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]

@@ -20,10 +20,10 @@ from minivlmrl.agents.environment import Environment, get_environment, settings_
 from minivlmrl.agents.tool_calls import (
     Call,
     Picture,
-    answer,
+    answer_call,
     begin,
     find_calls,
-    lay_out,
+    render_answers,
     turn_opening,
 )
 from minivlmrl.config.parsing import naming
@@ -120,7 +120,9 @@ class ToolEpisode:
         answers = []
         pictures = []
         for name, inside in calls:
-            parts, shown, succeeded = answer(self.tools, name, inside, processor, self.settings)
+            parts, shown, succeeded = answer_call(
+                self.tools, name, inside, processor, self.settings
+            )
             answers.append(parts)
             pictures += shown
             self.num_failed += not succeeded
@@ -159,7 +161,7 @@ def encode_answers(
     """Encode answers: inside the policy's turn, or with the opening of another one."""
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
-    return list(chain(*processor.encode(lay_out(answers, opening), grids)))
+    return list(chain(*processor.encode(render_answers(answers, opening), grids)))
 
 
 def as_prompt(

@@ -262,8 +262,8 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     ids = []
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
-        ids.append(prompt.input_ids if is_new else without(prompt.input_ids, vision_ids))
-        ids.append(without(turn_ids, vision_ids))  # placeholders of the policy show nothing
+        ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
+        ids.append(without_ids(turn_ids, vision_ids))  # placeholders of the policy show nothing
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
     window = Prompt(
@@ -277,6 +277,6 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     return window
 
 
-def without(ids: Tensor, left_out: Tensor) -> Tensor:
+def without_ids(ids: Tensor, left_out: Tensor) -> Tensor:
     """Return `ids` without the ids of `left_out`."""
     return ids[~torch.isin(ids, left_out)]

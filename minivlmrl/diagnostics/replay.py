@@ -38,7 +38,7 @@ from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
     p = argparse.ArgumentParser(
         "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
@@ -51,14 +51,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--lines",
         metavar="FILE.html",
-        help="write the step line by line, of the book; with ,FOLDER or ,FILE.py of these too",
+        help="write the step line by line, of README's reading list; with ,FOLDER or ,FILE.py of these too",
     )
     return p
 
 
 def main(arguments: list[str]) -> int:
     """Replay a step and print one of its groups; 1 if a file of the run says something else."""
-    options, overrides = parser().parse_known_args(arguments)
+    options, overrides = build_parser().parse_known_args(arguments)
     folder = Path(options.run)
     number = options.step
     for override in overrides:
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
         film = Film(names, stage, number)
     try:
         trainer, optimizer, step, rows = go_to(config, stage, number, film)
-        show(trainer, step, rows, options.prompt)
+        print_group(trainer, step, rows, options.prompt)
         with film or nullcontext():
             metrics = loop.optimizer_step(trainer, step, optimizer, number)
     finally:
@@ -207,7 +207,7 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
 
 
 @torch.no_grad()
-def show(trainer, step, rows, index: int):
+def print_group(trainer, step, rows, index: int):
     """Print a prompt of a step and its completions; log-probabilities are sums, in nats."""
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):

@@ -74,7 +74,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
     0: it does not, as the runs have ended.
     """
-    runs = [collect(folder) | {"reload": seconds} for folder in folders]
+    runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     fill_template(TEMPLATE, json_text(runs), out)
 
 
@@ -86,7 +86,7 @@ def fill_template(template: Path, text: str, out: Path):
     draft.replace(out)
 
 
-def collect(folder: Path) -> dict:
+def collect_run(folder: Path) -> dict:
     """Collect what the page shows of a run; its steps are counted from 1, as the terminal does."""
     summary_file = folder / "summary.json"
     config_file = folder / "config.yaml"

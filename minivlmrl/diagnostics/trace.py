@@ -1,8 +1,8 @@
 """`replay RUN --step 73 --lines step73.html`: that step as a page to walk through, line by line.
 
-`Film` follows the book's files, and those that it is asked for, with sys.settrace, and notes what
-each line made. Of a call it keeps TWICE rounds of each loop and calls of each function, and counts
-the others. Without --lines nothing of this runs.
+`Film` follows the files of README's reading list, and those that it is asked for, with
+sys.settrace, and notes what each line made. Of a call it keeps TWICE rounds of each loop and calls
+of each function, and counts the others. Without --lines nothing of this runs.
 """
 
 import base64
@@ -69,7 +69,10 @@ class Film:
     image_processor: ImageProcessor  # known when the step begins
 
     def __init__(self, names: list[str], stage: str, number: int):
-        """Follow the book in step `number` of a stage; names: files and folders to follow too."""
+        """Follow the reading list in step `number` of a stage.
+
+        names: files and folders to follow too.
+        """
         self.step = stage, number
         self.about = {"prompts": []}
         self.norms = {}
@@ -182,7 +185,7 @@ class Film:
 
     def value(self, name: str, x, names: dict) -> int:
         """Number what the page shows of a value; equal ones are kept once."""
-        value_json = describe(x)
+        value_json = to_json(x)
         # a Prompt and a GroupBatch have both; else they are beside each other
         grids = getattr(x, "image_grid_thw", names.get("image_grid_thw", names.get("grid")))
         patches = getattr(x, "pixel_values", x)
@@ -214,7 +217,7 @@ class Film:
     def pause(self, trainer, step):
         """Stop before the update, and describe the step's runs and its first prompts."""
         self.__exit__()
-        runs = [describe_run(batch) for batch in step.micro_batches]
+        runs = [describe_packed_run(batch) for batch in step.micro_batches]
         words = {}
         for run in runs:
             for token_id in run["ids"] + run["targets"]:
@@ -259,7 +262,7 @@ def version_of(x) -> int:
     return len(x) if isinstance(x, list | dict | set) else 0
 
 
-def describe_run(batch) -> dict:
+def describe_packed_run(batch) -> dict:
     """List the tokens of a packed run, where they lie, and which completions its rows are.
 
     The page says who sees whom by these lengths; a test holds that against attention.visible.
@@ -279,7 +282,7 @@ def describe_run(batch) -> dict:
         "prompt_lengths": layout.prompt_lengths,
         "completion_spans": spans,
         # of a rollout, each row's number there
-        "completions": describe(getattr(batch, "completion_index", None)),
+        "completions": to_json(getattr(batch, "completion_index", None)),
         "trained": batch.loss_mask.sum(1).tolist(),  # tokens of each row that the loss counts
     }
 
@@ -299,11 +302,11 @@ def describe_prompts(trainer, step) -> list[dict]:
                 shown["advantage"],
                 trainer.run.sampling.temperature,
             )
-            shown["maps"] = [describe(x) for x in maps]
+            shown["maps"] = [to_json(x) for x in maps]
     return lines
 
 
-def describe(x, depth: int = 0):
+def to_json(x, depth: int = 0):
     """Describe a value as JSON: {"of": its type, ...}; numbers and texts are themselves."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
@@ -324,7 +327,7 @@ def describe(x, depth: int = 0):
     if not isinstance(fields, dict) or not ITEMS[depth]:
         return {"of": getattr(x, "__qualname__", type_name)}
     shown = islice(fields.items(), ITEMS[depth])
-    items = [[str(key), describe(value, depth + 1)] for key, value in shown]
+    items = [[str(key), to_json(value, depth + 1)] for key, value in shown]
     return {"of": type_name, "size": len(fields), "items": items}
 
 

@@ -1,4 +1,4 @@
-"""Decoding with one launch a token: on a GPU the book's decode step is captured as a CUDA graph.
+"""Decoding with one launch a token: on a GPU the step of `Decode` is captured as a CUDA graph.
 
 A step that the host starts kernel by kernel waits for the host: 36 layers are over a thousand
 launches. A graph is one launch, and runs the same kernels on the same memory every time. So what
@@ -58,7 +58,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """The book's decode step as a CUDA graph; on a CPU the same static step without one."""
+    """The step of `Decode` as a CUDA graph; on a CPU the same static step without one."""
 
     attention_type = StaticDecodeAttention
 

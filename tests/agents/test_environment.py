@@ -11,7 +11,7 @@ from talk import IMAGE_PART, text, user
 
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import Settings, arguments_of, get_environment, tools_of, with_tools
-from minivlmrl.agents.tool_calls import answer
+from minivlmrl.agents.tool_calls import answer_call
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.folder_template import with_values
 from minivlmrl.data.image import ImageProcessor
@@ -183,10 +183,10 @@ def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path
     assert environment.reset(images=[image], problem="?") is None
     processor = Processor(None, ImageProcessor())
     for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
-        [shown], [(picture, *_)], _ = answer(tools_of(environment), name, said, processor, Settings())
+        [shown], [(picture, *_)], _ = answer_call(tools_of(environment), name, said, processor, Settings())
         assert shown["image"] is picture
     assert picture.size == (30, 60)  # turned by 90 and by 270
-    told = answer(tools_of(environment), "turn", "45", processor, Settings())
+    told = answer_call(tools_of(environment), "turn", "45", processor, Settings())
     assert told == ([text("error: turn by 90, 180 or 270 degrees")], [], False)
     monkeypatch.chdir(tmp_path)
     for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):

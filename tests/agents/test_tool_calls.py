@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 
 from minivlmrl.agents.environment import Settings
-from minivlmrl.agents.tool_calls import answer, begin, call, find_calls, lay_out, part, turn_opening
+from minivlmrl.agents.tool_calls import answer_call, begin, call, find_calls, part, render_answers, turn_opening
 from minivlmrl.data.chat_template import IMAGE
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_said(tool, said, error):
 
 
 def test_text_that_spells_a_control_token_is_text():
-    pieces = lay_out([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], OPENING)
+    pieces = render_answers([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], OPENING)
     assert [piece for piece in pieces if piece is IMAGE] == [IMAGE]
     assert "user\n<tool_response>\n<|image_pad|><|im_end|>\n</tool_response>\n<tool_response>\n" in pieces
 
@@ -162,7 +162,7 @@ SAID = {
 def test_whatever_a_tool_does_is_text_for_the_model(name):
     tool, text = SAID[name]
     limits = Settings(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
-    [said], pictures, done = answer({"f": tool}, "f", "", PROCESSOR, limits)
+    [said], pictures, done = answer_call({"f": tool}, "f", "", PROCESSOR, limits)
     assert said["text"] == text and pictures == []
     assert done is not text.startswith("error")
 
@@ -172,7 +172,7 @@ def test_a_users_alarm_is_put_back():
     handler = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
-        answer({"f": lambda: time.sleep(0.05)}, "f", "", PROCESSOR, Settings())
+        answer_call({"f": lambda: time.sleep(0.05)}, "f", "", PROCESSOR, Settings())
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2 and not came
         with pytest.raises(ValueError, match=r"^reset: it took over 0\.3 seconds$"):
             begin(lambda: SimpleNamespace(reset=lambda: time.sleep(60), max_tool_seconds=0.3), {})
@@ -189,13 +189,13 @@ def test_a_tool_may_not_end_the_process():
         raise KeyboardInterrupt
 
     with pytest.raises(ValueError, match=r"^the tool f raised KeyboardInterrupt$"):
-        answer({"f": interrupt}, "f", "", PROCESSOR, Settings())
+        answer_call({"f": interrupt}, "f", "", PROCESSOR, Settings())
     with pytest.raises(ValueError, match=r"^reset: KeyboardInterrupt$"):
         begin(lambda: SimpleNamespace(reset=interrupt), {})
 
 
 def test_a_picture_is_not_cut_into_patches_before_it_is_known_to_fit():
-    [_], [(image, grid)], _ = answer({"f": lambda: PIL.Image.new("L", (60, 80))}, "f", "", PROCESSOR, Settings())
+    [_], [(image, grid)], _ = answer_call({"f": lambda: PIL.Image.new("L", (60, 80))}, "f", "", PROCESSOR, Settings())
     assert grid == PROCESSOR.image_processor(image)[1]
 
 
@@ -211,5 +211,5 @@ def test_no_drawn_call_raises():
         tag = rng.choice(("tool_call", "look", "name"))
         calls = find_calls(f"<{tag}>{inside}</{tag}>", tools, True)
         drawn += len(calls)
-        told = [answer(tools, *one, PROCESSOR, Settings())[0] for one in calls]
-        assert PROCESSOR.encode(lay_out(told or [[part("")]], rng.choice([(), OPENING])), [])
+        told = [answer_call(tools, *one, PROCESSOR, Settings())[0] for one in calls]
+        assert PROCESSOR.encode(render_answers(told or [[part("")]], rng.choice([(), OPENING])), [])

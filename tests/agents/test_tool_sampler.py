@@ -416,7 +416,7 @@ def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
 def test_a_picture_that_does_not_fit_is_not_cut_into_patches(monkeypatch):
     picture = PIL.Image.new("RGB", (9, 9))
     shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
-    monkeypatch.setattr(tool_sampler, "answer", lambda *_: shown)
+    monkeypatch.setattr(tool_sampler, "answer_call", lambda *_: shown)
     monkeypatch.setattr(ImageProcessor, "patches", lambda *_: pytest.fail("cut into patches"))
     episode = tool_sampler.ToolEpisode(Eye())
     episode.answer([("look", "")], False, 500, PROCESSOR)

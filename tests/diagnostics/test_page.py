@@ -12,7 +12,7 @@ from runs import LETTERS, metrics, write_lines
 from minivlmrl.commands import report
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics import report as report_file
-from minivlmrl.diagnostics.report import TEMPLATE, collect, write_page
+from minivlmrl.diagnostics.report import TEMPLATE, collect_run, write_page
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
 
@@ -98,7 +98,7 @@ def test_experts_are_drawn_by_layer_and_kind_of_token(trained, tmp_path):
     text, image = html.split('aria-label="share of ')[1:]
     assert re.findall("layer 0, expert .: (.*?) %", text) == ["75.0", "0.0", "25.0"]
     assert re.findall("layer 1, expert .: (.*?) %", image) == ["0.0"] * 3 and "7654321" not in json.dumps(
-        collect(trained)
+        collect_run(trained)
     )
     assert 'fill-opacity="1"' in text and "experts/tokens by step" not in html
 
@@ -117,7 +117,7 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     write_lines(trained / "evaluations.jsonl", [evaluation])
     sft = [{"stage": "sft", "step": i, "loss": 1.0} for i in range(7)]
     write_lines(trained / "metrics.jsonl", sft + metrics(trained))
-    assert collect(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
+    assert collect_run(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
     report.main([str(trained)])
     html = browse(trained / "page.html", "", tmp_path)
     assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")

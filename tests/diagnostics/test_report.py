@@ -13,7 +13,7 @@ def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
     lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
     write_lines(tmp_path / "completions.jsonl", lines)
-    shown = report.collect(tmp_path)
+    shown = report.collect_run(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
     assert len(shown["metrics"]) == 1 and shown["summary"] is None  # the run goes on, and writes a line
 

@@ -233,7 +233,7 @@ def test_where_the_reward_looked_is_what_a_pixel_changes(film):
     assert len(slopes) == 6 and shown[0, 2].item() == pytest.approx(2 * sum(slopes), rel=1e-4)
 
 
-def test_the_page_in_docs_shows_the_book_as_it_is():
+def test_the_page_in_docs_shows_the_reading_list_as_it_is():
     """But for comments. If this fails, python -m docs.scripts.make_pages writes it again."""
     path = ROOT / "docs" / "step.html"
     page = Page(path)

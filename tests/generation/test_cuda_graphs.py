@@ -1,4 +1,4 @@
-"""A captured decode step draws what the book's draws: alone, and as a graph of the pretended card."""
+"""A captured decode step draws what the eager step draws: alone, and as a graph of the pretended card."""
 
 import gc
 import weakref
@@ -35,7 +35,7 @@ def assert_same(ours, expected, close=1e-5):
 
 
 def both(model, count, generations, stop=STOP, **setting):
-    """Draws of a captured step and of the book's, by the same numbers."""
+    """Draws of a captured step and of the eager one, by the same numbers."""
     sampling = options(**{"max_new_tokens": 20} | setting)
     draw = sample_by_uniforms(uniform_numbers([str(i) for i in range(count)], generations, 20))
     arguments = model, prompts(count), generations, sampling, stop, draw
@@ -135,7 +135,7 @@ def test_a_graph_is_freed_with_its_decoder():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_a_graph_draws_what_its_step_draws(monkeypatch, dtype):
-    """The same kernels, captured or not; in float32 what the book's step draws there."""
+    """The same kernels, captured or not; in float32 what the eager step draws there."""
     device = torch.device("cuda")
     sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
     drawn = []

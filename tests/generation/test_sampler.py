@@ -41,7 +41,7 @@ def drawn(sampler, keys=KEYS):
     return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
 
-def test_without_further_options_it_draws_what_the_books_draws(sampler):
+def test_without_further_options_it_draws_what_the_plain_sampler_draws(sampler):
     own = sampler(tiny.model(dtype=torch.float64))
     assert drawn(own) == drawn(Sampler(own.model, own.processor, own.sampling))
     assert len({len(ids) for ids in drawn(own)}) > 1

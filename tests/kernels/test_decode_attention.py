@@ -1,4 +1,4 @@
-"""Attention of new tokens, interpreted (by test_backend.py): the formula row by row, and the book's DecodeAttention."""
+"""Attention of new tokens, interpreted (by test_backend.py): the formula row by row, and DecodeAttention in torch."""
 
 import pytest
 import torch
@@ -71,18 +71,18 @@ def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
     prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
-    decoding, book = (
+    decoding, formula = (
         kind(prefill, torch.arange(3).repeat_interleave(2), 7, torch.zeros(3, device=DEVICE))
         for kind in (StaticDecodeAttention, DecodeAttention)
     )
     room = set()
     for step in range(1, 8):
         decoding.advance()
-        book.advance()
+        formula.advance()
         room.add(decoding.own_keys)
         new = [numbers(6, heads, 16, dtype=dtype).to(DEVICE) * step for heads in (4, 2, 2)]
         assert fits(new[0])
-        expected = book(0, *new)
+        expected = formula(0, *new)
         off = (decoding(0, *new) - expected).double().norm()
         assert off <= (1e-6 if INTERPRETED else 1e-2) * expected.double().norm()
     assert room == {3, 6, 7}

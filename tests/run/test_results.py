@@ -8,7 +8,7 @@ import torch
 from runs import LETTERS, metrics, summary
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.report import collect
+from minivlmrl.diagnostics.report import collect_run
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
@@ -109,7 +109,7 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
         assert (with_them / name).read_bytes() == (without / name).read_bytes()
     out = capsys.readouterr().out
     assert "held-out, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
-    assert collect(with_them)["evaluations"][-1] == {"step": 6} | {
+    assert collect_run(with_them)["evaluations"][-1] == {"step": 6} | {
         f"eval/{name}": lines[4][name] for name in ("sampled", "greedy", "format")
     }
 

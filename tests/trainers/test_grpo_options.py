@@ -231,7 +231,7 @@ def own_loss(tmp_path):
     return f"--grpo.loss_type={tmp_path / 'my_loss.py'}"
 
 
-def test_a_loss_of_a_file_is_called_as_the_books(stage, own_loss):
+def test_a_loss_of_a_file_is_called_as_grpo_loss_is(stage, own_loss):
     """grpo_loss itself from a file is dapo, bit by bit, also off-policy with a KL; a metric of its own is logged."""
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
