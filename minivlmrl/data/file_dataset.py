@@ -6,21 +6,20 @@ what is shown; here the columns become messages and answers. docs/data.md has ex
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os.path import getsize, isfile, normpath
 from pathlib import Path
 from types import UnionType
-from typing import Annotated
 
 import PIL.Image
 
-from minivlmrl.config.options import RowOptions, VideoOptions
-from minivlmrl.config.parsing import did_you_mean, naming, read_value, require
+from minivlmrl.config.options import RowOptions
+from minivlmrl.config.parsing import did_you_mean, naming, require
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
-from minivlmrl.data.formats import QUESTION_FORMS, ROLES, to_columns
+from minivlmrl.data.formats import QUESTION_FORMS, ROLES, check_columns, to_columns
 from minivlmrl.data.media import (
     SAMPLING_OPTIONS,
     Media,
@@ -45,7 +44,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.row_summary import count_words
-from minivlmrl.data.rows import REWARD_ARGUMENTS, FileRows, Row
+from minivlmrl.data.rows import FileRows, Row
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.files import digest
 
@@ -54,25 +53,6 @@ PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXT_COLUMNS = PROMPTS | ANSWERS
 TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
-COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # options of a video, but common names of columns
-RESERVED = {  # names that no column may have: why
-    **dict.fromkeys(
-        REWARD_ARGUMENTS - {"images"},
-        "called otherwise: this is the name of something else that rewards are given; rename it",
-    ),
-    **dict.fromkeys(
-        vars(VideoOptions()).keys() - COLUMNS_TOO,
-        'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise',
-    ),
-}
-Side = Annotated[float, "(0, inf)"]
-CHECKED = {  # column: what it must be
-    "margin": Annotated[float, "(-inf, inf)"],  # by how much chosen is better
-    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # of the reference, summed over the answer
-    "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
-    "answer_extent": tuple[Side, Side],  # width, height
-    "label": bool,  # the completion is good
-}
 
 
 class FileDataset(FileRows):
@@ -82,11 +62,18 @@ class FileDataset(FileRows):
     the columns of `constants` too.
     """
 
-    def __init__(self, path, required=("problem",), limit=None, constants=(), **options):
+    def __init__(
+        self,
+        path: str | Path,
+        required: Sequence[str] = ("problem",),
+        limit: int | None = None,
+        constants: Mapping[str, Plain] | None = None,
+        **options,
+    ):
         self.options = RowOptions(**options)
         self.required = required
         self.source = open_rows(path)
-        self.constants = dict(constants)
+        self.constants = dict(constants or {})
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
         if not self.size:
             raise ValueError(f"{path}: has no rows")
@@ -214,29 +201,28 @@ def answer_pictures(row: Row) -> list[dict]:
     return parts
 
 
-def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Media]]:
+def read_row(
+    columns: dict, required: Sequence[str], options: RowOptions
+) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
     # pandas writes NaN for what is missing
     written = {name: value for name, value in columns.items() if value == value}
     columns = to_columns(written, options.columns)
-    _check_columns(columns, required)
+    check_columns(columns, required)
     row_media = read_media(columns)
-    prompt_template = options.prompt_template
-    if "{problem}" not in prompt_template:
+    if "{problem}" not in options.prompt_template:
         question_columns = [name for name in PROMPTS if columns.get(name) is not None]
         require(
             not question_columns,
             "data.prompt_template",
-            prompt_template,
+            options.prompt_template,
             f"a text with {{problem}} in it, as the row has {question_columns}",
         )
-        columns = columns | {"problem": prompt_template}
-        prompt_template = "{problem}"
+        columns = columns | {"problem": options.prompt_template}
+        options = replace(options, prompt_template="{problem}")
     media = []
     try:
-        messages, media, answers = read_conversation(
-            columns, row_media, prompt_template, options.system_prompt, media_options(options)
-        )
+        messages, media, answers = read_conversation(columns, row_media, options)
     finally:  # also where the text says <image> and none came
         if not media and not any(row_media.values()):
             check_unread(columns)
@@ -258,21 +244,8 @@ def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Me
     ), media
 
 
-def _check_columns(columns: dict, required):
-    """Refuse columns with names that mean something else, and values that rewards could not use."""
-    for name, value in columns.items():
-        if value is None:
-            continue
-        if name in RESERVED:
-            require(False, f"column {name!r}", value, RESERVED[name])
-        if name in CHECKED and (name != "label" or name in required):
-            read_value(CHECKED[name], value, f"column {name!r}", json=True)
-        if name == "solution":
-            require(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
-
-
 def read_conversation(
-    row: dict, row_media: dict[str, list[Media]], prompt_template, system_prompt, media_options
+    row: dict, row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media], dict[str, str | list[dict]]]:
     """Find the prompt of a row, what its parts show in order, and its answers by column.
 
@@ -283,7 +256,7 @@ def read_conversation(
             assistant turn is the prompt, the rest the completion. completion, chosen, rejected:
             text, or turns that begin and end with one of the assistant's. chosen, rejected: alone
             two whole conversations; what both begin with is the prompt (TRL's implicit one).
-        row_media, media_options: see place_media.
+        row_media: by kind, the images and videos that come with the row.
     """
     row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
     for column, text_or_turns in row_texts.items():
@@ -294,7 +267,7 @@ def read_conversation(
     if len(rendered) == 2 and rendered[0] == rendered[1]:
         raise ValueError("column 'rejected' equals column 'chosen': drop the row")
     prompt_column, prompt, answers = _split(row_texts, row)
-    place = partial(_place, prompt, row_media, prompt_template, system_prompt, media_options)
+    place = partial(_place, prompt, row_media, options)
     messages = None
     for answer_column, answer in answers.items():
         column = answer_column if answer_column in row_texts else prompt_column
@@ -349,15 +322,20 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
     return conversation[: -len(turns)], media, answer
 
 
-def _place(prompt, row_media, prompt_template, system_prompt, media_options, answer=()) -> tuple:
+def _place(
+    prompt: str | list[dict],
+    row_media: dict[str, list[Media]],
+    options: RowOptions,
+    answer: Sequence[dict] = (),
+) -> tuple[list[dict], list[Media]]:
     """Return the messages of a prompt and an answer, and what their parts show."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
-    if prompt_template != "{problem}":
-        turns = put_in_template(prompt_template, turns)
-    messages, media = place_media([*turns, *answer], row_media, media_options)
-    return add_system_prompt(messages, system_prompt), media
+    if options.prompt_template != "{problem}":
+        turns = put_in_template(options.prompt_template, turns)
+    messages, media = place_media([*turns, *answer], row_media, media_options(options))
+    return add_system_prompt(messages, options.system_prompt), media
 
 
 def _split(row_texts: dict, row: dict) -> tuple[str, str | list[dict], dict]:

@@ -1,17 +1,20 @@
-"""Rows as other projects write them -> the columns that we read.
+"""Rows as other projects write them -> the columns that we read, checked.
 
 Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md has examples.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
-from minivlmrl.config.parsing import naming, require
+from minivlmrl.config.options import VideoOptions
+from minivlmrl.config.parsing import naming, read_value, require
 from minivlmrl.config.types import Plain
 from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
+from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.files import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,6 +34,25 @@ SPEAKERS = {  # who says a turn, in the words of all projects: the role
     "tool_response": "tool",
     "function": "tool",
 }
+COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # options of a video, but common names of columns
+RESERVED = {  # names that no column may have: why
+    **dict.fromkeys(
+        REWARD_ARGUMENTS - {"images"},
+        "called otherwise: this is the name of something else that rewards are given; rename it",
+    ),
+    **dict.fromkeys(
+        vars(VideoOptions()).keys() - COLUMNS_TOO,
+        'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise',
+    ),
+}
+Side = Annotated[float, "(0, inf)"]
+CHECKED = {  # column: what it must be
+    "margin": Annotated[float, "(-inf, inf)"],  # by how much chosen is better
+    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # of the reference, summed over the answer
+    "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
+    "answer_extent": tuple[Side, Side],  # width, height
+    "label": bool,  # the completion is good
+}
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
@@ -45,6 +67,19 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
             with naming(f"form {form.name!r}"):
                 row = row | form.read(row)
     return row
+
+
+def check_columns(columns: dict, required: Sequence[str]):
+    """Refuse columns with names that mean something else, and values that rewards could not use."""
+    for name, value in columns.items():
+        if value is None:
+            continue
+        if name in RESERVED:
+            require(False, f"column {name!r}", value, RESERVED[name])
+        if name in CHECKED and (name != "label" or name in required):
+            read_value(CHECKED[name], value, f"column {name!r}", json=True)
+        if name == "solution":
+            require(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
 
 
 @dataclass

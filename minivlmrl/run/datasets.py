@@ -143,6 +143,4 @@ def _file_rows(
     from minivlmrl.data.file_dataset import FileDataset  # here, because a task has no files of rows
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    return FileDataset(
-        path, ("problem", *columns), limit, constants or {}, **options | changed_options
-    )
+    return FileDataset(path, ("problem", *columns), limit, constants, **options | changed_options)
