@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
@@ -29,6 +29,7 @@ from minivlmrl.losses.advantages import combine, group_advantages
 from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.losses.preference import sft_loss
 from minivlmrl.model.build import random_model
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.rewards.text import accuracy, ask_rewards, reward_columns, tag_format
@@ -77,19 +78,19 @@ def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[lis
         step += 1
 
 
-def sample(model: nn.Module, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
+def sample(model: Qwen2_5_VL, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
     """Sample G completions of each prompt: its tokens and images are read once for all of them."""
     uniforms = uniform_numbers(keys, GROUP, MAX_NEW_TOKENS)
     sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, sample_by_uniforms(uniforms))
     return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
 
 
-def adamw(model: nn.Module, learning_rate: float, beta2: float) -> torch.optim.AdamW:
+def adamw(model: Qwen2_5_VL, learning_rate: float, beta2: float) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     return torch.optim.AdamW(parameters, learning_rate, (0.9, beta2), weight_decay=0, fused=True)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
+def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.param_groups[0]["lr"] = learning_rate
@@ -97,7 +98,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, lea
     optimizer.zero_grad()
 
 
-def sft(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Supervised fine-tuning: raise the log-probability of demonstrations."""
     schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
@@ -114,7 +115,7 @@ def sft(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_ste
         update(model, optimizer, loss, schedule.at(step))
 
 
-def grpo(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300)."""
     reference = copy.deepcopy(model).requires_grad_(False)
     schedule = Schedule(3e-4, 5, max_steps, min_lr_ratio=0.1)
@@ -146,7 +147,7 @@ def grpo(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_st
             print(f"step {step:3}  reward {rewards.mean():.3f}  of 1.5", flush=True)
 
 
-def main(seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160) -> tuple[nn.Module, Processor]:
+def main(seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160) -> tuple[Qwen2_5_VL, Processor]:
     """Train, and return the model with the processor that makes its prompts."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
     sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)

@@ -19,12 +19,13 @@ import os
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Row
 from minivlmrl.losses.preference import DPOLossOptions, dpo_loss, sft_loss
 from minivlmrl.model.build import random_model
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.tasks.shapes import Shapes, tokenizer
@@ -42,14 +43,14 @@ def shuffled(rows: Shapes, seed: int) -> Iterator[list[Row]]:
             yield [rows[number] for number in order[first : first + ROWS_PER_STEP]]
 
 
-def encode(model: nn.Module, processor: Processor, rows: list[Row], names: list[str]) -> GroupBatch:
+def encode(model: Qwen2_5_VL, processor: Processor, rows: list[Row], names: list[str]) -> GroupBatch:
     """Lay prompts and their named answers end to end; a prompt is computed once for its answers."""
     prompts = [row.prompt(processor) for row in rows]  # image -> patches, messages -> tokens
     answers = [[encode_completion(processor, row.messages, getattr(row, name)) for name in names] for row in rows]
     return pack(prompts, answers, model.config)
 
 
-def answer_logps(model: nn.Module, batch: GroupBatch) -> Tensor:
+def answer_logps(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
     """Compute the log-probability of each token of the R answers, (R, T) in nats."""
     logps, _ = per_token_logps(model, batch)  # (M,) of all answer tokens
     return batch.pad(logps)
@@ -60,7 +61,7 @@ def by_pair(rows: Tensor) -> Tensor:
     return rows.unflatten(0, (-1, 2))
 
 
-def adamw(model: nn.Module, beta2: float) -> torch.optim.AdamW:
+def adamw(model: Qwen2_5_VL, beta2: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(list(model.parameters()), betas=(0.9, beta2), weight_decay=0, fused=True)
 
 
@@ -75,7 +76,7 @@ def learning_rate(
     return maximum * (min_ratio + (1 - min_ratio) * remaining)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float):
+def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.param_groups[0]["lr"] = rate
@@ -83,7 +84,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, rat
     optimizer.zero_grad()
 
 
-def sft(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Supervised fine-tuning: raise the log-probability of demonstrations."""
     optimizer = adamw(model, beta2=0.95)
     for step, batch in zip(range(max_steps), shuffled(rows, seed), strict=False):
@@ -93,7 +94,7 @@ def sft(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_ste
         update(model, optimizer, loss, rate)
 
 
-def dpo(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Direct preference optimization (arXiv 2305.18290)."""
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model, beta2=0.99)
@@ -118,7 +119,7 @@ def dpo(model: nn.Module, processor: Processor, rows: Shapes, seed: int, max_ste
             print(f"step {step:3}  margin {margin:6.3f} nats  accuracy {accuracy:.3f}", flush=True)
 
 
-def main(seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150) -> tuple[nn.Module, Processor]:
+def main(seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150) -> tuple[Qwen2_5_VL, Processor]:
     """Train, and return the model with the processor that makes its prompts."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
     sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
