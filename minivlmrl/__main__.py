@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import io
 import os
 import sys
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: those of the command line by default.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if hasattr(sys.stdout, "reconfigure"):  # a pipe of Windows takes 256 characters
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe of Windows takes 256 characters
         sys.stdout.reconfigure(errors="replace")
     name = arguments[0] if arguments else "--help"
     try:

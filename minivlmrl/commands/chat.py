@@ -16,6 +16,7 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import DataOptions, RunConfig, SamplingOptions
 from minivlmrl.config.parsing import options_of
+from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.messages import conversation
@@ -41,9 +42,10 @@ def main(arguments: list[str]):
     sampling = config.sampling
     sampling.engine = "own"
     sampling.graph = "never"  # each token is printed when it is there
-    if sampling.stop_token_ids is None:
-        sampling.stop_token_ids = processor.stop_token_ids
-    stream = Stream(processor.tokenizer, sampling.stop_token_ids)
+    stop_ids = sampling.stop_token_ids
+    if stop_ids is None:
+        stop_ids = processor.stop_token_ids
+    stream = Stream(processor.tokenizer, stop_ids)
     print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
     sampler = make_sampler(model, processor, sampling, world)
     sampler.on_tokens = stream.write
@@ -61,7 +63,8 @@ def read_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     """
     folder = find_folder(options.model)
     dtype = read_model_config(folder).torch_dtype
-    fields = {"stages": [], "sampling": {}, "model": {"path": options.model, "dtype": dtype}}
+    model = {"path": options.model, "dtype": dtype}
+    fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": model}
     for name, value in vars(options).items():
         if name.startswith("sampling.") and value is not None:
             overrides = [f"--{name}={value}", *overrides]
@@ -110,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
     parser = argparse.ArgumentParser(
         "python -m minivlmrl ask",
-        description=__doc__.splitlines()[0],
+        description=str(__doc__).splitlines()[0],
         epilog="--section.name=value changes a recipe's: --model.dtype=bfloat16",
         allow_abbrev=False,
     )

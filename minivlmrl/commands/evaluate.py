@@ -37,7 +37,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
     p = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
-        description=__doc__.partition("\n\n")[0],
+        description=str(__doc__).partition("\n\n")[0],
         epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
         allow_abbrev=False,
     )
@@ -153,7 +153,7 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
     """Share of answers that were cut, and the mean of each reward over rows that it could judge."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
-    summary = {"cut": sum(cut_flags) / len(cut_flags)}
+    summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
         means = []
         for line in lines:

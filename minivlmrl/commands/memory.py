@@ -55,7 +55,9 @@ def main(arguments: list[str]):
 
 def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s --model MODEL [RECIPE] [--section.name=value ...] [options]"
-    parser = argparse.ArgumentParser("python -m minivlmrl plan", usage, __doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m minivlmrl plan", usage, str(__doc__).splitlines()[0]
+    )
     add = parser.add_argument
     add("--model", required=True, help="a folder with a config.json, or that file")
     add("--gpus", type=int, default=1, help="of all nodes together")

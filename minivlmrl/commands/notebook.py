@@ -7,6 +7,7 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl.config.loading import as_overrides, load_config
+from minivlmrl.config.types import Plain
 from minivlmrl.data.image import load_image
 from minivlmrl.files import digest, json_text, read_json
 from minivlmrl.rewards.registry import REWARDS
@@ -33,7 +34,7 @@ def train(
         rewards: name or function -> weight; None: those of the recipe.
         options: fields or sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 9}.
     """
-    fields = {"data.task": None}
+    fields: dict[str, Plain] = {"data.task": None}
     for name, value in options.items():
         if isinstance(value, dict) and value:
             fields.update({f"{name}.{key}": field for key, field in value.items()})

@@ -13,7 +13,7 @@ from minivlmrl.run.metrics import METRICS
 
 def main(arguments: list[str]):
     """Write the page of one or two runs."""
-    title = __doc__.splitlines()[0]
+    title = str(__doc__).splitlines()[0]
     p = argparse.ArgumentParser("python -m minivlmrl page", description=title)
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or of two")
     p.add_argument("--out", help="default: page.html in the first run's folder")

@@ -33,8 +33,10 @@ class Stage(Protocol):
     config: TrainingOptions
     stage: str
     steps_per_rollout: int
-    world: Ranks
     processor: Processor
+
+    @property
+    def world(self) -> Ranks: ...
 
 
 @dataclass

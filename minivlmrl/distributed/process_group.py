@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -29,13 +34,13 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def share(self, items: Sequence) -> Sequence:
+    def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """Take this rank's part of a sequence that all hold: in order, of nearly equal length."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
-    def equal_share(self, items: Sequence) -> tuple[list, int]:
+    def equal_share(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Take every size-th item, so that all ranks have equally many for a sharded model.
 
         Returns them, and how many come before the one, if any, that another rank has too.
@@ -64,15 +69,15 @@ class World:
         """Undo all_gather: this rank's (n, ...) rows of a (n * size, ...) tensor."""
         return tensor.unflatten(0, (self.size, -1))[self.rank]
 
-    def gather_objects(self, value) -> list:
+    def gather_objects(self, value: Value) -> list[Value]:
         """Collect one small Python value of every rank, in rank order."""
         if self.size == 1:
             return [value]
-        values = [None] * self.size
+        values = [value] * self.size  # each is replaced
         dist.all_gather_object(values, value)
         return values
 
-    def together(self, work: Callable[[], object]):
+    def together(self, work: Callable[[], Value]) -> Value:
         """Call work on every rank, longer than `timeout` if need be; all raise the error of one.
 
         Returns what this rank's work has returned.
@@ -88,7 +93,7 @@ class World:
             raise error
         return future.result()
 
-    def on_main(self, work: Callable[[], object]):
+    def on_main(self, work: Callable[[], Value]) -> Value | None:
         """Call work on the first rank alone, see together; other ranks return None."""
         return self.together(work if self.is_main else lambda: None)
 
@@ -104,14 +109,16 @@ class World:
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
         # a parameter without a gradient on every rank keeps None, as in a single process
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
+        gradients = []
         for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)
-        flat_gradients = torch.cat([parameter.grad.flatten() for parameter in trained])
+            gradients.append(parameter.grad)
+        flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat_gradients)
-        totals = flat_gradients.split([parameter.numel() for parameter in trained])
-        for parameter, total in zip(trained, totals, strict=True):
-            parameter.grad.copy_(total.view_as(parameter))
+        totals = flat_gradients.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, totals, strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
@@ -126,7 +133,9 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads or max(1, num_cores // local_size))
     device = find_device(local_rank)
     if device.type == "cuda":
@@ -140,7 +149,9 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         time_limit = timedelta(seconds=timeout)
-        store = attempt_store(time_limit) if size > 1 else dist.HashStore()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # it is documented
+        if size > 1:
+            store = attempt_store(time_limit)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=time_limit
         )
@@ -170,16 +181,16 @@ def find_device(local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
-def attempt_store(limit: timedelta) -> dist.Store:
+def attempt_store(limit: timedelta) -> Store:
     """Make the store of the ranks' addresses, of each attempt of --max-restarts its own.
 
     torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of
     a dead one (pytorch issue 135712). On several hosts not all know it, see docs/many_gpus.md.
     """
-    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    store, _, _ = next(rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
-    return dist.PrefixStore(attempt, store)
+    return PrefixStore(attempt, store)
 
 
 def shutdown(world: World):

@@ -27,7 +27,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.rewards.text import reward_columns
 
-REWARDS = {  # name: "module:function", or the function itself
+REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
     "format": "minivlmrl.rewards.text:tag_format",
     "accuracy": "minivlmrl.rewards.text:accuracy",
     "iou": "minivlmrl.rewards.boxes:iou",

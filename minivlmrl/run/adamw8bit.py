@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
@@ -41,12 +42,12 @@ class AdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.state[parameter] = self.state.get(parameter) or empty_state(parameter)
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: Tensor, group: dict):
+    def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
         """Change a parameter and its state, as many rows at a time as have PIECE values."""
         weight = _rows(parameter)
-        gradient = _rows(parameter.grad)
+        gradient = _rows(parameter_gradient)
         state = self.state[parameter]
         num_steps = state["step"].add_(1).item()
         moments = {name: _rows(value) for name, value in state.items() if name != "step"}
@@ -119,5 +120,5 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
 
 def _rows(tensor: Tensor) -> Tensor:
     """View what this rank holds of a tensor as (rows, n); a rank may have no row."""
-    local_rows = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
     return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

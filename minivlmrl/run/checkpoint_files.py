@@ -14,15 +14,15 @@ from torch import Tensor
 
 from minivlmrl.config.parsing import require
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import shard_rows
+from minivlmrl.distributed.weights import is_part, shard_rows
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes that `blocks` reads at once
+BLOCK = 2**16  # bytes that `sampled_blocks` reads at once
 FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
 
 
-def blocks(files: list[Path]) -> Iterator[bytes]:
+def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Read what tells other weights apart: all of a file up to 64 MiB, else 1,024 blocks of it.
 
     Another base, or one that was trained on, differs in all blocks; a few bytes are not seen.
@@ -37,17 +37,18 @@ def blocks(files: list[Path]) -> Iterator[bytes]:
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """What this rank holds of a tensor, as a view that has rows, and the index of the first."""
-    if not hasattr(tensor, "device_mesh"):
+    if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
-    return tensor.detach().to_local(), rows.start
+    return tensor.to_local().detach(), rows.start
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
     """Whether this rank writes its rows of the number-th tensor: every row is written once."""
-    if hasattr(tensor, "device_mesh"):  # by the first of the replicas
-        replica = tensor.device_mesh.get_coordinate()[:-1]
-        return len(tensor.to_local()) > 0 and not any(replica)
+    if is_part(tensor):
+        mesh = tensor.device_mesh
+        in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
+        return len(tensor.to_local()) > 0 and in_first_replica
     return number % world.size == world.rank
 
 

@@ -40,7 +40,7 @@ from minivlmrl.files import (
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.rewards.registry import RewardFailed
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoint_files import blocks, find_pieces, read_into, write_tensors
+from minivlmrl.run.checkpoint_files import find_pieces, read_into, sampled_blocks, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state
 from minivlmrl.run.signals import StopSignals
@@ -64,8 +64,10 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     values = flat(sections)
     if config.adapter.r:  # a state does not hold what is below adapters
         model = config.model
-        files = weight_files(find_folder(model.path)) if model.path else [Path(model.config)]
-        values[BASE] = digest(blocks(files))
+        files = [Path(model.config)] if model.config else []
+        if model.path:
+            files = weight_files(find_folder(model.path))
+        values[BASE] = digest(sampled_blocks(files))
     if config.data.train_file:
         values[ROWS] = _checksum(Path(config.data.train_file))
     return parse_json(json_text(values))
@@ -355,4 +357,4 @@ def _checksum(path: Path) -> str:
         return digest([json_text(sizes)])
     if path.is_file():
         return digest([path])
-    return digest(find_split(str(path)))  # a data set of the hub
+    return digest(find_split(str(path)) or [])  # a data set of the hub

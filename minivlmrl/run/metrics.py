@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -271,7 +271,7 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
 
 def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
     """Send to the project minivlmrl (WANDB_MODE=offline: wandb/); a resume is another run there."""
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]  # optional, see check_trackers
 
     folder = Path(config.output_dir)
     run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
@@ -293,7 +293,7 @@ def find_tracker(name: str) -> Callable:
         return with_options(*find_named("tracker", name, TRACKERS))
 
 
-def check_trackers(names: list[str]):
+def check_trackers(names: Sequence[str]):
     """Refuse a tracker that is not there or installed (ValueError), before anything is loaded."""
     for name in names:
         find_tracker(name)

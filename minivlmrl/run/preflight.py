@@ -168,7 +168,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     # neither adapters in float32 nor Kahan's sum lose any
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
-        held_out = datasets.get("eval")
+        held_out = datasets.get("eval", [])
         count = count_trained_on(held_out, datasets.get(stage))
         if count:
             yield (

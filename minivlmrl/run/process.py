@@ -38,7 +38,7 @@ def show_mistake(error: Exception) -> bool:
         message += ": the disk is full; make room and go on with --resume=auto"
     elif code == errno.EFBIG:
         message += ": raise the largest size of a file (ulimit -f) and go on with --resume=auto"
-    elif not names_a_file and not (is_ours and last.line.startswith("raise ")):
+    elif not names_a_file and not (is_ours and (last.line or "").startswith("raise ")):
         return False
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
@@ -77,4 +77,4 @@ def run_rank(work: Callable[[], int]):
     sys.stderr.flush()
     # a thread of gloo that frees a tensor in Python's shutdown aborts it (pytorch pull request
     # 179291)
-    os._exit(code)
+    os._exit(code or 0)

@@ -90,9 +90,10 @@ class Results:
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:
             callback.on_evaluation(stage, steps_done, len(self.held_out))
-        if trainer is not None and config.keep_best in values:
-            value = values[config.keep_best]
-            score = -value if config.keep_best == "loss" else value
+        best_metric = config.keep_best
+        if trainer is not None and best_metric is not None and best_metric in values:
+            value = values[best_metric]
+            score = -value if best_metric == "loss" else value
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 trainer.save(self.folder / BEST)
@@ -102,7 +103,8 @@ class Results:
     def write(self, trainer=None):
         """Write the table and then, as this may fill the disk, the weights."""
         if self.world.is_main:
-            task = self.config.data.task and get_task(self.config.data.task)
+            name = self.config.data.task
+            task = get_task(name) if name else None
             chance = task.chance(self.held_out) if task else None
             results = self.progress.results
             seconds = self.progress.seconds

@@ -26,7 +26,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.files import json_text, read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.boxes import box_columns, read_boxes
-from minivlmrl.trainers.base import Rollout, Step, Trainer
+from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
 GROUPS = 4  # prompts of a step that are logged, the first ones of the first rank
@@ -106,6 +106,8 @@ def is_past(line: dict, progress) -> bool:
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     """Yield the line but images of each group of this rank that a step trains on."""
+    if step.rollout is None:
+        return
     G = trainer.config.num_generations
     advantages = completion_advantages(step)
     for index in step.prompts:
@@ -117,6 +119,8 @@ def completion_advantages(step: Step) -> dict[int, float]:
     """Map the index of each completion that is trained on to its advantage, PPO's to their mean."""
     means = {}
     for batch in step.micro_batches:
+        if not isinstance(batch, SampledBatch):
+            continue
         advantages = batch.advantages.view(len(batch.loss_mask), -1)  # (R, 1), or PPO's (R, T)
         mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
         row_means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)  # (R,)
@@ -174,10 +178,11 @@ def describe(trainer: Trainer, rollout: Rollout, index: int, advantages: list[fl
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
     """Say of a turn what page.html shows beside its tokens."""
+    row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
         "tokens": len(turn.ids),
-        "shown": turn.prompt is not None and len(turn.prompt.row.images) > 0,
+        "shown": row is not None and len(row.images) > 0,
     }
 
 
@@ -196,6 +201,7 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     if processor.template and processor.template.opened:
         yield processor.template.opened, None
     stream = DecodeStream(skip_special_tokens=False)
+    assert completion.logps is not None  # the sampler records them
     token_ids = completion.ids.tolist()
     logps = completion.logps.tolist()
     is_written = completion.written.tolist()
