@@ -2,11 +2,10 @@
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -17,11 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.config.parsing import build, naming
+from minivlmrl.config.parsing import build, json_text, naming, parse_json, read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 ASKED = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
 
 
@@ -46,17 +44,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_json(path: Path) -> dict:
-    """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; a folder of a model, run or state has one")
-    with naming(path):
-        content = parse_json(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"it must hold a JSON object, not {content!r:.40}")
-        return content
-
-
 def read_lines(path: Path, form: type) -> list[dict]:
     """Read the whole lines of a JSON lines file, none if it is missing (ValueError: file and line).
 
@@ -72,25 +59,6 @@ def read_lines(path: Path, form: type) -> list[dict]:
         build(form, content, where, json=True)
         contents.append(content)
     return contents
-
-
-def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair).
-
-    NaN and Infinity, which Python and pandas write and JSON does not have, are null.
-    """
-    try:
-        text = text.decode() if isinstance(text, bytes) else text
-        return decode(text, *arguments)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    except RecursionError as error:
-        raise ValueError("not JSON that can be read: it is nested too deep") from error
-
-
-def json_text(content, **options) -> str:
-    """Write JSON that every reader takes: a number that is not finite is null."""
-    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:

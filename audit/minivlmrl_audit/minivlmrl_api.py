@@ -42,13 +42,5 @@ from minivlmrl.run.rollout_log import COMPLETIONS, Logged
 from minivlmrl.run.trainer_state import RUN
 
 # JSON, YAML and safetensors, read strictly and written atomically; errors that name the file.
-from minivlmrl.config.parsing import naming, parse_yaml, require
-from minivlmrl.files import (
-    digest,
-    json_text,
-    parse_json,
-    read_json,
-    read_lines,
-    save_tensors,
-    write_json,
-)
+from minivlmrl.config.parsing import json_text, naming, parse_json, parse_yaml, read_json, require
+from minivlmrl.files import digest, read_lines, save_tensors, write_json

@@ -21,10 +21,11 @@ from pathlib import Path
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import json_text
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.files import ASKED, json_text, write_json
+from minivlmrl.files import ASKED, write_json
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.rewards.registry import columns_of, held_out_rewards
 from minivlmrl.rewards.text import find_answer

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.parsing import read_json
 from minivlmrl.diagnostics.memory import (
     GB,
     IMAGE_TOKENS,
@@ -20,7 +21,6 @@ from minivlmrl.diagnostics.memory import (
     peak_bytes,
     plan,
 )
-from minivlmrl.files import read_json
 from minivlmrl.model.config import ModelConfig
 
 

@@ -19,13 +19,13 @@ from minivlmrl.config.parsing import (
     build,
     check_values,
     did_you_mean,
+    json_text,
     naming,
     options_of,
     parse_yaml,
     read_value,
 )
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.files import json_text
 from minivlmrl.losses.preference import check_dpo_options
 
 # fields that an answer depends on besides weights, and that no file of a Hugging Face folder has

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import re
 import reprlib
 import types
@@ -54,6 +55,9 @@ THEIRS = {
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+
+
 class Loader(yaml.SafeLoader):
     """Reads YAML as safe_load does, but refuses two equal keys in a section."""
 
@@ -75,6 +79,36 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"not YAML ({error})") from error
+
+
+def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
+    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair).
+
+    NaN and Infinity, which Python and pandas write and JSON does not have, are null.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        return decode(text, *arguments)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: it is nested too deep") from error
+
+
+def read_json(path: Path) -> dict:
+    """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; a folder of a model, run or state has one")
+    with naming(path):
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it must hold a JSON object, not {content!r:.40}")
+        return content
+
+
+def json_text(content, **options) -> str:
+    """Write JSON that every reader takes: a number that is not finite is null."""
+    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
 def shortened(error: str | Exception) -> str:

@@ -17,7 +17,7 @@ import jinja2.meta
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.config.parsing import did_you_mean, naming
+from minivlmrl.config.parsing import did_you_mean, naming, parse_json, read_json
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import (
     END,
@@ -40,7 +40,6 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS
-from minivlmrl.files import parse_json, read_json
 
 # where transformers' processor looks, in its order
 FILES = (

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Annotated
 
 from minivlmrl.config.options import VideoOptions
-from minivlmrl.config.parsing import naming, read_value, require
+from minivlmrl.config.parsing import naming, parse_json, read_value, require
 from minivlmrl.config.types import Plain
 from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.data.rows import REWARD_ARGUMENTS
-from minivlmrl.files import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {  # who says a turn, in the words of all projects: the role

@@ -14,10 +14,9 @@ from decimal import Decimal
 from os.path import isdir, isfile
 from pathlib import Path
 
-from minivlmrl.config.parsing import extra, naming, require
+from minivlmrl.config.parsing import extra, naming, parse_json, require
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import changed
-from minivlmrl.files import parse_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 NO_JSON_TYPES = date, time, timedelta, Decimal  # of parquet; read as text, as in CSV

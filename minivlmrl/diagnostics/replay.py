@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import json_text, parse_json
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.distributed import process_group
-from minivlmrl.files import json_text, parse_json, read_lines
+from minivlmrl.files import read_lines
 from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run import loop

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from minivlmrl.config.parsing import json_text
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.diagnostics.report import fill_template
-from minivlmrl.files import json_text
 from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import full

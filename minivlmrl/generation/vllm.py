@@ -35,12 +35,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig, SamplingOptions
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import naming, read_json
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.process_group import World
-from minivlmrl.files import read_json
 from minivlmrl.generation.generate import TokenSampler, collect
 from minivlmrl.generation.sampler import SampledRows, Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings

@@ -12,7 +12,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minivlmrl.config.parsing import naming, require
+from minivlmrl.config.parsing import naming, read_json, require
 from minivlmrl.data.chat_template import as_jinja
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
@@ -23,7 +23,6 @@ from minivlmrl.files import (
     ASKED,
     INDEX,
     image_settings,
-    read_json,
     replacing,
     save_tensors,
     video_settings,

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import build, naming, require
-from minivlmrl.files import read_json, save_tensors, write_json
+from minivlmrl.config.parsing import build, naming, read_json, require
+from minivlmrl.files import save_tensors, write_json
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import hub_name, memory_name
 from minivlmrl.model.lora import LoRALinear, adapters, set_parameters, wrap

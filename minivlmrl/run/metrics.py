@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import json_text, naming
 from minivlmrl.distributed.process_group import World
-from minivlmrl.files import json_text
 from minivlmrl.rewards.registry import guarded
 from minivlmrl.run.rollout_log import CompletionsLog
 

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from tokenizers.decoders import DecodeStream
 
+from minivlmrl.config.parsing import json_text
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
-from minivlmrl.files import json_text, read_lines
+from minivlmrl.files import read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.boxes import box_columns, read_boxes
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minivlmrl.config.loading import asked_yaml
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import read_json
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -17,7 +18,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
-from minivlmrl.files import ASKED, read_json
+from minivlmrl.files import ASKED
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from minivlmrl.config.parsing import build
-from minivlmrl.files import read_json
+from minivlmrl.config.parsing import build, read_json
 
 RUN = "run.json"
 

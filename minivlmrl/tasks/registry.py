@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from minivlmrl.config.import_utils import find_named, with_options
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
@@ -33,6 +32,9 @@ def get_task(name: str) -> Task:
     Raises:
         ValueError: there is none, or it has no such option.
     """
+    # here, because minimal.py finds no task by its name
+    from minivlmrl.config.import_utils import find_named, with_options
+
     task, options = find_named("data.task", name, TASKS)
     with naming(f"data.task {name}"):
         require(isinstance(task, Task), "it", task, "a Task of minivlmrl.tasks.registry")

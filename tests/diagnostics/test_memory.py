@@ -10,13 +10,13 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
+from minivlmrl.config.parsing import read_json
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
 from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, MemoryCheck, TrainedModels, Work, plan
 from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
-from minivlmrl.files import read_json
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
 from minivlmrl.model.build import initialize

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.plain_weights import Weight
 
 if TYPE_CHECKING:
     from minivlmrl.model.config import ModelConfig
     from minivlmrl.model.families.routers import RouterLog
+    from minivlmrl.model.plain_weights import Weight
 
 MODULES = {
     "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl",
