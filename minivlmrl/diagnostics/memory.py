@@ -9,6 +9,7 @@ import copy
 import math
 import shutil
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -228,7 +229,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_options) -> Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
 
-def bytes_of(tensors) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import json_text, parse_json
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
+from minivlmrl.data.processor import encode_completion
+from minivlmrl.data.rows import Completion, Row
 from minivlmrl.diagnostics.trace import Film
 from minivlmrl.distributed import process_group
 from minivlmrl.files import read_lines
@@ -98,7 +100,7 @@ def main(arguments: list[str]) -> int:
     return int(not all(same.values()))
 
 
-def run_config(folder: Path, recipe: str | None, overrides: list[str]):
+def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
     """Read the recipe of a run's folder, or another one (ValueError: it names code unasked)."""
     if not folder.is_dir():  # a recipe: what is in its output_dir is another run's
         return load_config(folder, ["--resume=never", *overrides])
@@ -130,7 +132,9 @@ class StopBefore(Callback):
         raise Reached(trainer, optimizer, step, rows)
 
 
-def go_to(config, stage: str, number: int, film: Film | None = None) -> tuple:
+def go_to(
+    config: RunConfig, stage: str, number: int, film: Film | None = None
+) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
     """Train until a step is next: trainer, optimizer, Step, rows (ValueError: there is none).
 
     A copy of the run, cut back to its nearest state before the step, is resumed by train itself.
@@ -208,7 +212,7 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
 
 
 @torch.no_grad()
-def print_group(trainer, step, rows, index: int):
+def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     """Print a prompt of a step and its completions; log-probabilities are sums, in nats."""
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
@@ -224,7 +228,8 @@ def print_group(trainer, step, rows, index: int):
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)
     else:
-        _, [completions] = trainer.encode([row])
+        answers = [getattr(row, name) for name in trainer.answers]
+        completions = [encode_completion(trainer.processor, row.messages, x) for x in answers]
         table = [{"answer": name} for name in trainer.answers]
     logps = logps_now(trainer, row, completions, temperature)
     question = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
@@ -238,7 +243,9 @@ def print_group(trainer, step, rows, index: int):
         print(f"    {trainer.processor.decode(completion.ids)!r}")
 
 
-def logps_now(trainer, row, completions: list, temperature: float) -> list[torch.Tensor]:
+def logps_now(
+    trainer: Trainer, row: Row, completions: list[Completion], temperature: float
+) -> list[torch.Tensor]:
     """Compute log-probabilities of completions by the policy as it is before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
@@ -248,7 +255,7 @@ def logps_now(trainer, row, completions: list, temperature: float) -> list[torch
     return [row_logps[:length] for row_logps, length in rows]
 
 
-def compare_logps(completion, logps: torch.Tensor) -> dict:
+def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
     """Sum log-probabilities of the written tokens, those of training and of sampling."""
     trained_logps = logps[completion.written]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
@@ -259,7 +266,9 @@ def compare_logps(completion, logps: torch.Tensor) -> dict:
     return line
 
 
-def compare(folder: Path, trainer, step, number: int, metrics: dict) -> dict[str, bool]:
+def compare(
+    folder: Path, trainer: Trainer, step: Step, number: int, metrics: dict
+) -> dict[str, bool]:
     """Which files of the run know the step, and whether they say what the replay says."""
     completions = list(groups(trainer, step)) if step.rollout else []
     same = {}

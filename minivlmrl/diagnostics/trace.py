@@ -24,12 +24,16 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from minivlmrl.config.parsing import json_text
 from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.generation.environments import pack_rollout
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import full
 from minivlmrl.run import loop
 from minivlmrl.run.rollout_log import GROUPS, groups
+from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
 # the files of README's reading list, in its order: their lines are shown
@@ -214,7 +218,7 @@ class Film:
         rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
-    def pause(self, trainer, step):
+    def pause(self, trainer: Trainer, step: Step):
         """Stop before the update, and describe the step's runs and its first prompts."""
         self.__exit__()
         runs = [describe_packed_run(batch) for batch in step.micro_batches]
@@ -223,7 +227,7 @@ class Film:
             for token_id in run["ids"] + run["targets"]:
                 words[token_id] = trainer.processor.tokenizer.decode([token_id])
         self.about = {
-            "prompts": describe_prompts(trainer, step) if step.rollout else [],
+            "prompts": describe_prompts(trainer, step, step.rollout) if step.rollout else [],
             "numbers": list(step.prompts),
             "runs": runs,
             "words": words,
@@ -262,7 +266,7 @@ def version_of(x) -> int:
     return len(x) if isinstance(x, list | dict | set) else 0
 
 
-def describe_packed_run(batch) -> dict:
+def describe_packed_run(batch: MicroBatch) -> dict:
     """List the tokens of a packed run, where they lie, and which completions its rows are.
 
     The page says who sees whom by these lengths; a test holds that against attention.visible.
@@ -287,9 +291,8 @@ def describe_packed_run(batch) -> dict:
     }
 
 
-def describe_prompts(trainer, step) -> list[dict]:
+def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dict]:
     """Describe the first prompts of a rollout: texts, rewards, and where the rewards looked."""
-    rollout = step.rollout
     lines = list(groups(trainer, step))[:GROUPS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
@@ -366,7 +369,7 @@ def png(image: PIL.Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def pictures(patches: Tensor, grids, images) -> list[Tensor]:
+def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Tensor]:
     """Undo image.patchify: (frames, 3, height, width) of each picture or video."""
     m, n, p = images.merge_size, images.temporal_patch_size, images.patch_size
     grids = torch.as_tensor(grids).view(-1, 3)
@@ -378,7 +381,10 @@ def pictures(patches: Tensor, grids, images) -> list[Tensor]:
     return result
 
 
-def looked(policy, processor, prompt, completion, weight=1.0, temperature=1.0) -> list[Tensor]:
+def looked(
+    policy: Qwen2_5_VL, processor: Processor, prompt: Prompt, completion: Completion,
+    weight: float = 1.0, temperature: float = 1.0,
+) -> list[Tensor]:  # fmt: skip
     """Measure how much each pixel could change weight times a completion's log-probability.
 
     Of each picture (height, width) float32: the absolute gradient, added up over frames and

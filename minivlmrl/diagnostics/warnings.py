@@ -6,7 +6,7 @@ A rule looks at the metrics of the last WINDOW optimizer steps, and speaks again
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import compress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import EVALUATIONS, MetricsLog
 from minivlmrl.run.rollout_log import Logged
 from minivlmrl.run.trainer_state import TrainerState
-from minivlmrl.trainers.base import Step, Trainer
+from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
@@ -63,7 +63,7 @@ class TrainingWarnings(Callback):
 class WarningRules:
     """The rules of one stage."""
 
-    def __init__(self, trainer, optimizer):
+    def __init__(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
         self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
@@ -74,7 +74,7 @@ class WarningRules:
         self.extremes = []  # least and most that a completion has earned in all, of any step
         self.idle_steps = []  # (layers, E) steps since an expert had a token; []: no experts
 
-    def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
+    def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
         """Take the metrics of a step, and its Rollout if it has one; return the new sentences."""
         if "experts/tokens" in metrics:
             tokens = torch.tensor(metrics["experts/tokens"]).sum(0)  # (layers, E)
@@ -108,7 +108,7 @@ class WarningRules:
         self.broken.update(broken)
         self.earned.extend((solutions, torch.tensor(rewards)) for solutions, rewards in earned)
 
-    def always(self, name: str, holds) -> bool:
+    def always(self, name: str, holds: Callable[[float], bool]) -> bool:
         """Whether a metric was there, and this held of it, in all the last steps."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
