@@ -50,7 +50,7 @@ def unnamed_stages(run: RunConfig) -> list[str]:
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect:
     """Yield every option that has no effect beside the other options, set or not, and the reason."""
-    yield from check_rows(run)
+    yield from check_data(run)
     yield from check_adapter(run)
     yield from check_sharding(run)
     yield from check_rollout(run)
@@ -69,7 +69,7 @@ def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect
                 yield f"{name}.{option}", reason
 
 
-def check_rows(run: RunConfig) -> WithoutEffect:
+def check_data(run: RunConfig) -> WithoutEffect:
     """Check options of rows: those of files with a task, and those of an evaluation without rows."""
     if not (run.data.eval_file or run.data.task):
         evaluation = ("data.eval_rows", "data.eval_blind", "data.eval_rewards")

@@ -1,1 +1,1 @@
-"""Rows in other forms, images and videos from anywhere, folders' own templates."""
+"""From a line of a file to tensors: row_files, formats, media, file_dataset, rows, processor."""

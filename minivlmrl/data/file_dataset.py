@@ -43,8 +43,8 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.row_files import open_rows
-from minivlmrl.data.row_summary import count_words
-from minivlmrl.data.rows import FileRows, Row
+from minivlmrl.data.row_summary import FileRows, count_words
+from minivlmrl.data.rows import Row
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.files import digest
 

@@ -11,7 +11,8 @@ from minivlmrl.config.options import FileOptions
 from minivlmrl.config.parsing import build, naming, parse_yaml
 from minivlmrl.config.types import FilePath
 from minivlmrl.data.media import Media
-from minivlmrl.data.rows import FileRows, Row
+from minivlmrl.data.row_summary import FileRows
+from minivlmrl.data.rows import Row
 
 
 class Picked(FileRows):

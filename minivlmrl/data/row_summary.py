@@ -1,17 +1,44 @@
 """How many rows have how many images, and how long their prompts are, without decoding an image."""
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Dataset, FileRows, Row
+from minivlmrl.data.rows import Dataset, Row
+
+if TYPE_CHECKING:
+    from minivlmrl.data.media import Media
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
 TASK_ROWS = 1000  # of an embedded task, which may have a million: all are alike
 MARKUP = 1000  # tokens that a template adds to a prompt, at most
+
+
+class FileRows(Sequence[Row]):
+    """Rows of files: what can be said of them without decoding an image."""
+
+    asked: list[int]  # a hash of each row's prompt and of the sizes of the files that it shows
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Say how many rows there are of which kind."""
+
+    @abstractmethod
+    def read(self, index: int) -> "tuple[Row, list[Media]]":
+        """Read a row without its images and videos, and list these in order of appearance."""
+
+    @abstractmethod
+    def outline(self, index: int) -> Row | None:
+        """Read a row with blank images of the sizes that files claim; None: it has videos."""
+
+    @abstractmethod
+    def content(self, index: int) -> str:
+        """Digest what a row asks and shows, files by what they hold."""
 
 
 class Sizes(ImageProcessor):

@@ -1,6 +1,5 @@
 """Row, Prompt and Completion: an example, its question as tensors, and an answer as tokens."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from minivlmrl.data.media import Media
     from minivlmrl.data.processor import Processor
     from minivlmrl.data.video import Video, VideoFile
 
@@ -128,28 +126,6 @@ class Row:
 
 
 Dataset = Sequence[Row]
-
-
-class FileRows(Sequence[Row]):
-    """Rows of files: what can be said of them without decoding an image."""
-
-    asked: list[int]  # a hash of each row's prompt and of the sizes of the files that it shows
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Say how many rows there are of which kind."""
-
-    @abstractmethod
-    def read(self, index: int) -> "tuple[Row, list[Media]]":
-        """Read a row without its images and videos, and list these in order of appearance."""
-
-    @abstractmethod
-    def outline(self, index: int) -> Row | None:
-        """Read a row with blank images of the sizes that files claim; None: it has videos."""
-
-    @abstractmethod
-    def content(self, index: int) -> str:
-        """Digest what a row asks and shows, files by what they hold."""
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
 from minivlmrl.config.parsing import did_you_mean, require
 from minivlmrl.config.types import RewardName
-from minivlmrl.data.rows import Dataset, FileRows
+from minivlmrl.data.row_summary import FileRows
+from minivlmrl.data.rows import Dataset
 from minivlmrl.rewards.registry import columns_of, training_rewards
 from minivlmrl.tasks.registry import get_task
 
