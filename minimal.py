@@ -27,12 +27,13 @@ from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.losses.advantages import combine, group_advantages
 from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
-from minivlmrl.losses.preference import sft_loss
+from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
-from minivlmrl.rewards.text import accuracy, ask_rewards, reward_columns, tag_format
+from minivlmrl.rewards.columns import ask_rewards, reward_columns
+from minivlmrl.rewards.text import accuracy, tag_format
 from minivlmrl.tasks.registry import FRESH_ROWS
 from minivlmrl.tasks.shapes import Shapes, tokenizer
 

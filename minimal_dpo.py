@@ -23,7 +23,8 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Row
-from minivlmrl.losses.preference import DPOLossOptions, dpo_loss, sft_loss
+from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.config.import_utils import load_name
+from minivlmrl.config.import_utils import guarded, load_name
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import require
 from minivlmrl.config.types import Code, FilePath
@@ -36,9 +36,8 @@ from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
 from minivlmrl.losses.advantages import combine
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
-from minivlmrl.rewards.registry import guarded
 from minivlmrl.trainers.base import Rollout, SampledBatch
-from minivlmrl.trainers.grpo import GRPOTrainer, check_rollouts
+from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options
 from minivlmrl.trainers.reference import ParameterCopy, computing, load_frozen
 
 
@@ -79,7 +78,7 @@ class Distill(GRPOTrainer):
             raise ValueError("distill needs distill.teacher or distill.teacher_prompt, or both")
         if run.distill.teacher:
             find_folder(run.distill.teacher)  # refused now, not after the stages before
-        check_rollouts(run, cls.stage)
+        check_rollout_options(run, cls.stage)
 
     @staticmethod
     def has_reference(config) -> bool:

@@ -25,7 +25,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
-from minivlmrl.rewards.boxes import iou
+from minivlmrl.rewards.boxes import mean_iou
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
@@ -64,7 +64,7 @@ class Recorder(Callback):
         likeliest = answers(replace(self.sampling, temperature=0), SHOWN, 1)
         true = [row.columns["solution"] for row in self.rows]
         sizes, extents = [row.images[0].size for row in self.rows], [(GRID, GRID)] * HELD_OUT
-        earned = iou([one for [one] in answers(self.sampling, HELD_OUT, 1)], true, sizes, extents)
+        earned = mean_iou([one for [one] in answers(self.sampling, HELD_OUT, 1)], true, sizes, extents)
         moment = {"step": number, "iou": round(statistics.fmean(earned), 3), "drawn": drawn, "likeliest": likeliest}
         self.moments.append(moment)
 
@@ -135,7 +135,7 @@ def judged(answers: list, true: list[int]) -> list[tuple[tuple, str]]:
     sizes, extents = [(GRID * UNIT,) * 2] * len(answers), [(GRID, GRID)] * len(answers)
     found = [parse_boxes(answer or "") for answer in answers]
     boxes = [some[0] if some else (GRID / 2,) * 4 for some in found]
-    return list(zip(boxes, map(colour, iou(answers, [true] * len(answers), sizes, extents)), strict=True))
+    return list(zip(boxes, map(colour, mean_iou(answers, [true] * len(answers), sizes, extents)), strict=True))
 
 
 def tile(number: int, shown: dict, moments: list[dict]) -> list[str]:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Protocol
 
 from minivlmrl.agents.schema import json_schema, type_schema
-from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.import_utils import find_named, guarded, with_options
 from minivlmrl.config.parsing import build, naming
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Environment
-from minivlmrl.rewards.registry import guarded
 
 
 class RewardingEnvironment(Environment, Protocol):

@@ -19,13 +19,13 @@ from minivlmrl.agents.environment import (
     get_environment,
     settings_of,
 )
+from minivlmrl.config.import_utils import guarded
 from minivlmrl.config.parsing import build, naming, read_value, require
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.rewards.registry import guarded
 
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
 

@@ -1,6 +1,7 @@
 """Find code by a name in a recipe: "name", "file.py:name" or "package.module:name".
 
-Options may follow: "name(option=1)" is the object `name`, with that option bound.
+Options may follow: "name(option=1)" is the object `name`, with that option bound. `guarded` calls
+what was found, and says at which line it fails.
 """
 
 import ast
@@ -11,8 +12,10 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -153,3 +156,29 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
             value = read_value(hints[name], value, name, json=False)
         values[name] = value
     return functools.partial(function, **values) if values else function
+
+
+def raised(function: Callable, error: BaseException, names: Iterable[str]) -> str:
+    """Say what a function or class has raised, at which line of its file: "raised KeyError: ...".
+
+    names: of its arguments, one of which a KeyError may mean.
+    """
+    file = None
+    with suppress(TypeError, OSError):  # what is not written in Python has no file
+        file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
+    text = f"raised {type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if lines:
+        text += f" in {file}:{lines[-1]}"
+    if isinstance(error, KeyError):
+        text += did_you_mean(str(error).strip("'"), names)
+    return text
+
+
+def guarded(name: str, function: Callable, /, *arguments, **options):
+    """Call a user's function or class (ValueError: it has raised anything, with its line)."""
+    try:
+        return function(*arguments, **options)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name} {raised(function, error, options)}") from error

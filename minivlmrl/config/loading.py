@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
-from minivlmrl.config.options import RunConfig, VideoOptions
+from minivlmrl.config.options import DPOOptions, RunConfig, VideoOptions
 from minivlmrl.config.parsing import (
     ChangeText,
     TypeHint,
@@ -26,7 +26,6 @@ from minivlmrl.config.parsing import (
     read_value,
 )
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.losses.preference import check_dpo_options
 
 # fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
 KEPT = {
@@ -102,7 +101,10 @@ def _build_run(
             config.data.video = check_values(
                 VideoOptions, config.data.video, "options of the video"
             )
-        check_dpo_options(config.dpo, "dpo.")
+        if config.dpo != DPOOptions():
+            from minivlmrl.losses.preference import check_dpo_options
+
+            check_dpo_options(config.dpo, "dpo.")
     return config
 
 

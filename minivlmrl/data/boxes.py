@@ -15,6 +15,8 @@ import numpy as np
 
 from minivlmrl.config.parsing import extra
 from minivlmrl.config.types import Plain
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Prompt, Row
 
 Item = TypeVar("Item")
 SPACES = ("original", "resized", "thousandths", "unit")
@@ -46,6 +48,33 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
         "unit": (1, 1),
     }
     return extents[space]
+
+
+def box_columns(
+    rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
+) -> dict[str, list]:
+    """List image_sizes and answer_extents, (width, height) of each answer's first image.
+
+    An answer's space is the row's answer_extent, or its box_space, or the processor's.
+    """
+    image_sizes = []
+    answer_extents = []
+    patch_size = processor.image_processor.patch_size
+    for row, prompt in zip(rows, prompts, strict=True):
+        image_size = None
+        answer_extent = None
+        if row.images:
+            _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
+            # known after the prompt was made
+            image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
+            box_space = row.columns.get("box_space") or processor.box_space
+            resized_size = width * patch_size, height * patch_size
+            answer_extent = row.columns.get("answer_extent")
+            if not answer_extent:
+                answer_extent = extent(box_space, image_size, resized_size)
+        image_sizes += [image_size] * num_generations
+        answer_extents += [answer_extent] * num_generations
+    return {"image_sizes": image_sizes, "answer_extents": answer_extents}
 
 
 @dataclass(frozen=True)

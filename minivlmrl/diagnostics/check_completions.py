@@ -11,8 +11,9 @@ from minivlmrl.diagnostics.check_rewards import Trial, unread_boxes
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import combine, group_std
+from minivlmrl.rewards.columns import ask_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
-from minivlmrl.rewards.text import ask_rewards, find_answer
+from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.evaluate import BLIND, draw
 
 

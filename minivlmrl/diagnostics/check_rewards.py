@@ -14,8 +14,9 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.diagnostics.check_rows import spread
 from minivlmrl.losses.advantages import combine
+from minivlmrl.rewards.columns import ask_rewards
 from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
-from minivlmrl.rewards.text import ask_rewards, find_answer
+from minivlmrl.rewards.text import find_answer
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # texts that are no answers: a reward that likes one of them will be given it

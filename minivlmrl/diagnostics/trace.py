@@ -41,7 +41,7 @@ READING_LIST = (
     *("data/image", "data/messages", "data/chat_template", "data/rows", "data/processor"),
     *("model/rope", "model/vision", "model/attention", "model/packing", "model/decoder"),
     "model/logprobs",
-    *("generation/generate", "rewards/text", "losses/advantages", "losses/grpo"),
+    *("generation/generate", "rewards/text", "rewards/columns", "losses/advantages", "losses/grpo"),
     *("trainers/grpo", "run/loop"),
 )
 PAGE = Path(__file__).with_suffix(".html")

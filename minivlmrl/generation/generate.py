@@ -80,7 +80,7 @@ def generate(
                 unfinished = unfinished[kept_rows]
         attention.advance()
         logits = decode(model, ids, attention)
-    return collect(steps, num_generations)
+    return to_completions(steps, num_generations)
 
 
 def prefill(
@@ -101,7 +101,7 @@ def prefill(
     return logits[decoding.slots.prompt_index], decoding
 
 
-def collect(
+def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
     """Gather the rows, ids, logps and ends of all steps into a Completion for each row: B lists."""

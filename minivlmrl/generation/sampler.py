@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
-from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import (
     Decode,
     TokenSampler,
@@ -23,10 +22,13 @@ from minivlmrl.generation.generate import (
     make_token_sampler,
     sample_by_uniforms,
 )
-from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
+
+if TYPE_CHECKING:
+    from minivlmrl.generation.filters import Filters
+    from minivlmrl.generation.stop_strings import StopStrings
 
 # samplers of rollouts, by the values of sampling.engine
 ENGINES = {
@@ -106,8 +108,12 @@ class Sampler:
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
         if sampling.filtered:
+            from minivlmrl.generation.filters import Filters
+
             self.filters = Filters(sampling, ids, num_generations)
         if sampling.stop_strings:
+            from minivlmrl.generation.stop_strings import StopStrings
+
             ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
             tokenizer = self.processor.tokenizer
             self.stop_strings = StopStrings(sampling.stop_strings, tokenizer, ids_of_rows)

@@ -40,7 +40,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.generate import TokenSampler, collect
+from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import SampledRows, Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.decoder import Qwen2_5_VL
@@ -67,7 +67,7 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # see generate.collect
+        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # see generate.to_completions
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens of each row so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
 
@@ -210,7 +210,7 @@ class VLLMSampler(Sampler):
                 engine.step()
                 engine.abort_request(sampling.ended)
         TokenChooser.sampling = None
-        groups = collect(sampling.steps, num_generations)
+        groups = to_completions(sampling.steps, num_generations)
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups

@@ -36,7 +36,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
     """
     count = 0
     differences = []  # a line for each case that differs
-    steps = []  # and what `mistakes` needs of it
+    steps = []  # and what `known_mistakes` needs of it
     for case, options, batch, value, slope in cases(kind=kind, **only):
         logps = batch["per_token_logps"].requires_grad_()
         loss = my_loss(batch, options)
@@ -54,7 +54,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
             steps.append((batch, options, loss.detach(), gradient))
     if differences:
         head = f"{len(differences)} of {count} cases differ from TRL"
-        raise AssertionError("\n".join([head, *differences, *mistakes(steps)]))
+        raise AssertionError("\n".join([head, *differences, *known_mistakes(steps)]))
     return count
 
 
@@ -87,7 +87,7 @@ def has(options: dict, only: dict) -> bool:
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())
 
 
-def mistakes(steps: list[tuple]) -> list[str]:
+def known_mistakes(steps: list[tuple]) -> list[str]:
     """Name the known mistakes that give these losses, in lines, or say what has to be installed.
 
     Args:

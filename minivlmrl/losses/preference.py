@@ -1,4 +1,4 @@
-"""Losses of given answers: DPO's family, KTO, reward models, SFT. Imports torch alone: copy it.
+"""Losses of judged answers: DPO's family, KTO, reward models. It imports torch alone: copy it out.
 
 B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
 `per_token_logps` carries the gradient. Each loss divides by `counts`, an object with `sequences`
@@ -18,9 +18,7 @@ from torch.nn.functional import logsigmoid
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOType = Literal["kto", "apo_zero_unpaired"]
-SFTType = Literal["nll", "dft"]
 KTO_LOSS_TYPES = get_args(KTOType)
-SFT_LOSS_TYPES = get_args(SFTType)
 # of DPO_LOSSES, those that are defined for every divergence; sft is the same for all
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # those with label_smoothing
@@ -362,30 +360,6 @@ def reward_loss(
         per_pair_loss = per_pair_loss + options.center_rewards_coefficient * center
     num_pairs = len(difference) if counts is None else counts.sequences / 2
     return per_pair_loss.sum() / num_pairs, _reward_metrics(chosen.detach(), rejected.detach())
-
-
-def sft_loss(
-    per_token_logps: Tensor, mask: Tensor, loss_type: SFTType = "nll", *, counts=None
-) -> Tensor:
-    """Average the negative log-probability of the demonstrated tokens.
-
-    Example: two rows of 1 and 3 tokens, all with log-probability -2: loss 2.0 (4 tokens share the
-    mean, not 2 rows); with dft each token counts p = e^-2 = 0.135 of that, so 0.271.
-
-    Args:
-        per_token_logps: (B, T) float, nats.
-        mask: (B, T), 1 for tokens that are trained on.
-        loss_type: "nll"; or "dft", which weighs each token with its own probability, a constant for
-            the gradient: then an unlikely demonstration pulls no harder than a likely one.
-        counts: an object with `tokens` of the optimizer step, by default those of the mask.
-    Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = counts.tokens.
-    """
-    _check_known("loss_type", loss_type, SFT_LOSS_TYPES)
-    per_token_loss = -per_token_logps
-    if loss_type == "dft":
-        per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p
-    num_tokens = mask.sum().clamp(min=1) if counts is None else counts.tokens
-    return (per_token_loss * mask).sum() / num_tokens
 
 
 def check_dpo_options(options: DPOLossFields, prefix: str = ""):

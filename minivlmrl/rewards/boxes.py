@@ -1,27 +1,26 @@
 """Rewards for boxes: how well an answer's boxes cover the true ones.
 
 `solution` is in pixels of the image file, an answer in whatever space it was asked for, so these
-rewards are given image_sizes and answer_extents too, None of a row without an image: box_columns.
+rewards are given image_sizes and answer_extents too, None of a row without an image: see
+boxes.box_columns.
 
 boxes.parse_boxes reads an answer. Every box counts: it is matched with one true box or it is one
 too many. The sum over pairs is divided by the number of boxes on the longer side.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.rewards.text import find_answer, tag_format
 
 Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # a label, "" where labels do not count, and its box
 
 
-def iou(
+def mean_iou(
     answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
 ) -> list:
     """Mean IoU over best-matched boxes, missing and extra ones as 0: from 0 to 1.
@@ -46,7 +45,7 @@ def iou(
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Share of best-matched boxes with an IoU of 0.5 or more, missing and extra ones as 0: see iou.
+    """Share of best-matched boxes with an IoU of 0.5 or more, missing and extra ones as 0: see mean_iou.
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
     """
@@ -60,18 +59,18 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> l
     )
 
 
-def giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: see iou.
+def mean_giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
+    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: see mean_iou.
 
     Example: a box of the right size, as far from the true one as it is wide: -1/3. The whole image
     earns more, the share of the true box in it, so this reward alone first teaches large boxes.
     """
 
-    def mean_giou(answered: Objects, true: Objects) -> float:
+    def measure(answered: Objects, true: Objects) -> float:
         return mean_similarity(answered, true, lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
 
     return judge_boxes(
-        "giou", BOXES, mean_giou, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0
+        "giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0
     )
 
 
@@ -88,33 +87,6 @@ def box_format(completions: list[str], answer_extents: Extents, **columns) -> li
         is_valid = has_answer and all(box.valid and box.inside() for _, box in answered)
         values.append(1.0 if form == 1.0 and is_valid else 0.0)
     return values
-
-
-def box_columns(
-    rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
-) -> dict[str, list]:
-    """List image_sizes and answer_extents, (width, height) of each answer's first image.
-
-    An answer's space is the row's answer_extent, or its box_space, or the processor's.
-    """
-    image_sizes = []
-    answer_extents = []
-    patch_size = processor.image_processor.patch_size
-    for row, prompt in zip(rows, prompts, strict=True):
-        image_size = None
-        answer_extent = None
-        if row.images:
-            _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            # known after the prompt was made
-            image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
-            box_space = row.columns.get("box_space") or processor.box_space
-            resized_size = width * patch_size, height * patch_size
-            answer_extent = row.columns.get("answer_extent")
-            if not answer_extent:
-                answer_extent = boxes.extent(box_space, image_size, resized_size)
-        image_sizes += [image_size] * num_generations
-        answer_extents += [answer_extent] * num_generations
-    return {"image_sizes": image_sizes, "answer_extents": answer_extents}
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
@@ -158,7 +130,7 @@ def judge_boxes(
     answer_extents: Extents,
     nothing=0.0,
 ) -> list:
-    """Measure what n answers say against the truth, see iou.
+    """Measure what n answers say against the truth, see mean_iou.
 
     Args:
         nothing: what an answer without objects earns.

@@ -9,30 +9,28 @@ import inspect
 import math
 import numbers
 import operator
-import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from typing import Protocol, runtime_checkable
 
-from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.import_utils import find_named, raised, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import did_you_mean, naming
+from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.distributed.process_group import World
-from minivlmrl.rewards.boxes import box_columns
-from minivlmrl.rewards.text import reward_columns
+from minivlmrl.rewards.columns import reward_columns
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself
     "format": "minivlmrl.rewards.text:tag_format",
     "accuracy": "minivlmrl.rewards.text:accuracy",
-    "iou": "minivlmrl.rewards.boxes:iou",
+    "iou": "minivlmrl.rewards.boxes:mean_iou",
     "acc_0_5": "minivlmrl.rewards.boxes:acc_0_5",
-    "giou": "minivlmrl.rewards.boxes:giou",
+    "giou": "minivlmrl.rewards.boxes:mean_giou",
     "box_format": "minivlmrl.rewards.boxes:box_format",
     "reward_model": "minivlmrl.trainers.reward_model:reward_model",
     "environment": "minivlmrl.agents.environment:environment_reward",
@@ -67,7 +65,7 @@ def question(prompt: Text | list[dict]) -> Text:
 
 
 @dataclass
-class TrainerState:
+class StageProgress:
     """What rewards may read of a run, by TRL's names: optimizer steps of the present stage."""
 
     global_step: int = 0
@@ -78,7 +76,7 @@ class RewardLog:
     """What a stage tells its rewards, and they tell it: TRL's trainer_state and log_metric."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
-        self.trainer_state = TrainerState(global_step, max_steps)
+        self.trainer_state = StageProgress(global_step, max_steps)
         self.metrics: dict[str, list[float]] = {}  # of the present rollout, on this rank
 
     def log_metric(self, name: str, value: float):
@@ -204,7 +202,7 @@ def columns_of(rewards: Iterable[Reward]) -> list[str]:
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns.
+    """Collect what a recipe's rewards are given: see reward_columns and box_columns.
 
     turn_texts: of each completion the texts of its turns; one, unless it is a trajectory.
     """
@@ -272,32 +270,6 @@ def log_extra(extras: list[dict], column: str, values: list):
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)
         extra[column] = value if is_json else str(value)
-
-
-def raised(function: Callable, error: BaseException, names: Iterable[str]) -> str:
-    """Say what a function or class has raised, at which line of its file: "raised KeyError: ...".
-
-    names: of its arguments, one of which a KeyError may mean.
-    """
-    file = None
-    with suppress(TypeError, OSError):  # what is not written in Python has no file
-        file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
-    text = f"raised {type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    if lines:
-        text += f" in {file}:{lines[-1]}"
-    if isinstance(error, KeyError):
-        text += did_you_mean(str(error).strip("'"), names)
-    return text
-
-
-def guarded(name: str, function: Callable, /, *arguments, **options):
-    """Call a user's function or class (ValueError: it has raised anything, with its line)."""
-    try:
-        return function(*arguments, **options)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} {raised(function, error, options)}") from error
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:

@@ -7,15 +7,7 @@ None for a completion says "cannot judge": it counts neither in the group's mean
 advantage. The names that a recipe gives weights, {accuracy: 1.0}, are in rewards/registry.py.
 """
 
-import math
 import re
-from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
-
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Row
 
 THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -72,38 +64,3 @@ def normalize(text: str) -> str:
     answer = last_answer(text)
     words = (text if answer is None else answer).split()
     return " ".join(words).rstrip(". ").casefold()
-
-
-def reward_columns(
-    rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
-) -> dict[str, list]:
-    """Collect the columns of rewards, n = B * G values each, None where a row lacks one.
-
-    `completions` are the assistant's turns, see Processor.turn, `answer_texts` what they answer.
-    """
-    flat_completions = []
-    row_of_each = []
-    for row, group in zip(rows, completions, strict=True):
-        flat_completions += group
-        row_of_each += [row] * len(group)
-    columns = {}
-    for name in sorted(set().union(*(row.columns for row in rows))):
-        columns[name] = [row.columns.get(name) for row in row_of_each]
-    texts = [processor.decode_assistant_turn(completion) for completion in flat_completions]
-    columns["prompts"] = [row.messages for row in row_of_each]
-    columns["images"] = [row.images for row in row_of_each]
-    columns["row_names"] = [row.where or f"row {row.index}" for row in row_of_each]
-    columns["completion_ids"] = [completion.ids.tolist() for completion in flat_completions]
-    columns["completions"] = texts
-    columns["answer_texts"] = [find_answer(text, processor.answer) for text in texts]
-    return columns
-
-
-def ask_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
-    """Ask K rewards about n completions: (n, K) float32, NaN where one answers None."""
-    values = []
-    for reward in rewards:
-        answers = reward(**columns)
-        values.append([math.nan if answer is None else answer for answer in answers])
-    shape = len(rewards), len(columns["completions"])
-    return torch.tensor(values, dtype=torch.float32).view(shape).T

@@ -13,8 +13,8 @@ from minivlmrl.config.options import NO_TRUNCATION
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, make_sampler
+from minivlmrl.rewards.columns import ask_rewards
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, recipe_columns
-from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 

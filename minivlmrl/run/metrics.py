@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.import_utils import find_named, guarded, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import json_text, naming
 from minivlmrl.distributed.process_group import World
-from minivlmrl.rewards.registry import guarded
 from minivlmrl.run.rollout_log import CompletionsLog
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"

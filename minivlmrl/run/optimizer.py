@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.import_utils import find_named, guarded, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.config.parsing import naming, require
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
 from minivlmrl.model.plain_weights import full
 from minivlmrl.model.trainable import trained_parameters
-from minivlmrl.rewards.registry import guarded
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:

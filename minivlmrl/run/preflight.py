@@ -16,8 +16,8 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.trainable import trainable_summary
+from minivlmrl.rewards.columns import ask_rewards
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
-from minivlmrl.rewards.text import ask_rewards
 from minivlmrl.trainers.base import Trainer
 
 TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions

@@ -20,13 +20,14 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.parsing import json_text
+from minivlmrl.data.boxes import Box, box_columns, parse_boxes
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.files import read_lines
 from minivlmrl.losses.advantages import combine
-from minivlmrl.rewards.boxes import box_columns, read_boxes
+from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
@@ -189,8 +190,10 @@ def describe_turn(turn: Completion, processor: Processor) -> dict:
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Read the boxes of a text, in shares of the image's sides; none without an image."""
-    written = read_boxes(text, extent) if extent else []
-    shares = [box.to((1.0, 1.0)) for _, box in written if box.valid]
+    if extent is None:
+        return []
+    written = [Box(*corners, extent) for corners in parse_boxes(find_answer(text) or text)]
+    shares = [box.to((1.0, 1.0)) for box in written if box.valid]
     return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
 
 

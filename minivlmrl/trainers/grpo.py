@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.config.import_utils import find_named, with_options
+from minivlmrl.config.import_utils import find_named, guarded, with_options
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.config.parsing import naming
 from minivlmrl.data.loader import Batches
@@ -47,8 +47,8 @@ from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import trained_parameters
-from minivlmrl.rewards.registry import RewardLog, guarded, recipe_columns, training_rewards
-from minivlmrl.rewards.text import ask_rewards
+from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 from minivlmrl.trainers.rollout_metrics import (
     completion_metrics,
@@ -73,7 +73,7 @@ class GRPOTrainer(Trainer):
 
     @classmethod
     def check(cls, run: RunConfig):
-        check_rollouts(run, cls.stage)
+        check_rollout_options(run, cls.stage)
         config = getattr(run, cls.stage)
         loss = find_loss(config)
         if loss is not grpo_loss:
@@ -420,7 +420,7 @@ class GRPOTrainer(Trainer):
         }
 
 
-def check_rollouts(run: RunConfig, stage: str):
+def check_rollout_options(run: RunConfig, stage: str):
     """Refuse a recipe (ValueError) whose rollouts or rewards cannot be those of a stage."""
     if run.sampling.temperature == 0:
         raise ValueError("sampling.temperature is 0: all completions of a group would be equal")

@@ -23,7 +23,7 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
 from minivlmrl.trainers.base import Rollout, SampledBatch
-from minivlmrl.trainers.grpo import GRPOTrainer, check_rollouts, mask_completions
+from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options, mask_completions
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class PPOTrainer(GRPOTrainer):
 
     @classmethod
     def check(cls, run: RunConfig):
-        check_rollouts(run, cls.stage)
+        check_rollout_options(run, cls.stage)
         if run.sampling.environment:
             raise ValueError("sampling.environment: ppo has no values of forced tokens; take grpo")
         if run.ppo.critic_path is not None:

@@ -7,7 +7,7 @@ from minivlmrl.config.options import SFTOptions
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.losses.grpo import Counts
-from minivlmrl.losses.preference import sft_loss
+from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.offline import OfflineTrainer

@@ -17,12 +17,12 @@ from runs import write_lines
 from talk import assistant, user
 
 from minivlmrl.data import file_dataset
+from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor, load_image
 from minivlmrl.data.media import check_options, fetch_image
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.video import load_video
-from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.tasks import shapes
 
 import tiny

@@ -1,7 +1,8 @@
 """What named rewards say of texts."""
 
+from minivlmrl.rewards.columns import ask_rewards
 from minivlmrl.rewards.registry import get_reward
-from minivlmrl.rewards.text import ask_rewards, find_answer
+from minivlmrl.rewards.text import find_answer
 
 
 def earnings(names, completions, columns, where="tags"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minivlmrl.data.rows import Prompt
-from minivlmrl.losses import preference
+from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
 from minivlmrl.losses.parity import cases, check, distance, sees
 
@@ -18,7 +18,7 @@ import tiny
 def my_loss(batch, options):
     """Ours, as someone would write it who compares theirs."""
     if options["kind"] == "sft":
-        return preference.sft_loss(**batch, loss_type=options["loss_type"])
+        return sft.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
         names = preference.DPOLossOptions.__dataclass_fields__
         chosen = preference.DPOLossOptions(**{n: options[n] for n in names if n in options})

@@ -1,7 +1,6 @@
 """Preference losses by arithmetic that a reader can follow by hand; what only TRL can tell is in tests/parity."""
 
 from math import exp, log
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,23 +112,3 @@ def test_a_kto_loss_that_cannot_be_is_refused():
         kto_loss(PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), ref_per_token_logps=PAIR_REF[0])
     with pytest.raises(ValueError, match="'bco'; known are kto, apo_zero_unpaired"):
         losses.KTOLossOptions("bco")
-
-
-def test_nll_with_the_tokens_of_the_step():
-    """Probabilities 0.5 and 0.25 of a step of ten tokens: 3 log 2 / 10; without a token the loss is 0."""
-    logps = tensor([log(0.5), log(0.25), 9.0])
-    assert losses.sft_loss(logps, tensor([1.0, 1.0, 0.0]), counts=SimpleNamespace(tokens=10)).item() == near(
-        0.3 * log(2)
-    )
-    assert losses.sft_loss(logps, tensor([0.0, 0.0, 0.0])).item() == 0
-
-
-def test_docstring_examples_of_sft():
-    logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
-    assert losses.sft_loss(logps, mask).item() == 2.0
-    assert losses.sft_loss(logps, mask, "dft").item() == pytest.approx(0.271, abs=5e-4)
-
-
-def test_an_unknown_sft_loss_is_refused():
-    with pytest.raises(ValueError, match="loss_type is 'mse'; known are nll, dft"):
-        losses.sft_loss(torch.zeros(1, 1), torch.ones(1, 1), "mse")

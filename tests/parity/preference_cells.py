@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from minivlmrl.losses import preference
+from minivlmrl.losses import preference, sft
 from tests.parity.compare import Cell, Question, loss_cell
 from tests.parity.policy_cells import T, policy_batch, trl
 
@@ -77,7 +77,7 @@ def sft_cell(q: Question) -> Cell:
     counts = None if items is None else SimpleNamespace(tokens=items / processes)
 
     def ours(batch: dict):
-        return preference.sft_loss(batch["per_token_logps"], batch["mask"], kind, counts=counts), {}
+        return sft.sft_loss(batch["per_token_logps"], batch["mask"], kind, counts=counts), {}
 
     return loss_cell(q, policy_batch(q.seed), ours, partial(trl, "sft_loss", **q.options))
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from minivlmrl.losses import preference
+from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import AVERAGES
 from tests.parity.compare import ask, judge
 from tests.parity.families import families
@@ -34,6 +34,6 @@ def test_a_wrong_loss_is_reported(monkeypatch, trl):
 def test_every_loss_of_ours_has_a_family():
     names = {f"grpo loss_type={name}" for name in AVERAGES if name != "rloo"} | {"rloo loss"}
     names |= {f"dpo {name}" for name in preference.DPO_LOSSES}
-    names |= {f"sft loss_type={name}" for name in preference.SFT_LOSS_TYPES}
+    names |= {f"sft loss_type={name}" for name in sft.SFT_LOSS_TYPES}
     names |= {f"kto loss_type={name}" for name in preference.KTO_LOSS_TYPES} | {"reward loss"}
     assert names <= FAMILIES.keys(), names - FAMILIES.keys()

@@ -29,7 +29,7 @@ NEEDED = {
     "model/decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
     "generation/generate": {
         *("generate", "prefill", "Decode.__call__"),
-        *("make_token_sampler.<locals>.sample_token", "inverse_cdf", "collect"),
+        *("make_token_sampler.<locals>.sample_token", "inverse_cdf", "to_completions"),
     },
     "trainers/grpo": {f"GRPOTrainer.{name}" for name in ("steps", "roll_out", "prepare", "micro_batches", "loss")},
 }

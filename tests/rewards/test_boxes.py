@@ -8,11 +8,12 @@ import pytest
 import torch
 from talk import IMAGE_PART, user
 
+from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.video import Video
-from minivlmrl.rewards.boxes import acc_0_5, box_columns, box_format, giou, iou
+from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_giou, mean_iou
 from recipes import localisation
 from recipes.point import point
 
@@ -52,7 +53,7 @@ ALL_BUT_FORM = (1, 1, 1, 0)
 BESIDE = (0, 0, -1 / 3, 1)
 BESIDE_BUT_FORM = (0, 0, -1 / 3, 0)
 
-# completion: iou, acc_0_5, giou, box_format
+# completion: mean_iou, acc_0_5, mean_giou, box_format
 HACKS = {
     # what is asked for
     say(RIGHT): ALL,
@@ -144,7 +145,7 @@ def test_a_negative_is_judged_by_whether_the_answer_says_so(solution):
 
 def test_none_where_nothing_can_be_judged():
     for given in (columns(solution=None), columns(size=None, extent=None)):
-        assert [reward([say(RIGHT)], **given) for reward in (iou, acc_0_5, giou)] == [[None]] * 3
+        assert [reward([say(RIGHT)], **given) for reward in (mean_iou, acc_0_5, mean_giou)] == [[None]] * 3
     assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
     assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 

@@ -7,8 +7,9 @@ import torch
 
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.rewards import text as rewards_file
+from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.rewards.registry import columns_of, get_reward
-from minivlmrl.rewards.text import accuracy, find_answer, reward_columns, tag_format
+from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 
 from earnings import earnings
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.image_settings import RESIZE
-from minivlmrl.rewards.boxes import box_columns
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes

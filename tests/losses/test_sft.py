@@ -1,0 +1,28 @@
+"""The loss of SFT by arithmetic that a reader can follow by hand; against TRL: tests/parity."""
+
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+from by_hand import near, tensor
+
+from minivlmrl.losses.sft import sft_loss
+
+
+def test_nll_with_the_tokens_of_the_step():
+    """Probabilities 0.5 and 0.25 of a step of ten tokens: 3 log 2 / 10; without a token the loss is 0."""
+    logps = tensor([log(0.5), log(0.25), 9.0])
+    assert sft_loss(logps, tensor([1.0, 1.0, 0.0]), counts=SimpleNamespace(tokens=10)).item() == near(0.3 * log(2))
+    assert sft_loss(logps, tensor([0.0, 0.0, 0.0])).item() == 0
+
+
+def test_docstring_examples_of_sft():
+    logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
+    assert sft_loss(logps, mask).item() == 2.0
+    assert sft_loss(logps, mask, "dft").item() == pytest.approx(0.271, abs=5e-4)
+
+
+def test_an_unknown_sft_loss_is_refused():
+    with pytest.raises(ValueError, match="loss_type is 'mse'; known are nll, dft"):
+        sft_loss(torch.zeros(1, 1), torch.ones(1, 1), "mse")
