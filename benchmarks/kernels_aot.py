@@ -85,7 +85,7 @@ def log_softmax_builds() -> list[Build]:
         builds.append(
             Build(
                 name=f"log-softmax forward {dtype}",
-                kernel=log_softmax._forward,
+                kernel=log_softmax._score_kernel,
                 signature=given | results,
                 constexprs={"parts": None, "FIRST": True, "LAST": True},
                 num_warps=log_softmax.FORWARD_WARPS,
@@ -95,7 +95,7 @@ def log_softmax_builds() -> list[Build]:
         builds.append(
             Build(
                 name=f"log-softmax forward, middle part {dtype}",
-                kernel=log_softmax._forward,
+                kernel=log_softmax._score_kernel,
                 signature=given | {"parts": "*fp32"},
                 constexprs=dict.fromkeys(results) | {"FIRST": False, "LAST": False},
                 num_warps=log_softmax.FORWARD_WARPS,
@@ -108,7 +108,7 @@ def log_softmax_builds() -> list[Build]:
         builds.append(
             Build(
                 name=f"log-softmax backward{name} bf16",
-                kernel=log_softmax._backward,
+                kernel=log_softmax._differentiate_kernel,
                 signature=given | {"grad_entropies": "*fp32"} if with_entropy else given,
                 constexprs={} if with_entropy else {"grad_entropies": None},
                 num_warps=log_softmax.BACKWARD_WARPS,
@@ -119,7 +119,7 @@ def log_softmax_builds() -> list[Build]:
 
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    rows, columns, more = windows.blocks(longest, head_dim)
+    rows, columns, more = windows.block_sizes(longest, head_dim)
     sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns, "MORE": more}
     about = f"{dtype} {longest}x{head_dim}"
     given = same(f"*{dtype}", "q", "k", "v") | {"cu_seqlens": "*i32"}

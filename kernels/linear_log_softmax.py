@@ -173,7 +173,7 @@ def differentiate(
 # Operators, not an autograd.Function: the plan of diagnostics/memory.py counts their results alone, as the
 # fakes give them, and adds piece_bytes.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
-def _op(
+def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pieces = Pieces(hidden, weight, ids, mask, temperature)
@@ -182,14 +182,14 @@ def _op(
     return logps, entropies, tops, sums
 
 
-@_op.register_fake
+@_linear_log_softmax.register_fake
 def _(hidden, weight, ids, mask, temperature):
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return tuple(hidden.new_empty(ids.shape, dtype=wide) for _ in range(4))
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
-def _backward_op(
+def _linear_log_softmax_backward(
     inputs: list[Tensor],
     saved: list[Tensor],
     g: Tensor,
@@ -219,7 +219,7 @@ def _backward_op(
     return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight
 
 
-@_backward_op.register_fake
+@_linear_log_softmax_backward.register_fake
 def _(inputs, saved, g, e, temperature, needed):
     return tuple(
         torch.empty_like(x) if need else x.new_empty(0)
@@ -234,16 +234,16 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # None for an output that no loss uses
 
 
-def _backward(ctx, g, e, *_):
+def _differentiate_scores(ctx, g, e, *_):
     inputs = list(ctx.saved_tensors[:4])
     saved = list(ctx.saved_tensors[4:])
     g = torch.zeros_like(saved[0]) if g is None else g
     needed = list(ctx.needs_input_grad[:2])
-    grads = _backward_op(inputs, saved, g, e, ctx.temperature, needed)
+    grads = _linear_log_softmax_backward(inputs, saved, g, e, ctx.temperature, needed)
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 3
 
 
-_op.register_autograd(_backward, setup_context=_setup_context)
+_linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setup_context)
 
 
 def linear_log_softmax(
@@ -274,7 +274,7 @@ def linear_log_softmax(
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
-    logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), mask, temperature)
+    logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies
 
 

@@ -50,7 +50,7 @@ def nf4_unpack(
 ) -> Tensor:
     """Unpack (n / 2,) bytes into (n,) values of a dtype, with torch's bits: no fused multiply-add.
 
-    Args: see adapters/nf4.pack; tables: of scales (256,) and of values (16,).
+    Args: see pack_nf4 in model/nf4.py; tables: of scales (256,) and of values (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

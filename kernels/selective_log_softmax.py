@@ -145,7 +145,7 @@ def _join(top1, s1, t1, top2, s2, t2):
 
 
 @triton.jit
-def _forward(
+def _score_kernel(
     logits,
     ids,
     parts,
@@ -192,7 +192,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _differentiate_kernel(
     logits,
     ids,
     entropies,
@@ -250,7 +250,7 @@ def fold_(
     """Score logits z (N, width) of the ids from first_id on, one part of each row.
 
     Args:
-        parts: (4, N), see _forward; None where the first part is also the last.
+        parts: (4, N), see _score_kernel; None where the first part is also the last.
     Returns:
         logp, H, top (in base 2) and s, each (N,) float32; () before the last part.
     """
@@ -260,7 +260,7 @@ def fold_(
         results = tuple(z.new_empty(rows, dtype=torch.float32) for _ in range(4))
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
-            _forward[(rows,)](
+            _score_kernel[(rows,)](
                 z,
                 ids,
                 parts,
@@ -290,7 +290,7 @@ def differentiate_part_(
     rows, width = z.shape
     if rows:
         with torch.cuda.device_of(z):
-            _backward[(rows,)](
+            _differentiate_kernel[(rows,)](
                 z,
                 ids,
                 *saved,

@@ -223,7 +223,7 @@ def _backward_kernel(
     _store_product(grad_k + offset, tl.trans(dS), queries, length, H, D, MORE)
 
 
-def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
+def block_sizes(longest: int, head_dim: int) -> tuple[int, int, int]:
     """ROWS, COLUMNS, MORE for segments of `longest` tokens: 64, 64, 16 for 60 of head size 80.
 
     At least 16, the smallest that a matrix instruction takes.
@@ -242,7 +242,7 @@ def _launch(
     # the kernels take any strides of rows and heads, but a head's numbers one after the other
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
-    (rows, columns, more) = blocks(longest, D)
+    (rows, columns, more) = block_sizes(longest, D)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel[((len(cu_seqlens) - 1) * H,)](
             q,
@@ -264,14 +264,14 @@ def _launch(
 
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+def _window_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _launch(_forward_kernel, q, k, v, cu_seqlens, longest, out=out)
     return out
 
 
 @torch.library.custom_op("minivlmrl::window_attention_backward", mutates_args=())
-def _backward(
+def _window_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (
@@ -282,8 +282,10 @@ def _backward(
     return grad_q, grad_k, grad_v
 
 
-_forward.register_fake(lambda q, *_: q.new_empty(q.shape))
-_backward.register_fake(lambda grad, q, *_: tuple(q.new_empty(q.shape) for _ in range(3)))
+_window_attention.register_fake(lambda q, *_: q.new_empty(q.shape))
+_window_attention_backward.register_fake(
+    lambda grad, q, *_: tuple(q.new_empty(q.shape) for _ in range(3))
+)
 
 
 def _save(ctx, inputs, output):
@@ -292,10 +294,10 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad: Tensor):
-    return *_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
+    return *_window_attention_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_window_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
@@ -307,5 +309,5 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     """
     fits = segments.longest <= MOST_TOKENS and q.shape[-1] <= MOST_HEAD_DIM and q.dtype in DTYPES
     if fits and backend_for(q) == "triton":
-        return _forward(q, k, v, segments.cu_seqlens, segments.longest)
+        return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
     return batched_attention(q, k, v, segments)

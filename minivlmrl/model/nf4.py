@@ -52,7 +52,7 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
-def pack(weight: Tensor) -> dict[str, Tensor]:
+def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Pack a weight, two values a byte, and the scales of its blocks, less their mean, `offset`."""
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
@@ -68,15 +68,15 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
 
 
 @cache
-def meta_pack(shape: torch.Size) -> dict[str, Tensor]:
+def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
     """Pack a weight without numbers."""
-    return pack(torch.empty(shape, device="meta"))
+    return pack_nf4(torch.empty(shape, device="meta"))
 
 
-def unpack(
+def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Compute the (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
+    """Compute the (n,) values of a dtype that pack_nf4's result means, n filled up to whole blocks."""
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset) == "triton":
@@ -112,10 +112,10 @@ class NF4Linear(PackedLinear):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
         if weight.is_meta:  # for the plan, which may have thousands of experts
             packed_tensors = {
-                name: torch.empty_like(x) for name, x in meta_pack(weight.shape).items()
+                name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()
             }
         else:
-            packed_tensors = pack(weight.to(self.dtype))
+            packed_tensors = pack_nf4(weight.to(self.dtype))
         packed_weight = packed_tensors.pop("packed")
         if part is not None:
             packed_weight = part(packed_weight, self.packed)
@@ -128,5 +128,5 @@ class NF4Linear(PackedLinear):
         """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
         # an offloaded part is in host memory
         packed = gather(self.packed).to(self.offset.device)
-        values = unpack(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
+        values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minivlmrl.kernels.backend import INTERPRETED
-from minivlmrl.model.nf4 import pack, unpack
+from minivlmrl.model.nf4 import pack_nf4, unpack_nf4
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
@@ -14,7 +14,7 @@ from minivlmrl.model.nf4 import pack, unpack
 ], ids=str)  # fmt: skip
 def test_the_kernel_has_the_bits_of_torch(shape, dtype, monkeypatch):
     """Blocks that are filled up, programs that are not full, more than 256 scales."""
-    packed = pack(0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    found = unpack(**packed, dtype=dtype)
+    packed = pack_nf4(0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    found = unpack_nf4(**packed, dtype=dtype)
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
-    assert found.dtype == dtype and torch.equal(found, unpack(**packed, dtype=dtype))
+    assert found.dtype == dtype and torch.equal(found, unpack_nf4(**packed, dtype=dtype))

@@ -69,7 +69,7 @@ def test_flat_and_one_hot_weights(scale):
 
 @pytest.mark.parametrize(("lengths", "head_dim"), [([65, 4], 16), ([4, 4], 144)], ids=str)
 def test_what_no_tile_holds_goes_to_torch(lengths, head_dim, monkeypatch):
-    monkeypatch.setattr(module, "_forward", None)
+    monkeypatch.setattr(module, "_window_attention", None)
     inputs = make(lengths, 1, head_dim, EXACT)
     assert_close(window_attention(*inputs, Segments(lengths)), masked_attention(*inputs, lengths)[0], EXACT)
 

@@ -15,7 +15,7 @@ from minivlmrl.model import nf4
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.lora import adapters, inject_adapters, quantize_base
-from minivlmrl.model.nf4 import NF4, dynamic_code, pack, unpack
+from minivlmrl.model.nf4 import NF4, dynamic_code, pack_nf4, unpack_nf4
 from minivlmrl.model.peft import load_adapter
 from minivlmrl.model.plain_weights import full, packed_layers, part_of, plain_weights
 from minivlmrl.model.trainable import trainable_summary
@@ -27,12 +27,12 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
     monkeypatch.setattr(nf4, "dynamic_code", dynamic_code.__wrapped__)  # what is cached has its own linspace
-    theirs, packed = recorded(), pack(numbers())
+    theirs, packed = recorded(), pack_nf4(numbers())
     assert torch.equal(torch.tensor(NF4), torch.tensor(theirs["nf4"]))
     theirs = theirs["nf4 numbers"]
     assert all(digest(packed[name]) == theirs[name] for name in ("packed", "scale_indices", "scale_scales"))
     assert packed["offset"].item() == theirs["offset"]
-    assert digest(unpack(**packed)) == theirs["values"]
+    assert digest(unpack_nf4(**packed)) == theirs["values"]
     assert sum(x.nbytes for x in packed.values()) * 8 / (SHAPE[0] * SHAPE[1]) == pytest.approx(4.127, abs=0.001)
 
 
@@ -40,7 +40,7 @@ def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
 def test_any_shape(shape):
     """A number is off by half the widest gap, 0.152 of its block's largest, and by the scale's 8 bits."""
     weight = torch.randn(shape)
-    off = (unpack(**pack(weight))[: weight.numel()].view(shape) - weight).abs().max()
+    off = (unpack_nf4(**pack_nf4(weight))[: weight.numel()].view(shape) - weight).abs().max()
     assert off < 0.16 * weight.abs().max()
 
 

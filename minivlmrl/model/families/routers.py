@@ -17,8 +17,8 @@ from minivlmrl.model.packing import GroupBatch
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The ranks of a run: distributed/process_group.World."""
+class Gatherer(Protocol):
+    """Collects values of all ranks: distributed/process_group.World."""
 
     def gather_objects(self, value: T) -> list[T]: ...
 
@@ -43,7 +43,7 @@ def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 class RouterLog:
     """Counts the tokens of each expert, of text and of images apart."""
 
-    def __init__(self, config: ModelConfig, world: Ranks):
+    def __init__(self, config: ModelConfig, world: Gatherer):
         self.config = config
         self.world = world
         self.counts: list[Tensor] = []  # of each micro-batch since the last `take`: (2, layers, E)
