@@ -26,7 +26,6 @@ from minivlmrl.data.media import (
     check_unread,
     fetch_image,
     files_of,
-    media_options,
     open_image,
     place_media,
     read_media,
@@ -334,7 +333,7 @@ def _place(
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     if options.prompt_template != "{problem}":
         turns = put_in_template(options.prompt_template, turns)
-    messages, media = place_media([*turns, *answer], row_media, media_options(options))
+    messages, media = place_media([*turns, *answer], row_media, options)
     return add_system_prompt(messages, options.system_prompt), media
 
 

@@ -148,7 +148,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 
 
 def place_media(
-    turns: list[dict], row_media: dict[str, list[Media]], media_options: dict[str, dict]
+    turns: list[dict], row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media]]:
     """Give a prompt a part for each image and video; return also what parts show, in order.
 
@@ -158,9 +158,10 @@ def place_media(
     Args:
         row_media: by kind, the media that come with the row. The options of a part win over those
             listed here.
-        media_options: by kind, those of every image without its own, and those that a video does
-            not say itself; which frames to take only of files without nframes.
+        options: of all rows: those of every image without its own, and those that a video does not
+            say itself; which frames to take only of files without nframes.
     """
+    common_options = media_options(options)
     media_counts = {kind: len(entries) for kind, entries in row_media.items()}
     if not shown_parts_of(turns):  # else <image> is text
         turns = add_placeholders(turns, media_counts)
@@ -182,10 +183,10 @@ def place_media(
                 continue
             with naming(f"message {turn_number}"):
                 item = _media(part, kind) if _sources(part, kind) else next(next_media[kind])
-                options = item.options | _options(part, kind)
-            options = _with_common(item, options, media_options.get(kind, {}))
-            media.append(Media(kind, item.source, options))
-            parts.append({"type": kind, **_without(options)})
+                own_options = item.options | _options(part, kind)
+            all_options = _with_common(item, own_options, common_options[kind])
+            media.append(Media(kind, item.source, all_options))
+            parts.append({"type": kind, **_without(all_options)})
         is_text = isinstance(turn.get("content"), str)
         messages.append(turn if is_text else {**turn, "content": parts})
     check_total(len(media))
