@@ -1,7 +1,7 @@
 """The seam between the package and agents/, the optional tools, environments and trajectories.
 
-Only this module and sampler.make_sampler import agents/ from below it. They do so inside functions,
-when a recipe sets `sampling.environment`, so that a run without tools loads none of its modules.
+Only this module imports agents/ from below it. It does so inside functions, when a recipe sets
+`sampling.environment`, so that a run without tools loads none of its modules.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from minivlmrl.model.packing import GroupBatch, pack
 
 if TYPE_CHECKING:
     from minivlmrl.agents.environment import Environment
+    from minivlmrl.generation.sampler import Sampler
 
 
 def check_environment(run: RunConfig):
@@ -35,6 +36,13 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
     from minivlmrl.agents.trajectories import has_windows
 
     return has_windows(sampling.environment, sampling.history)
+
+
+def find_tool_sampler(name: str, history: int | None) -> "type[Sampler]":
+    """Return the class of the sampler for an environment: of completions, or of trajectories."""
+    from minivlmrl.agents.trajectories import find_sampler
+
+    return find_sampler(name, history)
 
 
 def begin_environment(name: str | None, row: Row) -> "Environment | None":
