@@ -14,7 +14,7 @@ TOOLS = {  # name: (module:function, what it does)
     "merge": ("minivlmrl.commands.merge:main", "add an adapter to its base, as one plain folder"),
     "page": ("minivlmrl.commands.report:main", "write one HTML file of a run, or of two"),
     "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file, and score them"),
-    "generate": ("minivlmrl.commands.evaluate:generate", "answer the rows of a file"),
+    "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
     "check": ("minivlmrl.diagnostics.check:main", "say what of a recipe will go wrong"),
     "plan": ("minivlmrl.commands.memory:main", "print what a run needs of each GPU's memory"),
     "replay": ("minivlmrl.diagnostics.replay:main", "train a step of a run again, and show it"),

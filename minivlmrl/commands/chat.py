@@ -27,14 +27,14 @@ from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED
 from minivlmrl.generation.sampler import ENGINES, make_sampler
 from minivlmrl.generation.stop_strings import token_bytes
-from minivlmrl.model.checkpoint import read_config as read_model_config
+from minivlmrl.model.checkpoint import read_config
 from minivlmrl.run.setup import build_model
 
 
 def main(arguments: list[str]):
     """Print the answer of a model."""
     options, overrides = build_parser().parse_known_args(arguments)
-    config = read_config(options, overrides)
+    config = inference_config(options, overrides)
     row = build_row(options, config.data)  # before the weights: a mistake shows at once
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
@@ -56,13 +56,13 @@ def main(arguments: list[str]):
     process_group.shutdown(world)
 
 
-def read_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
+def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     """Read how the run that trained a model asked it, or take the defaults.
 
     How completions are drawn is said by the command line alone.
     """
     folder = find_folder(options.model)
-    dtype = read_model_config(folder).torch_dtype
+    dtype = read_config(folder).torch_dtype
     model = {"path": options.model, "dtype": dtype}
     fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": model}
     for name, value in vars(options).items():

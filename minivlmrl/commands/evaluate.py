@@ -23,6 +23,7 @@ from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import json_text
 from minivlmrl.data.download import find_folder
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.files import ASKED, write_json
@@ -34,31 +35,33 @@ from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.setup import build_model
 
 
-def parser(name: str) -> argparse.ArgumentParser:
+def build_parser(name: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
         epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
         allow_abbrev=False,
     )
-    p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
-    p.add_argument("--model", required=True, help="a folder, or an id on the hub")
-    p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
-    p.add_argument("--out", help=f"the results file; default: {name}.jsonl beside the model")
-    p.add_argument("--num_generations", type=int, default=1, help="answers to each row")
-    p.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
-    p.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
-    return p
+    parser.add_argument(
+        "--recipe", help="default: config.yaml of the model's run, else own_data.yaml"
+    )
+    parser.add_argument("--model", required=True, help="a folder, or an id on the hub")
+    parser.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
+    parser.add_argument("--out", help=f"the results file; default: {name}.jsonl beside the model")
+    parser.add_argument("--num_generations", type=int, default=1, help="answers to each row")
+    parser.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
+    parser.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
+    return parser
 
 
-def run(tool: str, arguments: list[str]):
+def answer_file(tool: str, arguments: list[str]):
     """Write the results file and its summary, and print the summary; generate judges nothing."""
-    options, overrides = parser(tool).parse_known_args(arguments)
+    options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
     judges = tool == "evaluate"
-    config = read_config(options, overrides, judges)
+    config = evaluation_config(options, overrides, judges)
     rewards = held_out_rewards(config) if judges else []
     names = [reward.name for reward in rewards]
     rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
@@ -72,7 +75,7 @@ def run(tool: str, arguments: list[str]):
     sampling = replace(config.sampling, engine="own", temperature=temperature)
     sample = make_sampler(model, processor, sampling, world)
     key = f"{config.seed}/evaluate"
-    describe = partial(line, processor, names)
+    describe = partial(result_line, processor, names)
     model_folder = Path(options.model)
     home = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or home / f"{tool}.jsonl")
@@ -87,11 +90,11 @@ def run(tool: str, arguments: list[str]):
     process_group.shutdown(world)
 
 
-main = partial(run, "evaluate")
-generate = partial(run, "generate")
+main = partial(answer_file, "evaluate")
+generate_main = partial(answer_file, "generate")
 
 
-def read_config(options: argparse.Namespace, overrides: list[str], judges: bool) -> RunConfig:
+def evaluation_config(options: argparse.Namespace, overrides: list[str], judges: bool) -> RunConfig:
     """Read the recipe, with the model, the rows and the rewards that the command line names.
 
     ValueError: a recipe that was found beside the model names code.
@@ -128,7 +131,9 @@ def find_recipe(model: str) -> Path | None:
     return next(filter(Path.is_file, recipe_paths), None)
 
 
-def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:
+def result_line(
+    processor: Processor, names: Sequence[str], row: Row, completions: list, earned: list
+) -> dict:
     """Make a row's line of the results file."""
     answers = []
     for completion, values in zip(completions, earned, strict=True):

@@ -30,7 +30,7 @@ def main(arguments: list[str]):
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
         recipe = overrides.pop(0)
-    costs = Costs(read_model_config(Path(options.model)))
+    costs = Costs(model_config(Path(options.model)))
     gpu_bytes = options.gpu_memory * GB
     gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
     parameters_text = f"{costs.parameters:,} parameters"
@@ -48,7 +48,7 @@ def main(arguments: list[str]):
             options.image_tokens,
             options.frames,
         )
-        print(f"\n{stage}\n{table(phases, gpu_bytes)}")
+        print(f"\n{stage}\n{memory_table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
             print("does not fit: docs/memory.md says what saves memory, and what fits one card")
 
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def model_config(path: Path) -> ModelConfig:
     """Read a config.json, or that of a folder."""
     if not path.exists():
         raise ValueError(
@@ -77,7 +77,7 @@ def read_model_config(path: Path) -> ModelConfig:
     return ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
 
 
-def table(phases: dict[str, dict], gpu_bytes: float) -> str:
+def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
     """A Markdown table in GB with one column for each phase."""
     item_names = dict.fromkeys(name for items in phases.values() for name in items)
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]

@@ -42,7 +42,7 @@ def train(
         else:
             fields[name] = value
     if rewards is not None:
-        fields["rewards"] = {_register(reward): weight for reward, weight in rewards.items()}
+        fields["rewards"] = {register_reward(reward): weight for reward, weight in rewards.items()}
     folder = Path(load_config(recipe, as_overrides(fields)).output_dir)
     for name, given_rows in (("data.train_file", rows), ("data.eval_file", eval_rows)):
         written = None if given_rows is None else str(write_rows(given_rows, folder / "rows"))
@@ -54,14 +54,14 @@ def train(
 def write_rows(rows: Rows, folder: Path) -> Path:
     """Write rows as JSON lines, PIL images as PNG files beside them, named by what they hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json_text(_plain(row, folder)) + "\n" for row in rows)
+    text = "".join(json_text(as_json(row, folder)) + "\n" for row in rows)
     path = folder / f"{digest([text])[:32]}.jsonl"
     draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
     draft.write_bytes(text.encode())
     return draft.replace(path)
 
 
-def _register(reward: str | Callable) -> str:
+def register_reward(reward: str | Callable) -> str:
     """Add a function to the table of rewards, under its name."""
     if isinstance(reward, str):
         return reward
@@ -73,12 +73,12 @@ def _register(reward: str | Callable) -> str:
     return reward.__name__
 
 
-def _plain(value, folder: Path, is_path: bool = False):
+def as_json(value, folder: Path, is_path: bool = False):
     """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
     if isinstance(value, dict):
-        return {name: _plain(field, folder, name in MEDIA) for name, field in value.items()}
+        return {name: as_json(field, folder, name in MEDIA) for name, field in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, folder, is_path) for item in value]
+        return [as_json(item, folder, is_path) for item in value]
     if isinstance(value, PIL.Image.Image):
         image = load_image(value)  # as it will be read: upright, RGB
         path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"

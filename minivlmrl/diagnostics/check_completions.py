@@ -14,7 +14,7 @@ from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.columns import ask_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run.evaluate import BLIND, draw
+from minivlmrl.run.evaluate import BLIND, answer_and_score
 
 
 def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
@@ -22,7 +22,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     rows = trial.rows
     rewards = trial.rewards
     processor = trial.processor
-    values, groups = draw(sample, rows, num_generations, rewards)
+    values, groups = answer_and_score(sample, rows, num_generations, rewards)
     completions = [completion for group in groups for completion in group]
     cut_share = sum(not completion.stopped for completion in completions) / len(completions)
     if cut_share > 0.3:
@@ -48,7 +48,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     yield from unread_boxes(rewards, texts, processor)
     if equal_share < 1 and any(row.images for row in rows):
         grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
-        grey_values, _ = draw(sample, grey_rows, num_generations, rewards)
+        grey_values, _ = answer_and_score(sample, grey_rows, num_generations, rewards)
         yield from check_grey(totals, combine(grey_values, trial.weights))
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
     yield from check_labels(rewards, columns, num_generations)

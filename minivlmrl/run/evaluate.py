@@ -1,7 +1,7 @@
 """Held-out rows: what a policy answers, sampled at temperature 1 and greedily, and earns."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 
@@ -9,19 +9,23 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.config.options import NO_TRUNCATION
-from minivlmrl.data.rows import Row
+from minivlmrl.config.options import NO_TRUNCATION, RunConfig
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, make_sampler
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.rewards.columns import ask_rewards
-from minivlmrl.rewards.registry import columns_of, held_out_rewards, recipe_columns
+from minivlmrl.rewards.registry import Reward, columns_of, held_out_rewards, recipe_columns
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # rows that a rank generates together
 
 
-def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
+def evaluate(
+    model: Qwen2_5_VL, processor: Processor, rows: Dataset, config: RunConfig, world: World
+) -> dict[str, float]:
     """Answer held-out rows, once sampled and once greedily; returns means over those judged.
 
     These are sampled and greedy (the first of data.eval_rewards of a completion drawn at
@@ -50,7 +54,9 @@ def evaluate(model, processor, rows, config, world: World) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def reported(rewards, means: dict[str, list], unseen_means: dict[str, list]) -> dict[str, float]:
+def reported(
+    rewards: Sequence[Reward], means: dict[str, list], unseen_means: dict[str, list]
+) -> dict[str, float]:
     """Name means of K rewards by way of answering, over all rows and over unseen ones."""
     values = {name: mean[0] for name, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
@@ -69,12 +75,12 @@ def earned_and_unseen(row: Row, _completions: list, earned: list) -> tuple[list[
     return earned[0], bool(row.columns.get("unseen"))
 
 
-def grey_pictures(row: Row, _rows) -> list[PIL.Image.Image]:
+def grey_pictures(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
     """Make grey pictures of the sizes of a row's own."""
     return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 
-def following_pictures(row: Row, rows) -> list[PIL.Image.Image]:
+def following_pictures(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     """Take as many pictures as a row has of the next row that has any."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
@@ -88,7 +94,13 @@ BLIND = {"grey": grey_pictures, "swapped": following_pictures}
 
 
 def answer_rows(
-    sample: Sampler, rows, count: int, rewards, key: str, describe: Callable, pictures=None
+    sample: Sampler,
+    rows: Dataset,
+    count: int,
+    rewards: Sequence[Reward],
+    key: str,
+    describe: Callable,
+    pictures: Callable[[Row, Dataset], list[PIL.Image.Image]] | None = None,
 ) -> Iterator[list]:
     """Answer each row `count` times; ranks share each batch, and each gets all of it in order.
 
@@ -111,7 +123,7 @@ def answer_rows(
             if pictures is not None:
                 row = replace(row, images=pictures(row, rows))
             batch.append(row)
-        scores, completions = draw(sample, batch, count, rewards)  # (n, K), groups
+        scores, completions = answer_and_score(sample, batch, count, rewards)  # (n, K), groups
         earned = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, earned, strict=True)]
         all_ranks = world.gather_objects(described)
@@ -121,8 +133,10 @@ def answer_rows(
     bar.close()
 
 
-def draw(sample: Sampler, rows, count: int, rewards) -> tuple[Tensor, list]:
-    """Draw `count` completions of each row; returns what they earn, (n, K), and the groups."""
+def answer_and_score(
+    sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
+) -> tuple[Tensor, list[list[Completion]]]:
+    """Sample `count` completions of each row; return their rewards, (n, K), and the groups."""
     prompts = [row.prompt(sample.processor) for row in rows]
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from torch.optim import Optimizer
+
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
@@ -123,7 +125,9 @@ def train_stage(
         results.measure(f"after_{stage}", trainer)
 
 
-def optimizer_step(trainer: Trainer, step: Step, optimizer, number: int) -> dict[str, float]:
+def optimizer_step(
+    trainer: Trainer, step: Step, optimizer: Optimizer, number: int
+) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
     world = trainer.world
     parts = []  # of each micro-batch: its metrics, and over how many tokens or pairs they are

@@ -22,6 +22,8 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import json_text, naming
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run.rollout_log import CompletionsLog
+from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.base import Step, Trainer
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
@@ -37,7 +39,7 @@ class MetricsLog(ExitStack):
     Its files begin with what a resumed run had written when its state was saved.
     """
 
-    def __init__(self, config, world: World, progress):
+    def __init__(self, config: RunConfig, world: World, progress: TrainerState):
         super().__init__()
         self.world = world
         self.steps = progress.steps  # of all stages
@@ -67,7 +69,7 @@ class MetricsLog(ExitStack):
         for log in self.trackers:
             log(values, self.steps)
 
-    def stage(self, trainer, steps_done: int, seconds: float):
+    def stage(self, trainer: Trainer, steps_done: int, seconds: float):
         """Begin a stage with a new bar; a resumed one has done steps, which took `seconds`."""
         self.trainer = trainer
         self.name = trainer.stage
@@ -97,7 +99,7 @@ class MetricsLog(ExitStack):
             logs[name] = file.read()[: self.file_ends[name]].decode()
         return logs
 
-    def step(self, number: int, metrics: dict[str, float], step) -> dict:
+    def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
         """Record one optimizer step; returns its metrics with the tables of its routers."""
         self.steps += 1
         routers = self.trainer.router_log  # None: the model has no experts
@@ -246,7 +248,7 @@ def merge(parts: list[Means]) -> Means:
     return merged, total
 
 
-def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
+def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     """Write the run's folder tensorboard/, without later steps of an attempt before a resume.
 
     Returns:
@@ -267,7 +269,7 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
     return log
 
 
-def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
+def weights_and_biases(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     """Send to the project minivlmrl (WANDB_MODE=offline: wandb/); a resume is another run there."""
     import wandb  # pyright: ignore[reportMissingImports]  # optional, see check_trackers
 

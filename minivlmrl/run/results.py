@@ -7,13 +7,18 @@ from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.weights import gather_and_save_model
 from minivlmrl.files import write_json
+from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.registry import get_task
+from minivlmrl.trainers.base import Trainer
 
 SUMMARY, BEST = "summary.json", "best"
 
@@ -39,8 +44,8 @@ class Results:
     """Evaluations of a run, added to progress.results, and its folder; held_out may be None."""
 
     def __init__(
-        self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress,
-        callbacks: Sequence[Callback] = (),
+        self, config: RunConfig, model: Qwen2_5_VL, processor: Processor, log: MetricsLog,
+        held_out: Dataset | None, progress: TrainerState, callbacks: Sequence[Callback] = (),
     ):  # fmt: skip
         self.config = config
         self.model = model
@@ -57,13 +62,13 @@ class Results:
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())
 
-    def measure(self, name: str, trainer=None):
+    def measure(self, name: str, trainer: Trainer | None = None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
         if self.held_out is not None:
             steps_done = trainer.config.max_steps if trainer else 0
             self.progress.results[name] = self.evaluate(name, trainer, steps_done)
 
-    def after_step(self, trainer, steps_done: int):
+    def after_step(self, trainer: Trainer, steps_done: int):
         """Evaluate and save if it is time after so many steps; at the end measure() evaluates."""
         if steps_done == 0:
             return
@@ -74,22 +79,24 @@ class Results:
         if config.save_steps and steps_done % config.save_steps == 0:
             trainer.save(self.folder)
 
-    def evaluate(self, name: str, trainer, steps_done: int) -> dict[str, float]:
+    def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""
         begin = time.perf_counter()
         config = self.config
+        held_out = self.held_out
+        assert held_out is not None  # a recipe without held-out rows cannot set eval_steps
         try:
-            values = evaluate(self.model, self.processor, self.held_out, config, self.world)
+            values = evaluate(self.model, self.processor, held_out, config, self.world)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage
-            values |= trainer.evaluate(self.held_out)
+            values |= trainer.evaluate(held_out)
         seconds = time.perf_counter() - begin
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:
-            callback.on_evaluation(stage, steps_done, len(self.held_out))
+            callback.on_evaluation(stage, steps_done, len(held_out))
         best_metric = config.keep_best
         if trainer is not None and best_metric is not None and best_metric in values:
             value = values[best_metric]
@@ -100,17 +107,18 @@ class Results:
         values.pop("loss", None)  # not all stages have one
         return values
 
-    def write(self, trainer=None):
+    def write(self, trainer: Trainer | None = None):
         """Write the table and then, as this may fill the disk, the weights."""
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
-            chance = task.chance(self.held_out) if task else None
+            held_out = self.held_out if self.held_out is not None else []
+            chance = task.chance(held_out) if task else None
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
             if results:
-                print_table(results, len(self.held_out), chance, task.chance_name if task else "")
+                print_table(results, len(held_out), chance, task.chance_name if task else "")
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())
             print(f"training: {', '.join(times)}")
         if trainer is not None:

@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import PIL.Image
 import torch
 from tokenizers.decoders import DecodeStream
 
+from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import json_text
 from minivlmrl.data.boxes import Box, box_columns, parse_boxes
 from minivlmrl.data.messages import content_parts
@@ -28,6 +30,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.files import read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.text import find_answer
+from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
@@ -49,7 +52,7 @@ class CompletionsLog:
     A resumed run drops what an earlier attempt wrote of steps that come again.
     """
 
-    def __init__(self, config, world: World, progress):
+    def __init__(self, config: RunConfig, world: World, progress: TrainerState):
         self.folder = Path(config.output_dir)
         self.every = config.log_completions if world.is_main else 0
         if not self.every:
@@ -87,7 +90,7 @@ class CompletionsLog:
         with self.path.open("ab") as file:
             file.writelines(f"{json_text(line)}\n".encode() for line in lines)
 
-    def save(self, image, name: str):
+    def save(self, image: PIL.Image.Image, name: str):
         """Save an image, scaled down, unless it is there, at its path from the run's folder."""
         path = self.folder / name
         if not path.is_file():
@@ -99,7 +102,7 @@ class CompletionsLog:
             draft.rename(path)
 
 
-def is_past(line: dict, progress) -> bool:
+def is_past(line: dict, progress: TrainerState) -> bool:
     """Say whether a line is of a step that a resumed run does not repeat."""
     is_done = line["stage"] in progress.stages[: progress.stage]
     is_present = line["stage"] == progress.stages[progress.stage]
@@ -114,7 +117,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = completion_advantages(step)
     for index in step.prompts:
         group = [advantages.get(index * G + g, 0.0) for g in range(G)]  # 0: left out
-        yield describe(trainer, step.rollout, index, group)
+        yield describe_group(trainer, step.rollout, index, group)
 
 
 def completion_advantages(step: Step) -> dict[int, float]:
@@ -130,7 +133,7 @@ def completion_advantages(step: Step) -> dict[int, float]:
     return means
 
 
-def describe(trainer: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
+def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """Say of a prompt and its G completions all but the images: see the file's docstring."""
     row = rollout.rows[index]
     processor = trainer.processor

@@ -130,8 +130,8 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
     for name, value in given.items():
         words += [f"--{name}", json.dumps(value)]
     parse = command.build_parser().parse_args
-    assert command.read_config(parse(words), []).sampling == SamplingOptions(**given)
-    assert command.read_config(parse(words[:4]), []).sampling == SamplingOptions()
+    assert command.inference_config(parse(words), []).sampling == SamplingOptions(**given)
+    assert command.inference_config(parse(words[:4]), []).sampling == SamplingOptions()
     assert "ties with the k-th stay" in " ".join(command.build_parser().format_help().split())
 
 

@@ -10,7 +10,7 @@ import pytest
 from hub_configs import real_config
 
 from minivlmrl.__main__ import main as start
-from minivlmrl.commands.memory import table
+from minivlmrl.commands.memory import memory_table
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, peak_bytes, plan
 from minivlmrl.model.config import ModelConfig
@@ -83,7 +83,7 @@ BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 
 
 def test_a_phase_that_does_not_fit_is_marked():
-    lines = table({"score": {"weights": GB}, "train": {"weights": GB, "gradients": 2 * GB}}, 5 * GB).splitlines()
+    lines = memory_table({"score": {"weights": GB}, "train": {"weights": GB, "gradients": 2 * GB}}, 5 * GB).splitlines()
     assert lines[0] == "| GB on each GPU | score | train |" and lines[-1] == "| all | 4.0 | 6.0 (too much) |"
     assert lines[3] == "| gradients |  | 2.0 |"
 

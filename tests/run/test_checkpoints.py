@@ -296,7 +296,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once_and_loses_nothing(recipe, straight, tmp_path):
-    PLACES["signal"] = (evaluate_file, "draw", {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)})
+    PLACES["signal"] = (evaluate_file, "answer_and_score", {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)})
     options = ["--stages=[sft]", "--sft.max_steps=2", "--state_minutes=10", "--data.eval_rows=2"]
     assert attempt(recipe, tmp_path, *options, die="signal") == [PREEMPTED]
     assert not (tmp_path / "summary.json").exists()

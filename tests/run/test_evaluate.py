@@ -39,11 +39,11 @@ def scripted(monkeypatch):
         assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
-    def draw(sample, rows, count, rewards):
+    def answer(sample, rows, count, rewards):
         return torch.tensor([row.columns[sample.kind][: len(rewards)] for row in rows]), [[None]] * len(rows)
 
     monkeypatch.setattr(file, "make_sampler", make_sampler)
-    monkeypatch.setattr(file, "draw", draw)
+    monkeypatch.setattr(file, "answer_and_score", answer)
 
 
 def scored(sampled, greedy, **columns):
@@ -96,7 +96,7 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
         shown.extend([image.tobytes() for image in row.images] for row in batch)
         return torch.full((len(batch), 2), way), [[None]] * len(batch)
 
-    monkeypatch.setattr(file, "draw", recorded)
+    monkeypatch.setattr(file, "answer_and_score", recorded)
     monkeypatch.setattr(file, "BATCH_SIZE", 2)
     values = evaluate(*model, rows, config(blind=True), ONE)
     assert (values["sampled"], values["grey"], values["swapped"]) == (0.0, 2.0, 3.0)

@@ -16,7 +16,7 @@ from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.rewards.text import tag_format
-from minivlmrl.run.rollout_log import CompletionsLog, describe, tokens
+from minivlmrl.run.rollout_log import CompletionsLog, describe_group, tokens
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.base import Rollout
@@ -65,10 +65,10 @@ def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, publ
     assert texts == [f"<think>\nThe square is green.\n{end}", "<think>\n" + one.processor.decode(ids[:2])]
     assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]
     assert columns["completion_ids"] == [ids.tolist(), ids[:2].tolist()]
-    lines = describe(one, Rollout([row], [prompt], [group], torch.zeros(2, 1)), 0, [0.0, 0.0])["completions"]
+    lines = describe_group(one, Rollout([row], [prompt], [group], torch.zeros(2, 1)), 0, [0.0, 0.0])["completions"]
     assert [line["text"] for line in lines] == texts and "".join(t for t, _ in lines[0]["tokens"]) == texts[0]
     assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
-    evaluated = evaluate.line(one.processor, [], row, group, [[], []])["answers"]
+    evaluated = evaluate.result_line(one.processor, [], row, group, [[], []])["answers"]
     assert [answer["text"] for answer in evaluated] == texts and evaluated[0]["answer"] == "green square"
 
 
