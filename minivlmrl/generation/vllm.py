@@ -44,6 +44,7 @@ from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import SampledRows, Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import full
@@ -144,7 +145,7 @@ class VLLMSampler(Sampler):
         if config is None:  # build_model raises the error
             return
         model_type = read_json(Path(config)).get("model_type")
-        if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"):
+        if model_type in list(FAMILIES) and not FAMILIES[model_type].in_vllm:
             raise ValueError(
                 f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own"
             )

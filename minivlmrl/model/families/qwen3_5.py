@@ -274,6 +274,7 @@ SPECS = {
         write=write_config,
         unread=("mtp.",),  # a layer that predicts the token after the next
         empty_memories=empty_memories,
+        in_vllm=False,
         model=partial(QWEN3_VL.model, layer_type=Layer),
     )
 }

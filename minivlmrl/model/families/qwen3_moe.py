@@ -65,6 +65,7 @@ def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:
         routing=ROUTING,
         adapter_targets={"experts": ROUTED},
         not_quantized=(".mlp.gate",),
+        in_vllm=False,
         **changes,
     )
 

@@ -105,6 +105,7 @@ class ModelSpec:
     not_quantized: tuple[str, ...] = ()  # ends of names of layers that keep all bits: routers
     # (model, rows (b, ...)): what each recurrent layer keeps of rows in decoding, in tensors (b, ...)
     empty_memories: Callable[[Qwen2_5_VL, Tensor], list[list[Tensor]]] = lambda model, rows: []
+    in_vllm: bool = True  # vLLM computes the family as generation/vllm.py asks it to
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # what its preprocessor_config.json may leave out
     images: dict[str, Any] = field(default_factory=dict)
