@@ -1,31 +1,31 @@
 """The seam between the package and agents/, the optional tools, environments and trajectories.
 
-Only this module imports agents/ from below it. It does so inside functions, when a recipe sets
-`sampling.environment`, so that a run without tools loads none of its modules.
+The function `agents` alone imports them from below, when a recipe sets `sampling.environment`, so that
+a run without tools loads none of their modules.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.data.rows import Completion, Environment, Prompt, Row
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch, pack
 
-if TYPE_CHECKING:
-    from minivlmrl.agents.environment import Environment
-    from minivlmrl.generation.sampler import Sampler
+
+def agents():
+    """Import the functions of agents/ that the package calls."""
+    from minivlmrl.agents import hooks
+
+    return hooks
 
 
 def check_environment(run: RunConfig):
     """Raise ValueError if the environment, or a reward that reads it, does not fit the recipe."""
     if run.sampling.environment is not None or "environment" in run.rewards:
-        from minivlmrl.agents.environment import check_reward
-
-        check_reward(run.sampling.environment, run.rewards)
+        agents().check_reward(run.sampling.environment, run.rewards)
     samples_trajectories(run.sampling)  # checks that there is one rule for windows
 
 
@@ -33,34 +33,17 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
     """Return whether each turn of a completion is sampled from a window of its own."""
     if sampling.environment is None:
         return False
-    from minivlmrl.agents.trajectories import has_windows
-
-    return has_windows(sampling.environment, sampling.history)
+    return agents().has_windows(sampling.environment, sampling.history)
 
 
-def find_tool_sampler(name: str, history: int | None) -> "type[Sampler]":
-    """Return the class of the sampler for an environment: of completions, or of trajectories."""
-    from minivlmrl.agents.trajectories import find_sampler
-
-    return find_sampler(name, history)
-
-
-def begin_environment(name: str | None, row: Row) -> "Environment | None":
+def begin_environment(name: str | None, row: Row) -> Environment | None:
     """Construct the environment of a recipe, if it names one, and reset it with the columns of a row."""
-    if name is None:
-        return None
-    from minivlmrl.agents.tool_calls import begin_with_row
-
-    return begin_with_row(name, row)
+    return None if name is None else agents().begin_with_row(name, row)
 
 
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
     """Return a processor whose chat template declares the tools of an environment, if there is one."""
-    if name is None:
-        return processor
-    from minivlmrl.agents.environment import with_tools
-
-    return with_tools(processor, name)
+    return processor if name is None else agents().with_tools(processor, name)
 
 
 def pack_rollout(
@@ -72,9 +55,7 @@ def pack_rollout(
     """Pack prompts and their completions; a trajectory is packed turn by turn, each with its window."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
-    from minivlmrl.agents.trajectories import pack_turns
-
-    return pack_turns(prompts, completions, config, device)
+    return agents().pack_turns(prompts, completions, config, device)
 
 
 def packed_length(completion: Completion) -> int:

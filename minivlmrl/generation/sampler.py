@@ -15,7 +15,7 @@ from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.micro_batching import in_pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
-from minivlmrl.generation.environments import find_tool_sampler
+from minivlmrl.generation.environments import agents
 from minivlmrl.generation.generate import (
     Decode,
     TokenSampler,
@@ -233,7 +233,7 @@ def make_sampler(
     if sampling.environment is None:
         kind = find_engine(sampling)
     else:
-        kind = find_tool_sampler(sampling.environment, sampling.history)
+        kind = agents().find_sampler(sampling.environment, sampling.history)
     return kind(model, processor, sampling, world, gather_weights, keeps_vision)
 
 

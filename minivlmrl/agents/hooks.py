@@ -1,0 +1,14 @@
+"""What the rest of the package calls of agents/: generation/environments.py imports this module."""
+
+from minivlmrl.agents.environment import check_reward, with_tools
+from minivlmrl.agents.tool_calls import begin_with_row
+from minivlmrl.agents.trajectories import find_sampler, has_windows, pack_turns
+
+__all__ = [
+    "begin_with_row",
+    "check_reward",
+    "find_sampler",
+    "has_windows",
+    "pack_turns",
+    "with_tools",
+]
