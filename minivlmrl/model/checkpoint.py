@@ -18,7 +18,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor, write_image_processor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.tokenizer import load_tokenizer
+from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
 from minivlmrl.files import (
     ASKED,
     INDEX,
@@ -216,7 +216,7 @@ def load_processor(
     return Processor(tokenizer, images, template, box_space=family.box_space)
 
 
-def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer):
+def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
     """Refuse a config (ValueError) that says something else than image settings or tokenizer."""
     for name, field in PATCHES.items():
         value = getattr(config.vision_config, field)
@@ -335,7 +335,7 @@ def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
     return weights
 
 
-def check_finite(name: str, tensor: Tensor, folder: object):
+def check_finite(name: str, tensor: Tensor, folder: str | Path):
     """Refuse to save weights of a run that has diverged (ValueError)."""
     if not tensor.isfinite().all():
         raise ValueError(f"{folder}: not saved, {name} is not finite; what was there is untouched")
