@@ -76,6 +76,14 @@ class OfflineTrainer(Trainer):
                 local.append(index)
         return sorted(chain(*self.world.gather_objects(local)))
 
+    def answered_share(self, rows: Dataset) -> tuple[list[int], int]:
+        """Share the answered rows: this rank's indices, and how many of them no other rank has.
+
+        All ranks get equally many, as sharded models need them; none if no row has all answers.
+        """
+        indices = self.answered(rows)
+        return self.world.equal_share(indices) if indices else ([], 0)
+
     def step(self, batches: Sequence[MicroBatch]) -> Step:
         """Make an optimizer step of micro-batches, with the counts of all ranks."""
         tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
@@ -100,15 +108,14 @@ class PairTrainer(OfflineTrainer):
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the share of pairs with the chosen answer ahead."""
-        indices = self.answered(rows)
-        if not indices:
+        share, count = self.answered_share(rows)
+        if not share:
             return {}
-        share, count = self.world.equal_share(indices)
         parts = split([rows[index] for index in share], EVALUATED)
         margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
-        [ahead] = self.world.sum((margins > 0).sum().item())
-        return {"pairs": ahead / len(indices)}
+        ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
+        return {"pairs": ahead / pairs}
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

@@ -31,10 +31,9 @@ class SFTTrainer(OfflineTrainer):
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
-        indices = self.answered(rows)
-        if not indices:
+        share, count = self.answered_share(rows)
+        if not share:
             return {}
-        share, count = self.world.equal_share(indices)
         size = self.config.micro_batch_size
         sums = torch.zeros(2).double()  # of the loss, of its tokens
         for start in range(0, len(share), size):
