@@ -183,7 +183,8 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# filters that remove tokens, each with the value at which it removes none
+# Filters that remove tokens, each with the value at which it removes none. `truncates` below and the
+# checks of options in validation.py read it.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -199,18 +200,19 @@ class SamplingOptions:
     # keep the likeliest tokens that together reach this probability
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
-    # logits of tokens seen before: / if positive, x if negative
+    # of tokens seen before, divides a positive logit and multiplies a negative one
     repetition_penalty: Annotated[float, "> 0"] = 1.0
     # the token that completes one ends the completion
     stop_strings: list[str] = field(default_factory=list)
-    # of prompts and completions, at full length; None: all
+    # tokens of prompts and completions that are sampled together, at full length; None: all
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None
     # tools that a completion may call: file.py:NAME, docs/tools.md
     environment: Code | None = None
     # rounds with pictures in what a turn is written from, docs/agents.md; None: a completion grows
     history: Annotated[int, ">= 1"] | None = None
     graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
-    # who computes logits of rollouts: the policy itself, vLLM (docs/vllm.md), or a file's class
+    # computes the logits of rollouts: the policy itself, vLLM (docs/vllm.md) or the class of a file;
+    # filters and sampling are the same for all
     engine: Literal["own", "vllm"] | Code = "own"
     vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
 

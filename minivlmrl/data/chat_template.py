@@ -1,4 +1,4 @@
-"""Messages -> control tokens and text: the chat template of Qwen2-VL and Qwen2.5-VL."""
+"""Messages -> text and control tokens: the chat template of Qwen2-VL and Qwen2.5-VL."""
 
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +26,7 @@ def render(messages: list[dict]) -> list[str]:
     Example: one user message with an image and "What?" gives, joined,
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
+    Processor.encode then repeats the id of <|image_pad|>, once for each token of the image.
 
     Args:
         messages: see messages.py. The default system message comes first unless they begin with a

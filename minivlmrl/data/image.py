@@ -1,7 +1,10 @@
 """Image file -> RGB -> smart_resize -> patches, bit for bit what transformers' processors make.
 
-In a prompt an image has one placeholder token for each 2 x 2 patches (data/processor.py), and the
-vision tower makes the embedding of that token from those patches (model/vision.py).
+Example: a picture of 100 x 60 pixels (width x height) is resized to 112 x 56, multiples of 28, and
+cut into a grid of 8 x 4 patches, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
+Each block of 2 x 2 patches becomes one token: `num_tokens` counts 8 of them, Processor.encode
+repeats the placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision
+tower computes the embedding of each placeholder from its four patches (model/vision.py).
 """
 
 import math
@@ -39,9 +42,9 @@ def to_rgb(image: Image) -> Image:
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: float
 ) -> tuple[int, int]:
-    """Choose the height and width nearest to an image's, multiples of `factor`, area in bounds.
+    """Choose multiples of `factor` near an image's height and width, with an area within bounds.
 
-    Example: 1092 x 1568 with factor 28 and max_pixels 1003520 gives 812 x 1176.
+    Example: height 1092 and width 1568 with factor 28 and max_pixels 1003520 gives 812 x 1176.
     Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
     """
     if max(height, width) > 200 * min(height, width):
@@ -99,7 +102,7 @@ def resize_frames(
 ) -> np.ndarray:
     """Resize RGB frames by Pillow's bicubic filter; normalise to (T, 3, height, width) float32.
 
-    `mean` and `std` (3, 1) are of each channel's values from 0 to 1.
+    `mean` and `std` (3, 1) are those of each colour channel, whose values are between 0 and 1.
     """
     size = (width, height)
     resized = np.stack([np.asarray(frame.resize(size, Resampling.BICUBIC)) for frame in frames])
@@ -148,16 +151,16 @@ class ImageProcessor:
 
     @property
     def factor(self) -> int:
-        """Side of a decoder token in pixels."""
+        """Side in pixels of the square block of patches that becomes one token: 28 by default."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch: 3 * 2 * 14 * 14 = 1176 on the hub."""
+        """Number of values in a patch: 3 * 2 * 14 * 14 = 1176 for Qwen2.5-VL."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Decoder tokens of an image: one for each merged block of patches."""
+        """Count the placeholder tokens of an image: one for each block of merged patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:

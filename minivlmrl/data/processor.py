@@ -89,11 +89,11 @@ class Processor:
         )
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Return the ids of each piece; a placeholder has one id for each token of its image."""
+        """Return the ids of each piece; that of IMAGE is repeated for each token of its image."""
         remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
-            piece_ids = self.tokenizer.encode(piece)
+            piece_ids = self.tokenizer.encode(piece)  # a Control has one id
             if piece is IMAGE or piece is VIDEO:  # not ==, because text may spell the same
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)

@@ -1,8 +1,9 @@
-"""Filter the distribution of a token: repetition penalty, top_k, top_p and min_p.
+"""Filter the distribution of a token: repetition penalty, then the filters of SamplingOptions.
 
 A filter of your own is a field of SamplingOptions (config/options.py), a step of filter_logits and,
 if it removes tokens, an entry of NO_TRUNCATION (config/options.py): without it training would
-normalise over all tokens, although the sampler did not. docs/carry_on.md has one as an example.
+normalise over all tokens, although the sampler did not. Nothing else has to change: the checks of
+options and the engines read that entry. docs/carry_on.md has an example.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,7 +62,7 @@ class Filters:
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
-    """Apply penalty, temperature, top_k, top_p and min_p in this order; dropped tokens get -inf.
+    """Apply the penalty, the temperature, then each filter; a removed token gets -inf.
 
     With temperature 0 only the penalty applies. The scores equal those of transformers' generate
     bit for bit, also for ties.
