@@ -41,7 +41,11 @@ class LossOptions(Protocol):
 
 @dataclass
 class GRPOLossOptions:
-    """Options of grpo_loss, with the names and defaults of a recipe's section `grpo`."""
+    """Options of grpo_loss for its callers in Python.
+
+    A recipe sets the section `grpo`, GRPOOptions in config/options.py, with the same names and
+    defaults; a test compares the two.
+    """
 
     loss_type: str = "dapo"  # the term and the average, see TERMS and AVERAGES
     importance_sampling_level: str = "token"  # see RATIOS; "sequence" is GSPO
@@ -190,11 +194,13 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1   log pi - log pi_ref                 unbiased                  0
         k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
-        k1+, k3+   the value of k1 or k3         as k1, k3                 the token KL's, as k2
+        k1+, k2+, k3+    of k1, k2, k3           as k1, k2, k3             the token KL's, as k2+
 
-    A recipe's grpo.kl_estimator takes the names in GRPOOptions (config/options.py); names with a
-    plus are for callers of grpo_loss. See correct_kl too when you add an estimator.
-    The table is for sums over tokens. None has the gradient of whole completions' KL, in which a
+    A recipe chooses k1, k2 or k3 with grpo.kl_estimator; names with a plus are for callers of
+    grpo_loss. A new estimator is a branch here, a name in GRPOOptions.kl_estimator
+    (config/options.py), and a case of correct_kl.
+    The table is for sums over tokens and without correct_kl, which gives k1 and k3 the gradient of
+    the token KL and is on by default. No estimator has the gradient of whole completions' KL, in which a
     token also changes what follows: a KL in the reward has it (docs/bias.md).
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477; with a
         plus: verl's straight-through estimators.
@@ -211,15 +217,19 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         return 0.5 * d.square()
     if estimator == "k3":
         return d.exp() - d - 1
-    raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2, k3, k1+ and k3+")
+    raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2, k3, k1+, k2+ and k3+")
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
-    """Weigh k1 and k3 with the ratio: they then have the token KL's gradient, off-policy too."""
+    """Multiply the KL term by the ratio, so that its gradient is the token KL's, off-policy too.
+
+    k1 and k3 need the gradient of the ratio. k2 has the token KL's gradient already, so its ratio
+    is detached: it only weighs tokens that an older policy sampled.
+    """
     if not options.use_bias_correction_kl:
         return kl
     if options.kl_estimator == "k2" or options.kl_estimator.endswith("+"):
-        return kl * ratio.detach()  # these have that gradient already
+        return kl * ratio.detach()
     return kl * ratio
 
 

@@ -70,7 +70,7 @@ def test_mistakes_are_refused():
 @pytest.mark.parametrize("options, says", [
     ({"loss_type": "sapio"}, "loss_type is 'sapio'; known are grpo, dapo, dr_grpo, bnpo, .*, vespo"),
     ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token, sequence, .*"),
-    ({"beta": 1, "kl_estimator": "k4"}, r"kl_estimator is 'k4'; known are k1, k2, k3, k1\+ and k3\+"),
+    ({"beta": 1, "kl_estimator": "k4"}, r"kl_estimator is 'k4'; known are k1, k2, k3, k1\+, k2\+ and k3\+"),
 ])  # fmt: skip
 def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
     one = torch.zeros(1, 1)
