@@ -194,7 +194,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1   log pi - log pi_ref                 unbiased                  0
         k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
-        k1+, k2+, k3+    of k1, k2, k3           as k1, k2, k3             the token KL's, as k2+
+        k1+, k2+, k3+   as without the plus      as without the plus       the token KL's, as k2
 
     A recipe chooses k1, k2 or k3 with grpo.kl_estimator; names with a plus are for callers of
     grpo_loss. A new estimator is a branch here, a name in GRPOOptions.kl_estimator
