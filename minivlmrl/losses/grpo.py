@@ -197,8 +197,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k1+, k2+, k3+   as without the plus      as without the plus       the token KL's, as k2
 
     A recipe chooses k1, k2 or k3 with grpo.kl_estimator; names with a plus are for callers of
-    grpo_loss. A new estimator is a branch here, a name in GRPOOptions.kl_estimator
-    (config/options.py), and a case of correct_kl.
+    grpo_loss. A new estimator is a branch here and a name in GRPOOptions.kl_estimator
+    (config/options.py); correct_kl decides whether its gradient goes through the ratio.
     The table is for sums over tokens and without correct_kl, which gives k1 and k3 the gradient of
     the token KL and is on by default. No estimator has the gradient of whole completions' KL, in which a
     token also changes what follows: a KL in the reward has it (docs/bias.md).
@@ -223,8 +223,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
     """Multiply the KL term by the ratio, so that its gradient is the token KL's, off-policy too.
 
-    k1 and k3 need the gradient of the ratio. k2 has the token KL's gradient already, so its ratio
-    is detached: it only weighs tokens that an older policy sampled.
+    k1 and k3 get that gradient through the ratio. The ratio is detached for k2 and for names with a
+    plus, because they have it already: the ratio only weighs tokens that an older policy sampled.
     """
     if not options.use_bias_correction_kl:
         return kl
