@@ -183,8 +183,8 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# Filters that remove tokens, each with the value at which it removes none. `truncates` below and the
-# checks of options in validation.py read it.
+# Filters that remove tokens, each with the value at which it removes none. A filter that is missing
+# here is never applied: `truncates` below reads this table, and so do the checks of options.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

@@ -1,9 +1,9 @@
 """Filter the distribution of a token: repetition penalty, then the filters of SamplingOptions.
 
-A filter of your own is a field of SamplingOptions (config/options.py), a step of filter_logits and,
-if it removes tokens, an entry of NO_TRUNCATION (config/options.py): without it training would
-normalise over all tokens, although the sampler did not. Nothing else has to change: the checks of
-options and the engines read that entry. docs/carry_on.md has an example.
+A filter of your own is a field of SamplingOptions (config/options.py), the last step of
+filter_logits, and an entry of NO_TRUNCATION (config/options.py). Without the entry nothing applies
+the filter: sampler, training, vLLM and the checks of options read there whether tokens are removed.
+docs/carry_on.md has an example.
 """
 
 from collections.abc import Iterable, Sequence
