@@ -58,11 +58,13 @@ def test_it_fits_a_page_and_imports_no_trainer(page, most):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "arguments"), [("minimal.py", ["train.py"]), ("minimal_dpo.py", ["train.py", "recipes/shapes_dpo.yaml"])]
+    ("page", "arguments", "threads"),
+    [
+        ("minimal.py", ["train.py"], []),  # both commands as README has them
+        ("minimal_dpo.py", ["train.py", "recipes/shapes_dpo.yaml"], ["--num_threads=1"]),
+    ],
 )
-@pytest.mark.parametrize("threads", [[], ["--num_threads=1"]])
 def test_the_whole_page_is_the_whole_run(page, arguments, threads, tmp_path):
-    """Both commands as README and the page have them, and with one thread."""
     weights = []
     for command in ([page], arguments):
         folder = tmp_path / command[0]

@@ -1,13 +1,8 @@
 """Rewards: what earns, what does not, and what a policy that looks for loopholes gets."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 
-from minivlmrl.data.rows import Completion, Row
 from minivlmrl.rewards import text as rewards_file
-from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.rewards.registry import columns_of, get_reward
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 
@@ -113,15 +108,3 @@ def test_a_trl_reward_with_a_column_asks_for_it():
     assert first.item() == 1 and second.isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
         earnings([name], ["ab"], {"prompts": [[]]})
-
-
-def test_each_value_of_a_row_is_there_once_per_completion():
-    """Two rows of two completions; a column that only one row has is None for the other."""
-    rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
-    completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
-    processor = SimpleNamespace(decode_assistant_turn=lambda completion: f"{completion.ids.tolist()}", answer="whole")
-    columns = reward_columns(rows, completions, processor)
-    assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
-    assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
-    assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]
-    assert columns["completion_ids"] == [[3, 7], [3, 8], [4, 7], [4, 8]]

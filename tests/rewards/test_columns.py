@@ -1,0 +1,33 @@
+"""The columns that rewards are called with, and the rewards as a tensor."""
+
+from types import SimpleNamespace
+
+import torch
+
+from minivlmrl.data.rows import Completion, Row
+from minivlmrl.rewards.columns import ask_rewards, reward_columns
+
+
+def test_each_value_of_a_row_is_there_once_per_completion():
+    """Two rows of two completions; a column that only one row has is None for the other."""
+    rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
+    completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
+    processor = SimpleNamespace(decode_assistant_turn=lambda completion: f"{completion.ids.tolist()}", answer="whole")
+    columns = reward_columns(rows, completions, processor)
+    assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
+    assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
+    assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]
+    assert columns["completion_ids"] == [[3, 7], [3, 8], [4, 7], [4, 8]]
+
+
+def test_rewards_are_a_tensor_with_nan_where_a_reward_gives_none():
+    def length(completions, **columns):
+        return [float(len(completion)) for completion in completions]
+
+    def judged(completions, solution, **columns):
+        return [None if answer is None else 1.0 for answer in solution]
+
+    rewards = ask_rewards([length, judged], {"completions": ["a", "bcd", ""], "solution": ["x", None, "y"]})
+    expected = torch.tensor([[1.0, 1.0], [3.0, torch.nan], [0.0, 1.0]])
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=0, equal_nan=True)
+    assert rewards.dtype == torch.float32 and ask_rewards([length], {"completions": []}).shape == (0, 1)
