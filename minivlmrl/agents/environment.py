@@ -1,4 +1,7 @@
-"""Find environments by name, and read their tools and settings; docs/tools.md has an example."""
+"""Load tool environments by name, and inspect their tools and settings.
+
+docs/tools.md has an example of an environment.
+"""
 
 import inspect
 import typing
@@ -15,30 +18,43 @@ from minivlmrl.data.rows import Environment
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """An environment that rewards its completion, for `rewards: {environment: 1}`."""
+    """Interface of an environment that scores its own completion.
+
+    The recipe needs `rewards: {environment: 1}` for such an environment.
+    """
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the reward, or one for each turn of a trajectory; None: it cannot be judged."""
+        """Return the reward of the completion, or a list with one reward for each turn.
+
+        None means that the completion cannot be scored.
+        """
 
 
 @dataclass
 class Settings:
-    """Settings that the class of an environment may change, in attributes of these names."""
+    """Settings of an environment. Its class may override them in attributes of the same names."""
 
-    declare_tools: bool = True  # in the system text of a prompt, as its family's template does
-    max_tool_calls: Annotated[int, ">= 0"] = 8  # calls of a completion; further ones get no answer
-    max_tool_seconds: Annotated[float, "> 0"] = 30.0  # seconds of a call
-    max_tool_characters: Annotated[int, ">= 1"] = 2**16  # characters of an answer
-    max_tool_pixels: Annotated[int, ">= 1"] = 2**26  # pixels of all pictures of an answer
+    # whether the system message declares the tools, in the format of the model family's template
+    declare_tools: bool = True
+    # maximum number of tool calls in a completion; further calls are ignored
+    max_tool_calls: Annotated[int, ">= 0"] = 8
+    # time limit of one tool call, in seconds
+    max_tool_seconds: Annotated[float, "> 0"] = 30.0
+    # maximum number of characters that one tool call may return
+    max_tool_characters: Annotated[int, ">= 1"] = 2**16
+    # maximum number of pixels that one tool call may return, summed over its images
+    max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Find the constructor of an environment: its class, or one made of functions, its tools.
+    """Return the constructor of an environment, given its name in a recipe.
 
-    Options in brackets are arguments of the class: "my_tools.py:Turn(step=45)".
+    The name refers to a class, to one function, or to a list of functions, which become the tools
+    of a stateless environment. Arguments of the class are written in brackets, for example
+    "my_tools.py:Turn(step=45)".
 
     Raises:
-        ValueError: there is none of this name, or it is not an environment.
+        ValueError: the name cannot be resolved, or the object is not a valid environment.
     """
     kind, options = find_named("sampling.environment", name, {})
     with naming(f"sampling.environment {name}"):
@@ -56,14 +72,18 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
 
 class Stateless:
-    """The base class of environments that are made of functions."""
+    """Base class of environments that consist of plain functions and keep no state."""
 
     def reset(self, **columns):
         pass
 
 
 def class_of(functions: Callable | list[Callable]) -> type[Environment]:
-    """Make a class of an environment whose tools are these functions, or this one."""
+    """Create an environment class whose tools are the given function or functions.
+
+    Raises:
+        ValueError: an object in the list is not a function.
+    """
     listed = functions if isinstance(functions, list) else [functions]
     members = {}
     for function in listed:
@@ -74,15 +94,18 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a processor that knows an environment's tools, with a template that declares them."""
+    """Return a copy of the processor whose chat template declares the tools of an environment."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
-        if template is None or template.text == DEFAULT:  # of Qwen2-VL and Qwen2.5-VL
+        if template is None or template.text == DEFAULT:
+            # The default template of Qwen2-VL and Qwen2.5-VL cannot declare tools.
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            files = processor.tokenizer.files  # an export has it too
+            files = (
+                processor.tokenizer.files
+            )  # an exported checkpoint contains the new template too
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
         with naming(f"sampling.environment {name}"):
@@ -93,9 +116,13 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Reward each completion with its environment's get_reward, as TRL does.
+    """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
 
-    A get_reward may return a list with a number for each turn of a trajectory; they are added up.
+    If get_reward returns a list with one number for each turn of a trajectory, the reward is the
+    sum of this list. A completion without an environment has the reward None.
+
+    Raises:
+        ValueError: the length of such a list differs from the number of turns.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
@@ -115,7 +142,11 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Raise ValueError if get_reward is not among the rewards, or is and does not exist."""
+    """Check that `rewards` lists "environment" exactly if the environment has get_reward.
+
+    Raises:
+        ValueError: get_reward exists and is not used, or is used and does not exist.
+    """
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
         raise ValueError(f"{name} has get_reward, which rewards: {{environment: 1}} asks")
@@ -124,7 +155,11 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return the settings of an environment (ValueError: a value is not valid)."""
+    """Return the settings of an environment, with the values that its attributes override.
+
+    Raises:
+        ValueError: an attribute has an invalid value.
+    """
     values = {}
     for field in fields(Settings):
         if hasattr(environment, field.name):
@@ -133,7 +168,10 @@ def settings_of(environment: Environment) -> Settings:
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return the tools by name: all public methods except reset, get_reward and observe."""
+    """Return the tools of an environment as {name: bound method}.
+
+    The tools are all public methods except reset, get_reward and observe.
+    """
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
         if name not in ("reset", "get_reward", "observe") and name[0] != "_":
@@ -142,7 +180,11 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Make a dataclass of a tool's arguments, for `build` (ValueError: a type is not JSON's)."""
+    """Create a dataclass with the arguments of a tool, so that `build` can validate a call.
+
+    Raises:
+        ValueError: an argument has no type, or a type that JSON cannot represent.
+    """
     arguments = []
     with naming(f"tool {tool.__name__}"):
         hints = guarded("a type", typing.get_type_hints, tool, include_extras=True)

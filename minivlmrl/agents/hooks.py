@@ -1,4 +1,7 @@
-"""What the rest of the package calls of agents/: generation/environments.py imports this module."""
+"""Functions of agents/ that the rest of the package uses.
+
+generation/environments.py imports this module only when a recipe sets `sampling.environment`.
+"""
 
 from minivlmrl.agents.environment import check_reward, with_tools
 from minivlmrl.agents.tool_calls import begin_with_row

@@ -1,4 +1,4 @@
-"""Describe a tool to the model by the JSON schema that transformers' get_json_schema makes."""
+"""Generate the JSON schema of a tool, equal to the schema of transformers' get_json_schema."""
 
 import inspect
 import json
@@ -20,15 +20,20 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# an argument of a docstring in Google's format: its indentation, its name, and its description
+# matches one argument of a Google-style docstring: indentation, name, and description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
+# matches "(choices: [...])" at the end of an argument's description
 CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Describe a tool by its signature, and by the descriptions that its docstring has."""
+    """Return the JSON schema of a tool, from its signature, type hints and Google-style docstring.
+
+    Raises:
+        ValueError: JSON cannot represent the type of an argument.
+    """
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     docstring = inspect.getdoc(tool) or ""
@@ -49,7 +54,13 @@ def json_schema(tool: Callable) -> dict:
 
 
 def add_descriptions(properties: dict[str, dict], section: str):
-    """Add to the schema of each argument its description in the section Args of a docstring."""
+    """Add the descriptions in the Args section of a docstring to the schemas of the arguments.
+
+    Args:
+        properties: {argument name: schema}, modified in place. "(choices: [...])" at the end of a
+            description becomes the "enum" of the schema.
+        section: text of the Args section.
+    """
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name not in properties:
@@ -63,7 +74,11 @@ def add_descriptions(properties: dict[str, dict], section: str):
 
 
 def type_schema(hint) -> dict:
-    """Describe a type (ValueError: JSON has no such values)."""
+    """Return the JSON schema of a type hint.
+
+    Raises:
+        ValueError: JSON cannot represent values of this type.
+    """
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if hint is Any:
@@ -87,7 +102,11 @@ def type_schema(hint) -> dict:
 
 
 def union_schema(hints: tuple) -> dict:
-    """Describe a union by a list of names of types where that is enough, else by a list of schemas."""
+    """Return the JSON schema of a union of types.
+
+    If all schemas consist only of a type name, the union is a list of type names. Otherwise it is
+    an "anyOf" list of schemas. A union with None is marked as "nullable".
+    """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})
     if len(schemas) == 1:

@@ -1,4 +1,8 @@
-"""Parse the tool calls that a policy writes, in tags or in Qwen's format, and answer them."""
+"""Parse the tool calls in a completion, execute the tools, and render their results as text.
+
+A call is written either in tags named like the tool, for example <zoom>1, 2</zoom>, or in Qwen's
+<tool_call> format.
+"""
 
 import json
 import re
@@ -27,27 +31,44 @@ from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 
-CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # Qwen3.5 writes Python's
+# JSON for the Python constants that Qwen3.5 writes in its tool calls
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
-Call = tuple[str, str]  # name of a tool, "" in Qwen's format; and the text inside of the call
-Picture = tuple[Image, tuple[int, int, int]]  # and the image_grid_thw that it will have
+# name of the tool ("" for a call in Qwen's format), and the text between the tags
+Call = tuple[str, str]
+# image that a tool returned, and the image_grid_thw that it will have
+Picture = tuple[Image, tuple[int, int, int]]
 
 
 class Overtime(BaseException):
-    """A tool takes too long. It is not an Exception, because a tool may catch those."""
+    """Raised inside a tool that exceeds its time limit.
+
+    The base class is BaseException, because a tool may catch every Exception.
+    """
 
 
-REPEATED = 0.01  # seconds after which a block that has caught Overtime is interrupted again
-FAILURES = Exception, SystemExit, Overtime  # a tool may raise anything
+# interval in seconds after which Overtime is raised again in a tool that has caught it
+REPEATED = 0.01
+# exceptions of a tool that become an error message for the model
+FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find the calls in the text since the last answer.
+    """Find the tool calls in the text that the policy wrote since the last tool result.
 
-    A call in tags is found as soon as it is closed, calls in Qwen's format when the turn has ended.
+    A call in tags is found as soon as its tag is closed. Calls in Qwen's format are found only
+    when the turn has ended, because one turn may contain several of them.
+
+    Args:
+        text: text since the last tool result.
+        tools: names of the tools.
+        ended: whether the turn has ended.
+
+    Returns:
+        The calls in the order of the text; at most one if the call is in tags.
     """
-    begins = {}  # tool: where its arguments begin
+    begins = {}  # tool name -> position in the text where its arguments begin
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:
@@ -62,7 +83,16 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
-    """Call a tool; return the parts of its answer, its pictures, and whether it succeeded.
+    """Execute one tool call, and return the message parts of its result.
+
+    An exception of the tool, an invalid argument, or a result over a limit of `settings` becomes a
+    text part "error: ...", which the model reads.
+
+    Args:
+        name, inside: the Call.
+
+    Returns:
+        Message parts, images with their grids, and whether the call succeeded.
 
     Raises:
         ValueError: the tool raised KeyboardInterrupt, which ends the run.
@@ -83,14 +113,17 @@ def answer_call(
         return parts, [(image, grid_of(image, processor.image_processor)) for image in images], True
     except KeyboardInterrupt as error:
         raise ValueError(f"the tool {name or inside:.80} raised KeyboardInterrupt") from error
-    except FAILURES as error:  # the model reads it
+    except FAILURES as error:  # the model reads the error message
         text = f"error: {str(error) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Return the image_grid_thw that an image will have, before its patches are computed."""
-    width, height = to_rgb(image).size  # raises for an image that cannot be read
+    """Compute the image_grid_thw of an image without computing its patches.
+
+    Errors of PIL are passed on if the image cannot be decoded.
+    """
+    width, height = to_rgb(image).size  # raises if the image cannot be decoded
     height, width = smart_resize(
         height,
         width,
@@ -103,10 +136,11 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a block with Overtime after some seconds, repeatedly, because it may catch it.
+    """Raise Overtime inside a `with` block that runs longer than `seconds`.
 
-    A block is not interrupted in threads other than the main one, on Windows, and in C code that
-    does not return. An alarm that was set before is restored.
+    Overtime is raised repeatedly, because the block may catch it. The limit has no effect outside
+    the main thread, on Windows, and inside C code that does not return. A SIGALRM timer that was
+    set before is restored afterwards.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -124,9 +158,9 @@ def time_limit(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:  # the alarm may have come between the block and the line above
+    finally:  # the alarm may have interrupted the line above, so the timer is cleared again
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # None: its handler is not Python's
+        # signal.signal returns None if the former handler was not installed from Python
         signal.signal(signal.SIGALRM, former_handler or signal.SIG_DFL)
         if former_seconds:
             remaining = max(former_seconds - (time.monotonic() - start), 0.001)
@@ -134,10 +168,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Construct an environment and reset it with the columns of a row.
+    """Construct an environment, and call its `reset` with the columns of a row.
 
     Raises:
-        ValueError: `reset` raised, took over max_tool_seconds or returned something.
+        ValueError: `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
     """
     environment = guarded("__init__", make)
     text = call_method(environment, "reset", **columns)
@@ -147,14 +181,22 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Construct the environment of this name and reset it with a row (ValueError: see begin)."""
+    """Construct the environment with this name, and call its `reset` with a row of the dataset.
+
+    Raises:
+        ValueError: `reset` failed, see `begin`. The message contains the location of the row.
+    """
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call a method that is no tool (ValueError: it raised, or took over max_tool_seconds)."""
+    """Call a method of an environment that is not a tool, for example `reset` or `observe`.
+
+    Raises:
+        ValueError: the method raised an exception, or exceeded max_tool_seconds.
+    """
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return guarded(name, getattr(environment, name), *arguments, **columns)
@@ -163,7 +205,11 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Call a tool, and return its result (ValueError: the arguments do not fit its types)."""
+    """Parse and validate the arguments of a call, run the tool, and return its result.
+
+    Raises:
+        ValueError: the arguments do not match the type hints of the tool.
+    """
     if name:
         arguments = read_values(name, inside, tools)
     else:
@@ -172,7 +218,11 @@ def call(tools: dict[str, Callable], name: str, inside: str):
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse the text in a tool's tags: arguments in order, as JSON; bare text is one str."""
+    """Parse the text between the tags of a tool into {argument name: value}.
+
+    The text holds the arguments in the order of the signature, as JSON values separated by commas.
+    If the only argument is a str, or the text is not JSON, the whole text is the first argument.
+    """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
@@ -184,7 +234,11 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a call in Qwen's format into the tool's name and its arguments."""
+    """Parse a call in Qwen's <tool_call> format into the name of the tool and its arguments.
+
+    Raises:
+        ValueError: the text is not a valid call, or no tool has this name.
+    """
     written_call = read_parameters(inside, tools) or json.loads(inside)
     if not isinstance(written_call, dict) or "name" not in written_call:
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
@@ -194,7 +248,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a call in Qwen3.5's format; return None if the text has another format."""
+    """Parse a call in the <function=...> format of Qwen3.5; return None for any other format."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -209,10 +263,11 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse a value in Qwen3.5's format, which writes text as it is, and all else as JSON.
+    """Parse one argument in Qwen3.5's format, which writes strings verbatim and other values as JSON.
 
-    The value is JSON if that is not text and fits the type, and otherwise the text as it is: for
-    int | str the value 7 is a number, while 7.5, seven and "7" with its quotes are text.
+    The text is parsed as JSON if the result is not a string and matches the type hint. Otherwise
+    the text itself is the value. For example, for the hint int | str the text 7 is a number, while
+    7.5, seven and "7" (including its quotes) are strings.
     """
     value = text
     with suppress(ValueError, RecursionError):
@@ -223,13 +278,14 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # `build` raises the error
+    return value  # `build` raises the error for a value of the wrong type
 
 
 def part(result) -> dict:
-    """Make a part of a message from the result of a tool: a picture, a part as in TRL, or text.
+    """Convert the result of a tool into a message part.
 
-    The text can be encoded afterwards, because half a surrogate is replaced by "?".
+    A PIL image, or a part in TRL's format, becomes an image or text part. Any other object becomes
+    text by `str`. Lone surrogates are replaced by "?", so that the text can be encoded as UTF-8.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
@@ -240,7 +296,7 @@ def part(result) -> dict:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Render the text between the <|im_end|> of a turn and the assistant's next turn."""
+    """Return the text pieces that the template puts between <|im_end|> and the next assistant turn."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
@@ -248,7 +304,14 @@ def turn_opening(processor: Processor) -> list[str]:
 
 
 def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
-    """Render answers: inside the policy's turn, or in a turn of their own before `opening`."""
+    """Render the results of tools as pieces of text.
+
+    Args:
+        answers: message parts of each result.
+        opening: pieces that open the next assistant turn, see `turn_opening`. If empty, there is
+            one result, and it is rendered as <result>...</result> inside the policy's turn.
+            Otherwise the results are rendered in a user turn, which precedes `opening`.
+    """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
         return join_text(layout_turn({"role": "user", "content": parts})[2:-2])
