@@ -1,7 +1,7 @@
-"""Where each token sits: M-RoPE for the decoder, 2-D rotary for the vision tower.
+"""Rotary position embeddings: M-RoPE for the decoder, 2-D rotary for the vision tower.
 
-Dimension letters: N tokens of the packed run, P patches, D head_dim, H heads. `config` is the
-ModelConfig, in `vision_rotary` the VisionConfig, of model/config.py.
+Dimension letters: N tokens of the packed sequence, P patches, D head_dim, H heads. `config` is
+the ModelConfig of model/config.py, except in `vision_rotary`, where it is the VisionConfig.
 """
 
 from functools import cache
@@ -20,11 +20,12 @@ def get_rope_index(
     input_ids: Tensor, image_grid_thw: Tensor, config: "ModelConfig",
     second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Give every prompt token its (time, height, width) position.
+    """Compute the (time, height, width) M-RoPE position of every prompt token.
 
-    Text counts up on all three axes together. The tokens of an image share one time and count the
-    rows and columns of the merged grid; the time steps of a video are as far apart as their
-    seconds say. Text resumes one past the largest position, on any axis, of the image or video.
+    A text token has the same position on all three axes, one more than the text token before it.
+    The tokens of an image share one time position; their height and width positions are the row
+    and column in the merged grid. The time steps of a video are spaced in proportion to seconds.
+    Text after an image or video continues one past its largest position on any axis.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
@@ -34,19 +35,24 @@ def get_rope_index(
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
-        image_grid_thw: (images and videos, 3) int64 in order: patches in time, height, width.
-        second_per_grid_ts: (images and videos,) float32, seconds between time steps; None: 1 s.
+        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and
+            width, in the order of the placeholders.
+        second_per_grid_ts: (images and videos,) float32, seconds between time steps. None means
+            1 second.
     Returns:
-        position_ids (3, N) int64 (ValueError: other placeholders than the grids need).
+        position_ids: (3, N) int64.
+    Raises:
+        ValueError: the number of placeholders differs from the number that the grids need.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
-        transformers 4.49 to 4.51 and vLLM. Later transformers differ for videos, see docs/exact.md.
+        transformers 4.49 to 4.51 and vLLM. Later releases of transformers give videos different
+        positions, see docs/exact.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
     pieces = []  # positions of ids[:done]
     done = 0
-    position = 0  # of the next token
+    position = 0  # position of the next token
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = done
@@ -62,7 +68,7 @@ def get_rope_index(
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
         pieces.append(grid + position)
-        position += int(grid.max()) + 1  # the largest on any axis
+        position += int(grid.max()) + 1  # the maximum is taken over all axes
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
         raise ValueError("input_ids have an image or video token that none of the grids needs")
@@ -71,15 +77,17 @@ def get_rope_index(
 
 
 def _text_positions(first: int, count: int) -> Tensor:
-    """(3, count): text counts up on all axes together."""
+    """Return consecutive positions from `first`, equal on all axes: (3, count)."""
     return torch.arange(first, first + count).expand(3, -1)
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "VisionConfig") -> Tensor:
-    """(3, t * rows * cols): time, row and column of each merged token, all from 0."""
+    """Return time, row and column of each merged token, counted from 0: (3, t * rows * cols)."""
     time = torch.arange(t)
-    if config.tokens_per_second is not None:  # Qwen2-VL has none: one position a time step
-        # in float32, as the checkpoints were trained: float64 rounds some products differently
+    # Qwen2-VL has no tokens_per_second, so each time step counts as one position
+    if config.tokens_per_second is not None:
+        # computed in float32 because the checkpoints were trained so, and float64 rounds some
+        # products differently
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
@@ -88,10 +96,10 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "Visio
 def text_rotary(
     position_ids: Tensor, config: "ModelConfig", dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute the angles of M-RoPE: config.mrope_axes says with which axis each frequency turns.
+    """Compute cosines and sines of M-RoPE; config.mrope_axes assigns a position axis per frequency.
 
     Args:
-        position_ids: (3, N).
+        position_ids: (3, N) int64, from get_rope_index.
     Returns:
         cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
     """
@@ -105,11 +113,14 @@ def text_rotary(
 def vision_rotary(
     image_grid_thw: Tensor, config: "VisionConfig", device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Compute the angles of the tower: half of the frequencies turn by row, half by column.
+    """Compute cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
-    Patches are in the order of pixel_values: merge blocks in raster order, and inside a block its
-    patches in raster order. All frames have the same angles: there is no rotary in time here.
+    Half of the frequencies rotate by the patch's row, the other half by its column. Patches are in
+    the order of pixel_values: merge blocks in raster order, and the patches of a block in raster
+    order. All frames have the same angles, because the tower's rotary does not encode time.
 
+    Args:
+        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
     Returns:
         cos, sin: each (P, 1, D) float32 for apply_rotary.
     """
@@ -126,21 +137,28 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, 1, D) of angles (N, D/2): pair i turns x_i by -sin x_(i+D/2), x_(i+D/2) by sin x_i."""
+    """Return cosines and signed sines (N, 1, D) of angles (N, D/2), for apply_rotary.
+
+    The first half of the sines is negative, because rotating the pair (a, b) gives
+    (a cos - b sin, b cos + a sin).
+    """
     cos = angles.cos()
     sin = angles.sin()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) by its angle. x (N, H, D); cos, sin (N, 1, D)."""
+    """Rotate each pair (x_i, x_{i+D/2}) of x (N, H, D) by its angle; cos, sin are (N, 1, D)."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @cache
 def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -> Tensor:
-    """(count,) float32: theta^(-i/count), so the slowest turns about `theta` times slower."""
+    """Return the rotary frequencies theta^(-i/count), i = 0 to count - 1: (count,) float32.
+
+    The lowest frequency is about `theta` times lower than the highest.
+    """
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 
-_tensor = cache(torch.tensor)  # a tuple is copied to a device once
+_tensor = cache(torch.tensor)  # cached, so that a tuple is copied to each device only once

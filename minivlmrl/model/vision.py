@@ -1,8 +1,9 @@
-"""The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
+"""The vision tower: encodes image patches and merges each 2 x 2 patches into one decoder token.
 
-Qwen2_5_VL.forward (model/decoder.py) puts these tokens in the place of an image's placeholders.
-Qwen2.5-VL's tower has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too. What
-Qwen2-VL's and Qwen3-VL's have instead is in model/families/qwen2_vl.py and model/families/qwen3_vl.py.
+Qwen2_5_VL.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by
+the tower's output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same
+SwiGLU MLP as the decoder. The parts in which Qwen2-VL and Qwen3-VL differ are in
+model/families/qwen2_vl.py and model/families/qwen3_vl.py.
 
 Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
 tokens (P / 4). `config` is the VisionConfig of model/config.py.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). The tower has biases, the decoder has none."""
+    """SwiGLU MLP, down(silu(gate(x)) * up(x)), with biases in the tower and none in the decoder."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -41,23 +42,26 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
-EPS = 1e-6  # of the tower's norms
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by config.norm
+EPS = 1e-6  # epsilon of the tower's norms
 
 
 def window_order(
     image_grid_thw: Tensor, config: "VisionConfig"
 ) -> tuple[Tensor, list[int], list[int]]:
-    """Sort merged tokens so that each attention window is one consecutive run.
+    """Order merged tokens by attention window, so that the tokens of a window are contiguous.
 
-    Every frame is tiled from its top left by windows of window_size pixels; windows at the right
-    and bottom edges are smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two
+    Every frame is tiled from its top left corner by windows of window_size pixels; windows at the
+    right and bottom edges are smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two
     windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
+    Args:
+        image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
     Returns:
-        order (M,): the raster index of each merged token, in window order;
-        window_lengths, frame_lengths: patches of each window and of each frame, in that order.
+        order: (M,) int64, the raster index of each merged token, in window order.
+        window_lengths: the number of patches in each window, in window order.
+        frame_lengths: the number of patches in each frame, in window order.
     Source: get_window_index of transformers' Qwen2_5_VL, without its padding by -100.
     """
     merge = config.spatial_merge_size
@@ -68,13 +72,14 @@ def window_order(
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
+        # merged tokens per side of a window; without windows a window covers the whole frame
+        side = max(rows, cols)
         if config.window_size:
             side = config.window_size // merge // config.patch_size
         windows_a_row = math.ceil(cols / side)
         window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
         window_col = torch.arange(cols) // side  # (cols,)
-        window = window_row * windows_a_row + window_col  # (rows, cols): each token's window
+        window = window_row * windows_a_row + window_col  # (rows, cols) window index of each token
         in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
         frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
@@ -86,22 +91,25 @@ def window_order(
 
 @dataclass
 class Layout:
-    """Where the patches of a batch of images go, how they are turned, and who attends to whom."""
+    """Patch order, rotary angles and attention segments of a batch of images in the tower."""
 
-    order: Tensor  # (P,): the index of each patch in pixel_values, in window order
-    raster_order: Tensor  # (M,): the place of each merged token in window order
-    cos: Tensor  # (P, 1, 1, D) float32, in window order: of query and key, of all heads
-    sin: Tensor
-    windows: Segments  # patches that attend to each other in most blocks
-    frames: Segments  # and in config.fullatt_block_indexes
+    order: Tensor  # (P,) index in pixel_values of each patch, in window order
+    raster_order: Tensor  # (M,) index in window order of each merged token, in raster order
+    # (P, 1, 1, D) float32, rotary cosines in window order, shared by query, key and all heads
+    cos: Tensor
+    sin: Tensor  # (P, 1, 1, D) float32, the matching sines
+    windows: Segments  # segments of patches that attend to each other in most blocks
+    frames: Segments  # attention segments of the blocks in config.fullatt_block_indexes
 
 
-@lru_cache(maxsize=8)  # policy and reference see the same images
-@torch.inference_mode(False)  # tensors made in inference mode could not be used in training later
+# cached because the policy and the reference model process the same images
+@lru_cache(maxsize=8)
+# inference mode is off because tensors made in it could not be used in training later
+@torch.inference_mode(False)
 def lay_out(
     grids: tuple[tuple[int, int, int], ...], config: "VisionConfig", device: torch.device
 ) -> Layout:
-    """Compute the Layout of images and videos of these sizes, patches in (time, height, width)."""
+    """Compute the Layout of images and videos whose patch grids are (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
@@ -118,7 +126,7 @@ def lay_out(
 
 
 class VisionTower(nn.Module):
-    """The attributes that the towers of all families have."""
+    """Base class that declares the attributes common to the vision towers of all families."""
 
     config: "VisionConfig"
     patch_embed: "PatchEmbed"
@@ -135,13 +143,15 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos of a batch, each pair of frames by itself.
+        """Encode all images and videos of a batch; attention never crosses a pair of frames.
 
         Args:
             pixel_values: (P, patch_dim) float32, in the order of image.patchify.
-            image_grid_thw: (images and videos, 3): patches in time, height, width.
+            image_grid_thw: (images and videos, 3) int64, the number of patches in time, height
+                and width.
         Returns:
-            (M, out_hidden_size), images and videos in order, merged tokens in raster order.
+            (M, out_hidden_size) embeddings of the merged tokens, images and videos in order, the
+            tokens of each in raster order.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = lay_out(grids, self.config, pixel_values.device)
@@ -150,11 +160,12 @@ class VisionTransformer(VisionTower):
             sees_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if sees_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        return Reorder.apply(self.merger(x), layout.raster_order)  # it merges each block by itself
+        # the merger works on each block of patches separately, so the window order does not matter
+        return Reorder.apply(self.merger(x), layout.raster_order)
 
 
 class PatchEmbed(nn.Module):
-    """A linear map of a flattened patch; checkpoints store it as a 3-D convolution."""
+    """Linear projection of flattened patches; checkpoints store its weight as a 3-D convolution."""
 
     def __init__(self, config: "VisionConfig"):
         super().__init__()
@@ -194,7 +205,7 @@ class VisionAttention(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Norm per patch; then the 2 x 2 patches of a block, side by side, through a two-layer MLP."""
+    """Normalise each patch, concatenate each 2 x 2 block, and project it with a two-layer MLP."""
 
     def __init__(self, config: "VisionConfig"):
         super().__init__()
