@@ -1,8 +1,9 @@
-"""`python -m minivlmrl audit STEP`: compute a dumped step again, and name what explains it.
+"""`python -m minivlmrl audit STEP`: recompute a dumped optimizer step and explain its differences.
 
-Each stage is compared by itself, from what the trainer had before it, so one mistake is reported
-once. For a stage that differs known causes are tried alone, then in the most promising pairs, each
-also up to a factor. Exit status 0: all agrees, 1: not, 2: nothing could be compared.
+Each stage is recomputed from the trainer's own inputs to that stage, so that one mistake is
+reported only once. For a stage that differs, the search tries known causes one at a time, then a
+free factor, then the most promising pairs of causes. Exit status 0 means that all stages agree,
+1 that some stage differs, and 2 that nothing could be compared.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.minivlmrl_api import naming
 from minivlmrl_audit.moves import TABLE, Change, formula
 
-TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
-# what a model has to give again: the tensor, and the folder of the model
+# Largest error that counts as agreement, relative to the size of the summed terms. It is a small
+# multiple of float32's rounding.
+TOLERANCE = 1e-5
+# stages that a model recomputes: name of the dumped tensor, and field with the model's folder
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -49,48 +52,51 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-IDS = ("tokens", "pictures", "mask")  # which are off by no factor
-SHOWN = 4  # explanations that are printed
-LIKELY_CAUSES = 8  # those that come closest alone, which are paired with all others
-PAIRED = 400  # as many as are paired with these
-PAIRED_NUMBERS = 12  # that differ, where pairs are tried
-MODEL_CAUSES = 16  # or with so many, where each needs a model
-NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]  # a fit begins there
-# a bar of what is searched, where that takes over 20 seconds
+IDS = ("tokens", "pictures", "mask")  # stages of integers, for which no factor is fitted
+SHOWN = 4  # maximum number of printed explanations per stage
+LIKELY_CAUSES = 8  # number of closest single causes, each of which is paired with other causes
+PAIRED = 400  # number of causes that each likely cause is paired with
+PAIRED_NUMBERS = 12  # minimum number of differing values for which pairs are tried
+MODEL_CAUSES = 16  # replaces PAIRED for stages in which each cause needs a model's forward
+# initial values from which the number of a fitted cause is searched
+NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]
+# progress bar of a search, shown only after 20 seconds
 searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 
 @dataclass
 class Cause:
-    """A deviation of a stage from its definition: a row of causes.yaml, or composed."""
+    """A way in which a stage deviates from its definition, from causes.yaml or composed."""
 
     name: str
     says: str
     stages: tuple | list = ()
-    change: dict = field(default_factory=dict)  # what the stage's function computes differently
+    # named pieces of the stage's definition that this cause replaces, see Change
+    change: dict = field(default_factory=dict)
     source: str = ""
     costs: str = ""
-    about: str = ""  # what a step needs to show it
-    error: float = 0.0  # that it leaves, where it explains a stage
-    parts: int = 1  # causes of which it is joined
+    about: str = ""  # feature that a step must contain to reveal this cause, such as clipping
+    error: float = 0.0  # error that remains in the stage that this cause explains
+    parts: int = 1  # number of single causes joined in this cause
 
     def __str__(self) -> str:
         return f"{self.name} (to {self.error:.0e})"
 
     def is_fitted(self) -> bool:
-        """Tell whether it has a number that is fitted."""
+        """Return whether this cause has a free number that is fitted to the trainer's values."""
         return "{c}" in self.name or "c" in self.change
 
     def may_be_inside(self, scope: dict) -> bool:
-        """Tell whether it may be in one use of what deviates alone."""
-        # what is of other rows or tokens would give few numbers by chance; masks have many
+        """Return whether this cause may affect only one use of the quantity that deviates."""
+        # Causes that take other rows or tokens are excluded, because they match few numbers by
+        # chance. Masks have many numbers, so causes that change a mask are kept.
         may_be = "mask" in self.change or not any(
             isinstance(x, tuple) for x in self.change.values()
         )
         return may_be and scope.get("of", "") in (*self.change, "") and not self.is_fitted()
 
     def inside(self, use: str) -> "Cause":
-        """Return this cause in one use alone."""
+        """Return a copy of this cause that affects only one use of the quantity."""
         return replace(
             self,
             name=f"{self.name}, in {use} alone",
@@ -100,11 +106,11 @@ class Cause:
         )
 
     def rank(self) -> int:
-        """Rank causes by how much they assume: in how few uses they are, or a number."""
+        """Return how much this cause assumes: 3 if fitted, else the number of uses it is in."""
         return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return this cause with a number, and what that may come from."""
+        """Return a copy of this cause with its fitted number, described by `source`."""
         text = f"{number:.5g}"
         says = self.says.replace("{c}", text) + source
         change = self.change | {"c": number}
@@ -112,48 +118,49 @@ class Cause:
 
 
 class Place(NamedTuple):
-    """All numbers of a stage, or those of some rows or of a part of the model."""
+    """A subset of a stage's numbers: all of them, some rows, or a part of the model."""
 
-    says: str  # which; "": all
-    inside: dict[str, Tensor]  # of each tensor: which numbers
+    says: str  # name of the subset; "" means all numbers
+    inside: dict[str, Tensor]  # bool mask of the subset for each tensor of the stage
     rows: Tensor | None = None
 
 
 @dataclass
 class Finding:
-    """What became of a stage; it agrees where the error is at most TOLERANCE."""
+    """The result of comparing a stage, which agrees if its error is at most TOLERANCE."""
 
     stage: str
     error: float
     numbers: int
-    where: Sequence[str] = ()  # which differ; the first of these, and how
-    explained: Sequence[Cause] = ()  # of the fewest parts; empty: no known cause explains it
-    again: bool = False  # an earlier stage says so already
+    where: Sequence[str] = ()  # text lines: counts of differing numbers, then examples
+    # causes with the fewest parts that explain the stage; empty if no known cause does
+    explained: Sequence[Cause] = ()
+    again: bool = False  # whether an earlier stage has reported the same cause already
 
     @property
     def ok(self) -> bool:
         return self.error <= TOLERANCE
 
 
-# rows of causes.yaml: what one does not say, its list says
+# causes of causes.yaml; fields missing in a row are taken from the row's group
 CAUSES = [Cause(**group["of"] | row) for group in TABLE["causes"] for row in group["list"]]
-FACTOR = Cause(**TABLE["factor"])  # of all numbers of a stage
+FACTOR = Cause(**TABLE["factor"])  # a fitted factor that multiplies all numbers of a stage
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Tell what causes.yaml calls a stage of this step."""
+    """Return the names that causes.yaml uses for a stage of this step."""
     other_name = "logps" if name in LOGPS else name
     return {name, d.about["kind"] if name == "loss" else other_name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List what may go wrong in a stage of this step: causes.yaml's, then what is composed."""
+    """List the causes for a stage of this step: first those of causes.yaml, then composed ones."""
     names = names_of(name, d)
     result = [cause for cause in CAUSES if names & set(cause.stages)]
     for thing in TABLE["things"]:
         if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d:
             result += composed(thing, d, "mask" in names)
-    # what is of this kind of loss or model before what is of all
+    # causes specific to this kind of loss or model come before general causes
     result.sort(key=lambda cause: not (names - {"loss", "logps"}) & set(cause.stages))
     for scope in TABLE["scopes"]:
         if names & set(scope["stages"]):
@@ -163,14 +170,14 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
-    """Compose causes of a thing and what it may take, such as another row, or be, such as 0."""
+    """Compose causes in which a quantity takes another value, such as 0 or another row's."""
     changes = dict(thing.get("terms", {}))
     for operators in thing.get("operators", []):
         changes |= TABLE["operators"][operators]
     for kind in thing.get("units", []):
         for unit in getattr(d, kind):
             for says, text in thing.get("changes", {"{}": None}).items():
-                # the mask that is compared is no unit for itself
+                # the completion mask cannot select tokens while the mask itself is compared
                 if not (in_mask and "counted" in unit):
                     changes[says.format(unit)] = (kind, unit, text)
     fields = ("stages", "source", "costs", "about")
@@ -185,11 +192,14 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
 
 
 def audit(d: Dump) -> list[Finding]:
-    """Check every stage for which the dump has what is needed."""
+    """Compare every stage for which the dump has the needed tensors and fields.
+
+    ValueError: a stage cannot be recomputed, because a tensor or field has a wrong type or shape.
+    """
     findings = []
     for name, stage in STAGES.items():
         if name == "mask" and d.ids is None:
-            continue  # it is of ids that nothing explains
+            continue  # the mask depends on token ids, whose difference is unexplained
         differing = {finding.stage: finding for finding in findings if not finding.ok}
         try:
             answer = stage(d, Change(d, {}))
@@ -199,7 +209,7 @@ def audit(d: Dump) -> list[Finding]:
         except (ValueError, *DAMAGES) as cause:
             if name in THROUGH_A_MODEL and "pictures" in differing:
                 d.forward = None
-                continue  # these pictures do not fit the ids
+                continue  # the model cannot run, because the images do not fit the token ids
             raise ValueError(
                 f"{name} cannot be computed again: {type(cause).__name__} {cause}: "
                 "a tensor or a field is not as in docs/audit.md"
@@ -213,11 +223,13 @@ def audit(d: Dump) -> list[Finding]:
 
 
 def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
-    """Explain a stage that differs, and let the stages after it know."""
+    """Find causes for a stage that differs, and record them for the later stages."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        both = {}  # what explains both stages is the mistake; of one forward nothing else is
+        # A cause that explains both stages is the mistake. Log-probabilities and entropies come
+        # from one forward, so no other cause is accepted for this pair of stages.
+        both = {}
         for cause in earlier.explained:
             if names & {*cause.stages}:
                 both |= {again.name: again for again in fits(finding.stage, d, cause)}
@@ -228,35 +240,36 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
     if not (finding.again or of_one_forward):
         finding.explained = explain(finding.stage, d)
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
-        finding.again = True  # it is of these ids
+        finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    if finding.stage == "logps" or of_one_forward:  # gradients are those of the forward
+    # the gradients stage repeats the deviation of the forward
+    if finding.stage == "logps" or of_one_forward:
         d.forward = change or None
-    if finding.stage == "tokens":  # as masks are of the ids
+    if finding.stage == "tokens":  # the mask stage repeats the deviation of the token ids
         d.ids = change
         d.__dict__.pop("regions", None)
 
 
 def error(answer: dict) -> float:
-    """Measure the largest difference, in units; infinite for what is not finite."""
+    """Return the largest difference of a stage, in units; infinite if a number is not finite."""
     differences = all_gaps(answer)
     return differences.max().item() if len(differences) else 0.0
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Measure the differences of a stage (numbers,), in units; infinite for what is not finite."""
+    """Return all differences of a stage (numbers,), in units; infinite where not finite."""
     nothing = torch.zeros(0)
     return torch.cat([nothing, *(gaps(*values).flatten() for values in answer.values())])
 
 
 def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
-    """Measure each difference, in units; infinite for what is not finite."""
+    """Return |theirs - ours| / unit for each number; infinite where a number is not finite."""
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
 def joined(first: Cause, second: Cause) -> Cause:
-    """Make one cause of two."""
+    """Return the cause that combines two causes."""
     return replace(
         first,
         name=f"{first.name} and {second.name}",
@@ -267,18 +280,23 @@ def joined(first: Cause, second: Cause) -> Cause:
 
 
 def computed(name: str, d: Dump, change: dict) -> dict | None:
-    """Compute a stage with a deviation; None: with it the step has no answer."""
+    """Compute a stage with a deviation; None if the stage cannot be computed with it.
+
+    change: replaced pieces of the stage's definition, see Change; empty for the definition.
+    """
     factor = Change(d, change)("factor", 1.0)
-    if "factor" in change:  # of what comes out, which is computed once
+    # a factor multiplies the stage's result, so the result itself needs no new computation
+    if "factor" in change:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
+    # for example a changed mask that counts no token in one answer of a DPO pair
+    except (ValueError, *DAMAGES):
         return None
     if answer and not change:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
-        # a deviation that makes numbers huge excuses no differences
+        # The unit is limited, so that a deviation with huge numbers does not hide differences.
         _, _, usual_unit = d.usual_answers.get(name, answer)[key]
         limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
         unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -287,7 +305,10 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
 
 
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
-    """Tell of each cause with a topic, such as clips, whether it changes no number of a stage."""
+    """Yield (topic, is unseen) for each cause with a topic, such as clipping.
+
+    A cause is unseen if it changes no number of the stage, so that the step cannot reveal it.
+    """
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
         shows = cause.about and not cause.is_fitted()
@@ -298,14 +319,16 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
 
 
 def explain(name: str, d: Dump) -> list[Cause]:
-    """Search the simplest causes that give the trainer's numbers."""
+    """Find the simplest causes that reproduce the trainer's numbers."""
     answer = computed(name, d, {})
-    # one id or rate is met by chance
+    # some cause would match a single wrong token id or learning rate by chance
     if name in (*IDS, "schedule") and count_wrong(answer) < 2:
         return []
-    # what a deviation computes may round more than the definition, if it explains nearly all
+    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if the
+    # deviation explains 99 % of the error.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    if name in LOGPS:  # a row tells enough; what explains it has to explain all
+    # only the worst row is searched, because forwards are slow; its causes must explain all rows
+    if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
     explanations = search(name, d)
@@ -318,15 +341,16 @@ def explain(name: str, d: Dump) -> list[Cause]:
 
 
 def search(name: str, d: Dump) -> list[Cause]:
-    """Find single causes that give a stage's numbers, or else those of a place, or pairs.
+    """Find causes that reproduce a stage's numbers: single ones, ones in a subset, then pairs.
 
-    A factor is a cause by itself; it is fitted, so with another one it proves nothing.
+    A fitted factor is only tried as a single cause. In a pair, a fitted number proves nothing.
     """
     base_answer = computed(name, d, {})
     suspects = find_suspects(name, base_answer, d)
     factors = [] if name in IDS else fitted(name, d, FACTOR, suspects)
     explanations = []
-    by_distance = {distance(base_answer): None}  # causes that do the same are one
+    # first cause for each distance, so that causes with equal results are tried only once
+    by_distance = {distance(base_answer): None}
     all_causes = sorted(possible_causes(name, d), key=Cause.rank)
     for _, causes in groupby(searched(all_causes, f"{name}: known causes"), Cause.rank):
         if any(cause.parts == 1 for cause in explanations):
@@ -348,7 +372,7 @@ def search(name: str, d: Dump) -> list[Cause]:
         fewest = min(cause.parts for cause in explanations)
         return [cause for cause in explanations if cause.parts == fewest]
     if name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS:
-        return []  # some pair would give so few by chance
+        return []  # with so few numbers some pair of causes would match by chance
     ranked = filter(None, (by_distance[key] for key in sorted(by_distance)))
     ranked_causes = list(ranked)[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
     pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
@@ -359,7 +383,10 @@ def search(name: str, d: Dump) -> list[Cause]:
 
 
 def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
-    """Find rows or parts of the model outside which a stage's numbers agree; first everything."""
+    """Find the row sets or model parts outside of which a stage's numbers agree.
+
+    The first suspect is always the whole stage.
+    """
     suspects = [Place("", {key: torch.tensor(True) for key in answer})]
     sets = d.parts if name in BY_PARAMETER else d.row_sets
     if name == "advantages":
@@ -379,7 +406,7 @@ def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
 
 
 def seen(answer: dict, inside: dict) -> dict:
-    """Look at the numbers inside alone: the others are ours."""
+    """Return the answer with the trainer's numbers outside the masks replaced by ours."""
     result = {}
     for key, mask in inside.items():
         theirs, ours, unit = answer[key]
@@ -388,13 +415,16 @@ def seen(answer: dict, inside: dict) -> dict:
 
 
 def distance(answer: dict) -> tuple[float, float]:
-    """Measure how far a stage is from the trainer's numbers, in sum, and where; equal causes are one."""
+    """Return the summed distance from the trainer's numbers, and a position-dependent sum.
+
+    Two causes with the same pair are treated as the same deviation.
+    """
     differences = all_gaps(answer).clamp(max=1.0)
     return float(differences.sum()), float(differences.cumsum(0).sum())
 
 
 def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Cause]:
-    """Explain a stage by a cause in a place alone."""
+    """Return [cause] if the cause, limited to a subset of the numbers, explains the stage."""
     if place.says:
         name = f"{cause.name}, only {place.says}"
         cause = replace(cause, name=name, says=f"{cause.says}, for {place.says} alone", parts=2)
@@ -410,18 +440,18 @@ def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[C
 
 
 def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
-    """List the cause, with the error that it leaves, if it explains the stage."""
+    """Return [cause with its remaining error] if the cause explains the stage, else []."""
     return fit(computed(name, d, cause.change), cause, d)
 
 
 def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
-    """Compare an answer as `fits` does."""
+    """Return [cause with its remaining error] if the answer is within d.tolerance, else []."""
     error_left = error(answer) if answer else math.inf
     return [replace(cause, error=error_left)] if error_left <= d.tolerance else []
 
 
 def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Cause]:
-    """Explain a stage by a cause with the number that fits best, in any of these suspects."""
+    """Fit the free number of a cause in each suspect, and return the fits that explain the stage."""
 
     def answer_with(number: float) -> dict | None:
         return computed(name, d, cause.with_number(number).change)
@@ -430,10 +460,10 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
         return distance_in(place, answer_with(number))
 
     base_answer = computed(name, d, {})
-    # what multiplies may be a count or one over it
+    # a fitted multiplier may equal a known count of the step, or its inverse
     multiplies = cause is FACTOR or "c * x" in cause.change.values()
     sources = known_numbers(d, next(iter(base_answer))) if multiplies else {}
-    distances = {}  # of each number: in each suspect
+    distances = {}  # for each candidate number, the distances in all suspects
     for number in [*NUMBERS, *sources]:
         answer = answer_with(number)
         distances[number] = [distance_in(place, answer) for place in suspects]
@@ -442,7 +472,8 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
         nearest = min(distances, key=lambda number: distances[number][index])
         is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
         num_wrong = count_wrong(seen(base_answer, place.inside))
-        # one number is met by any that is fitted, an advantage and its opposite by any factor
+        # A fitted number always matches a single value, and a fitted factor always matches an
+        # advantage with its opposite, so such fits are ignored unless the number is known.
         is_met = num_wrong < (3 if cause is FACTOR else 2) and nearest not in sources
         if not is_nearer or is_met:
             continue
@@ -456,7 +487,10 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
 
 
 def numbers_near(number: float, distance_of: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, then the one near it whose distance is least, as round as may be first."""
+    """Yield a number, then the best number near it, rounded to 1, 2 and 3 digits and exact.
+
+    distance_of: function from a number to its distance from the trainer's values.
+    """
     yield number
     distance_of = cache(distance_of)
     around = [number * 1.1**power for power in range(-9, 10)]
@@ -471,24 +505,26 @@ def numbers_near(number: float, distance_of: Callable[[float], float]) -> Iterat
 
 
 def distance_in(place: Place, answer: dict | None) -> float:
-    """Measure how far a stage is from the trainer's numbers in a place."""
+    """Return the summed distance from the trainer's numbers in a subset; inf without an answer."""
     return distance(seen(answer, place.inside))[0] if answer else math.inf
 
 
 def count_wrong(answer: dict) -> int:
-    """Count the numbers that differ."""
+    """Count the numbers of a stage that differ by more than TOLERANCE."""
     return int((all_gaps(answer) > TOLERANCE).sum())
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Say what a fitted number may be: counts of the step, over one another, or settings.
+    """Return {number: description} of known values that a fitted number may equal.
 
-    key: of the numbers that it explains, which tells the counts that may be theirs.
+    The values are settings, counts of the step, their inverses, and ratios of two counts.
+
+    key: name of the explained tensor, which selects the counts that apply.
     """
     named_numbers = [
         (formula(text, about=d.about), says) for says, text in TABLE["factors"].items()
     ]
-    units = defaultdict(list)  # of each count that may be theirs
+    units = defaultdict(list)  # for each count, the names of the quantities that have it
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
         if count not in (None, 0, 1) and re.match(keys, key):
@@ -498,15 +534,18 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
         named_numbers.append((count, says))
         named_numbers.append((1 / count, f"1 over {says}"))
     for count, other in permutations(counts, 2):
-        if min(count, other) > 10:  # ratios of few are met by chance
+        if min(count, other) > 10:  # ratios of small counts match by chance
             named_numbers.append((count / other, f"{counts[count]} over {counts[other]}"))
     return {
         number: f": {says}" for number, says in reversed(named_numbers)
-    }  # what comes first is said
+    }  # reversed, so that the first description of a number is kept
 
 
 def where(answer: dict) -> list[str]:
-    """Say which numbers differ, and of three tensors the first that do, theirs over ours."""
+    """Describe which numbers differ: counts by tensor, then up to 4 examples from 3 tensors.
+
+    An example shows the trainer's value "over" ours.
+    """
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -525,7 +564,7 @@ def where(answer: dict) -> list[str]:
 
 
 def report(findings: list[Finding], d: Dump) -> str:
-    """Write the lines that the tool prints."""
+    """Return the text that `python -m minivlmrl audit` prints."""
     lines = []
     topics = defaultdict(list)
     for finding in findings:
@@ -541,7 +580,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Write a stage's lines: whether it agrees, and up to four explanations."""
+    """Return the report lines of a stage: whether the stage agrees, and up to 4 explanations."""
     word = "agrees" if finding.ok else "DIFFERS"
     numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
@@ -563,13 +602,16 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 def not_in_step(findings: list[Finding]) -> list[str]:
-    """Name the stages that were not compared."""
+    """List the stages that were not compared."""
     compared = {finding.stage for finding in findings}
     return [name for name in STAGES if name not in compared]
 
 
 def checked(folder) -> tuple[list[Finding], Dump]:
-    """Audit a step's folder (ValueError: it is none, or nothing of it can be compared)."""
+    """Read and audit a step's folder.
+
+    ValueError: the folder holds no valid step, or no number of the step can be compared.
+    """
     d = read(folder)
     with naming(folder):
         findings = audit(d)
@@ -581,7 +623,7 @@ def checked(folder) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding]) -> dict:
-    """Return what `report` says as an object; fields may come, none of these goes."""
+    """Return the findings as a JSON object of schema 1, which may gain fields but loses none."""
     return {
         "schema": 1,
         "agrees": all(finding.ok for finding in findings),
@@ -591,7 +633,7 @@ def as_json(findings: list[Finding]) -> dict:
 
 
 def stage_json(finding: Finding) -> dict:
-    """Return what is known of a stage as an object."""
+    """Return the finding of a stage as a JSON object."""
     explained = []
     for cause in finding.explained:
         named = {"name": cause.name, "says": cause.says}
@@ -608,7 +650,7 @@ def stage_json(finding: Finding) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Audit the step that the command line names; returns the exit status."""
+    """Audit the step given on the command line, print the report, and return the exit status."""
     p = argparse.ArgumentParser("python -m minivlmrl audit", description="Check a dumped step.")
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
     p.add_argument("--json", action="store_true", help="print one object, as docs/audit.md has it")
